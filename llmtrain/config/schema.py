@@ -1,0 +1,203 @@
+"""The sections of a config: every key, its type, its default and one sentence on it.
+
+Frozen and strict: an unknown key is refused, a bool or a string is no number, nothing is infinite.
+Defaults stand here and nowhere else. The sentences feed the help and the reference page.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """A group of keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+
+class RunConfig(Section):
+    """Where the run lives and what its randomness starts from."""
+
+    dir: str | None = Field(
+        None, description="Run directory; null = runs/<name of the config file>."
+    )
+    seed: Count = Field(42, description="Seed of the weights, the order of the data and dropout.")
+
+
+class TrainTokenizer(Section):
+    """A tokenizer that the run trains itself."""
+
+    train: Annotated[int, Field(ge=257)] = Field(
+        description="Entries of a byte-level BPE trained on the run's own training documents."
+    )
+
+
+class ModelConfig(Section):
+    """The model and its tokenizer."""
+
+    from_: str | None = Field(
+        None, alias="from", description="Hub id or directory whose weights training starts from."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id in `from`.")
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="`model_type` and its own fields, as transformers names them, when `from` is null.",
+    )
+    tokenizer: str | TrainTokenizer = Field(
+        "auto",
+        description="Directory, Hub id, `sample` or {train: N}; auto = the tokenizer of `from`.",
+    )
+
+
+class SourceConfig(Section):
+    """Documents from one place."""
+
+    path: str = Field(description="Hub data set id, directory, file or glob, or `sample`.")
+    name: str | None = Field(None, description="Config name of a Hub data set.")
+    split: str = Field("train", description="Split of a Hub data set.")
+    revision: str | None = Field(None, description="Commit, tag or branch of a Hub data set.")
+    text_column: str = Field("text", description="Column (JSONL: key) that holds the text.")
+    id_column: str = Field(
+        "id", description="Column whose hash decides what is held out; absent = the text is hashed."
+    )
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Share of the blocks, relative to the other sources."
+    )
+
+
+class DataConfig(Section):
+    """What is trained on, and in which order."""
+
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)] = Field(
+        description="Where the documents come from."
+    )
+    seq_len: Annotated[int, Field(ge=2)] = Field(1024, description="Trained positions of a block.")
+    lanes: Positive | Auto = Field(
+        "auto", description="Independent readers that the blocks are dealt from; frozen in the run."
+    )
+    heldout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.005, description="Share of the documents that are never trained on."
+    )
+    workers: Count | Auto = Field(
+        "auto", description="Processes that read ahead for each rank; 0 = in the rank itself."
+    )
+
+
+class TrainingConfig(Section):
+    """How long, how much at once, how exactly."""
+
+    steps: Positive = Field(description="Optimizer updates of the whole run.")
+    global_batch_size: Positive = Field(
+        256, description="Blocks in a step, whatever the number of devices."
+    )
+    micro_batch_size: Positive | Auto = Field(
+        "auto", description="Blocks in one forward on one device."
+    )
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto",
+        description="Arithmetic of forward and backward; weights and moments are always fp32.",
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="Gradients are scaled down to this norm; null = never."
+    )
+    on_nonfinite: Literal["skip", "stop"] = Field(
+        "skip", description="What a loss or norm that is not finite leads to."
+    )
+    max_skipped_in_a_row: Positive = Field(
+        5,
+        description="So many skipped updates in a row end the run.",
+        json_schema_extra={"expert": True},
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="Decoupled decay of weight matrices; none on embeddings, norms and biases."
+    )
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), strict=False, description="Decay rates of the two moments."
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="Shape of the learning rate after the warm-up."
+    )
+    warmup_steps: Annotated[float, Field(gt=0)] = Field(
+        100, description="Steps of linear warm-up; a fraction below 1 is a share of the steps."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="Last learning rate as a share of the peak."
+    )
+
+
+class DistributedConfig(Section):
+    """Processes and devices."""
+
+    strategy: Literal["auto", "ddp"] = Field(
+        "auto", description="How the model is spread over devices."
+    )
+    timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        20.0, description="After this long without an answer from a peer, a rank gives up."
+    )
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk, and when."""
+
+    every_steps: Positive = Field(500, description="Steps between checkpoints.")
+    keep_last: Annotated[int, Field(ge=2)] = Field(
+        3, description="Newest checkpoints that are kept."
+    )
+    keep_every: Count = Field(
+        0, description="Checkpoints at multiples of this many steps are kept for ever; 0 = none."
+    )
+    keep_best: Count = Field(
+        1, description="Checkpoints with the lowest held-out loss that are kept."
+    )
+    shard_gb: Annotated[float, Field(gt=0)] = Field(
+        4.0,
+        description="Largest weight or optimizer file in GiB.",
+        json_schema_extra={"expert": True},
+    )
+
+
+class EvaluationConfig(Section):
+    """Measuring on documents that are never trained on."""
+
+    every_steps: Positive = Field(500, description="Steps between evaluations.")
+    max_documents: Positive = Field(2000, description="Held-out documents that are scored.")
+    prompts: tuple[str, ...] = Field(
+        (), strict=False, description="Texts that the model continues at every evaluation."
+    )
+
+
+class LoggingConfig(Section):
+    """What is written down."""
+
+    every_steps: Positive = Field(10, description="Steps between lines of metrics.")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (), strict=False, description="Where metrics go besides `metrics.jsonl`."
+    )
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)

@@ -1,0 +1,65 @@
+"""What a person reads when something went wrong.
+
+A `UserError` is for what a person can put right (exit code 2): it collects every problem, so that one
+start reports them all. A `RunError` is for what the machine did: it knows its exit code and what to do
+next. Anything else that is raised is a defect: its traceback is shown and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DISK_FAILED = 74
+RESTARTABLE = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to put right.
+
+    key: the config key, file or flag · value: what was found (None: nothing worth showing) ·
+    expected: what would be right · remedy: what to do, when `expected` does not say it already.
+    """
+
+    key: str
+    value: object
+    expected: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        head = self.key if self.value is None else f"{self.key} = {self.value}"
+        lines = [f"  {head}", f"    expected: {self.expected}"]
+        if self.remedy:
+            lines.append(f"    try:      {self.remedy}")
+        return "\n".join(lines)
+
+
+class UserError(Exception):
+    """Bad input: exit code 2, one message, no traceback."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: Problem, where: str = "") -> None:
+        super().__init__(*problems)
+        self.problems = problems
+        self.where = where
+
+    def __str__(self) -> str:
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        title = f"{count} in {self.where}" if self.where else count
+        return "\n".join([title, *(str(problem) for problem in self.problems)])
+
+
+class RunError(Exception):
+    """A failure of the machine: disk, network, a lost peer.
+
+    exit_code: 74 (the store failed for good), 75 (a restart may cure it) or 1 · remedy: what to do next.
+    """
+
+    def __init__(self, message: str, exit_code: int, remedy: str) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n    next:     {self.remedy}"

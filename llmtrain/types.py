@@ -1,0 +1,165 @@
+"""The values that cross rooms. Plain data; foreign types stand only in annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class Cursor(NamedTuple):
+    """Where a lane's next block of one source begins: positions in the permuted lists.
+
+    unit counts this lane's units of `epoch`, row the rows of that unit, offset the tokens of that document.
+    """
+
+    epoch: int
+    unit: int
+    row: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's blocks of one step, on the host.
+
+    ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · cursors: lane → the cursors of all
+    sources after that lane's last block of this step · digest: sum over this rank's blocks modulo 2^64
+    (INTERFACE, `batch_digest`) · sources: label → trained tokens · counts: source → what was met → how often.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    trained_tokens: int
+    cursors: Mapping[int, tuple[Cursor, ...]]
+    digest: int
+    first_block: int
+    sources: Mapping[str, int]
+    counts: Mapping[str, Mapping[str, int]]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a file: dtype as safetensors names it (F32, BF16, I64 …)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# Ordered: file name → tensor name → what it is. Equal on all ranks.
+Spec = Mapping[str, Mapping[str, TensorSpec]]
+
+
+class Piece(NamedTuple):
+    """A flat, contiguous range of one tensor that this rank holds: a 1-D view of the memory itself.
+
+    start is counted in elements of the whole tensor. Pieces come in the order of the spec.
+    """
+
+    name: str
+    start: int
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank's failed vote."""
+
+    rank: int
+    kind: str
+    text: str
+    errno: int | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.file})" if self.file and self.file not in self.text else ""
+        return f"rank {self.rank}: {self.kind}: {self.text}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What all ranks answered. failures is the same on every rank; bodies (one a rank) only at rank 0."""
+
+    failures: tuple[Failure, ...]
+    bodies: tuple[bytes, ...] = ()
+
+
+class Ranks(Protocol):
+    """The processes of a run, talking over the control group (gloo). Every call is collective."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def gather(self, body: bytes) -> list[bytes]:
+        """Every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
+        ...
+
+    def broadcast(self, body: bytes) -> bytes:
+        """Rank 0's body on every rank (the others' argument is not looked at)."""
+        ...
+
+    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
+        """Say whether this rank failed, and hear who did. Never raises for a rank's error."""
+        ...
+
+
+class Alone:
+    """`Ranks` of a single process."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, body: bytes) -> list[bytes]:
+        return [body]
+
+    def broadcast(self, body: bytes) -> bytes:
+        return body
+
+    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
+        return Vote(() if error is None else (failure(0, error),), (body,))
+
+
+def failure(rank: int, error: BaseException) -> Failure:
+    """An exception as a failed vote."""
+    number = error.errno if isinstance(error, OSError) else None
+    file = str(error.filename) if isinstance(error, OSError) and error.filename else None
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return Failure(rank, type(error).__name__, text, number, file)
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What a rank says in the 0/1 slots of the step's vector."""
+
+    signal: bool = False
+    stop_file: bool = False
+    lost_launcher: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`)."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    step_tokens: int
+    seconds: float
+    data_wait_seconds: float
+    batch_digest: int
+    skipped: bool
+    sources: Mapping[str, int]
+    data_failed: bool
+    stops: tuple[str, ...] = field(default=())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.step_tokens / self.seconds if self.seconds > 0 else 0.0
