@@ -1,8 +1,8 @@
 """What a person reads when something went wrong.
 
-A `UserError` is for what a person can put right (exit code 2): it collects every problem, so that one
-start reports them all. A `RunError` is for what the machine did: it knows its exit code and what to do
-next. Anything else that is raised is a defect: its traceback is shown and the exit code is 1.
+A `UserError` is for what a person can put right (exit code 2): it collects every problem, so that
+one start reports them all. A `RunError` is for what the machine did: it knows its exit code and what
+to do next. Anything else that is raised is a defect: its traceback is shown, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UserError(Exception):
 class RunError(Exception):
     """A failure of the machine: disk, network, a lost peer.
 
-    exit_code: 74 (the store failed for good), 75 (a restart may cure it) or 1 · remedy: what to do next.
+    exit_code: 74 (the store failed for good), 75 (a restart may cure it) or 1 · remedy: what to do.
     """
 
     def __init__(self, message: str, exit_code: int, remedy: str) -> None:

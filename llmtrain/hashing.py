@@ -1,7 +1,7 @@
 """Hashes that decide the order of the data: the order of a seed is a contract.
 
-All arithmetic is modulo 2^64. splitmix64 is the finaliser of Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014. Golden values stand in `tests/unit/test_hashing.py`.
+All arithmetic is modulo 2^64. splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014. Golden values stand in `tests/unit/test_hashing.py`.
 """
 
 from __future__ import annotations

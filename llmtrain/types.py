@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Cursor(NamedTuple):
     """Where a lane's next block of one source begins: positions in the permuted lists.
 
-    unit counts this lane's units of `epoch`, row the rows of that unit, offset the tokens of that document.
+    unit counts this lane's units of `epoch`, row the rows of that unit, offset the tokens of that
+    document.
     """
 
     epoch: int
@@ -27,9 +28,9 @@ class Cursor(NamedTuple):
 class Batch:
     """This rank's blocks of one step, on the host.
 
-    ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · cursors: lane → the cursors of all
-    sources after that lane's last block of this step · digest: sum over this rank's blocks modulo 2^64
-    (INTERFACE, `batch_digest`) · sources: label → trained tokens · counts: source → what was met → how often.
+    ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · cursors: lane → the cursors of
+    all sources after that lane's last block of this step · digest: sum over this rank's blocks modulo
+    2^64 · sources: label → trained tokens · counts: label → what was met → how often.
     """
 
     ids: np.ndarray
@@ -83,7 +84,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What all ranks answered. failures is the same on every rank; bodies (one a rank) only at rank 0."""
+    """What all ranks answered: failures on every rank, bodies (one a rank) only at rank 0."""
 
     failures: tuple[Failure, ...]
     bodies: tuple[bytes, ...] = ()
@@ -93,9 +94,15 @@ class Ranks(Protocol):
     """The processes of a run, talking over the control group (gloo). Every call is collective."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """0 … world_size − 1."""
+        ...
+
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of processes."""
+        ...
+
     def gather(self, body: bytes) -> list[bytes]:
         """Every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
         ...
@@ -116,12 +123,15 @@ class Alone:
     world_size = 1
 
     def gather(self, body: bytes) -> list[bytes]:
+        """The only body."""
         return [body]
 
     def broadcast(self, body: bytes) -> bytes:
+        """The only body."""
         return body
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
+        """The only vote."""
         return Vote(() if error is None else (failure(0, error),), (body,))
 
 
@@ -162,4 +172,5 @@ class Numbers:
 
     @property
     def tokens_per_second(self) -> float:
+        """Trained tokens a second of this step, over all ranks."""
         return self.step_tokens / self.seconds if self.seconds > 0 else 0.0

@@ -26,9 +26,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Where the run lives and what its randomness starts from."""
 
-    dir: str | None = Field(
-        None, description="Run directory; null = runs/<name of the config file>."
-    )
+    dir: str | None = Field(None, description="Run directory; null = runs/<config file's name>.")
     seed: Count = Field(42, description="Seed of the weights, the order of the data and dropout.")
 
 
@@ -49,7 +47,7 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id in `from`.")
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="`model_type` and its own fields, as transformers names them, when `from` is null.",
+        description="`model_type` and its own fields, as transformers names them.",
     )
     tokenizer: str | TrainTokenizer = Field(
         "auto",
@@ -103,7 +101,7 @@ class TrainingConfig(Section):
     )
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto",
-        description="Arithmetic of forward and backward; weights and moments are always fp32.",
+        description="Arithmetic of forward and backward; weights and moments are fp32.",
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="Gradients are scaled down to this norm; null = never."
@@ -142,9 +140,7 @@ class OptimizerConfig(Section):
 class DistributedConfig(Section):
     """Processes and devices."""
 
-    strategy: Literal["auto", "ddp"] = Field(
-        "auto", description="How the model is spread over devices."
-    )
+    strategy: Literal["auto", "ddp"] = Field("auto", description="How the model is spread out.")
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         20.0, description="After this long without an answer from a peer, a rank gives up."
     )
@@ -154,15 +150,11 @@ class CheckpointConfig(Section):
     """What is kept on disk, and when."""
 
     every_steps: Positive = Field(500, description="Steps between checkpoints.")
-    keep_last: Annotated[int, Field(ge=2)] = Field(
-        3, description="Newest checkpoints that are kept."
-    )
+    keep_last: Annotated[int, Field(ge=2)] = Field(3, description="Newest checkpoints to keep.")
     keep_every: Count = Field(
         0, description="Checkpoints at multiples of this many steps are kept for ever; 0 = none."
     )
-    keep_best: Count = Field(
-        1, description="Checkpoints with the lowest held-out loss that are kept."
-    )
+    keep_best: Count = Field(1, description="Checkpoints of lowest held-out loss to keep.")
     shard_gb: Annotated[float, Field(gt=0)] = Field(
         4.0,
         description="Largest weight or optimizer file in GiB.",

@@ -1,0 +1,1 @@
+"""llmtrain: train causal language models, exactly, on any number of devices."""
