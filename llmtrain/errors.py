@@ -1,8 +1,8 @@
 """What a person reads when something went wrong.
 
 A `UserError` is for what a person can put right (exit code 2): it collects every problem, so that
-one start reports them all. A `RunError` is for what the machine did: it knows its exit code and what
-to do next. Anything else that is raised is a defect: its traceback is shown, the exit code is 1.
+one start reports them all. A `RunError` is for what the machine did: it knows its exit code and
+what to do next. Anything else that is raised is a defect: its traceback is shown, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -63,3 +63,14 @@ class RunError(Exception):
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n    next:     {self.remedy}"
+
+
+class PeerError(RunError):
+    """Another rank failed: its own message and exit code, raised here because all ranks agreed."""
+
+    def __init__(self, text: str, exit_code: int, rank: int) -> None:
+        super().__init__(text, exit_code, f"the details are in logs/rank-{rank}.log")
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -29,8 +29,8 @@ class Batch:
     """This rank's blocks of one step, on the host.
 
     ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · cursors: lane → the cursors of
-    all sources after that lane's last block of this step · digest: sum over this rank's blocks modulo
-    2^64 · sources: label → trained tokens · counts: label → what was met → how often.
+    all sources after that lane's last block of this step · digest: sum over this rank's blocks
+    modulo 2^64 · sources: label → trained tokens · counts: label → what was met → how often.
     """
 
     ids: np.ndarray
@@ -69,11 +69,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's failed vote."""
+    """One rank's failed vote. exit_code: what the rank would end with."""
 
     rank: int
     kind: str
     text: str
+    exit_code: int = 1
     errno: int | None = None
     file: str | None = None
 
@@ -140,7 +141,8 @@ def failure(rank: int, error: BaseException) -> Failure:
     number = error.errno if isinstance(error, OSError) else None
     file = str(error.filename) if isinstance(error, OSError) and error.filename else None
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return Failure(rank, type(error).__name__, text, number, file)
+    code = getattr(error, "exit_code", 1)  # of UserError and RunError, which stand beside this file
+    return Failure(rank, type(error).__name__, text, code, number, file)
 
 
 @dataclass(frozen=True, slots=True)
