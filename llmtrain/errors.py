@@ -2,7 +2,8 @@
 
 A `UserError` is for what a person can put right (exit code 2): it collects every problem, so that
 one start reports them all. A `RunError` is for what the machine did: it knows its exit code and
-what to do next. Anything else that is raised is a defect: its traceback is shown, the exit code is 1.
+what to do next. Anything else that is raised is a defect: its traceback is shown and the exit code
+is 1.
 """
 
 from __future__ import annotations

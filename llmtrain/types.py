@@ -154,6 +154,43 @@ class Flags:
     lost_launcher: bool = False
 
 
+# What every rank puts into the step's one reduction, in order; behind them one slot for the trained
+# tokens of each source. A 0/1 slot counts the ranks that say so: a sum cannot carry reasons.
+SLOTS = (
+    "loss_sum",
+    "squares",
+    "not_finite",
+    "data_failed",
+    "digest_0",
+    "digest_1",
+    "digest_2",
+    "digest_3",
+    "wait_seconds",
+    "signal",
+    "stop_file",
+    "lost_launcher",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepVector:
+    """fp64 (len(SLOTS) + sources,) on the device: one rank's numbers, or their sum over all ranks.
+
+    squares: Σ g² of the gradient elements that this rank counts · digest_k: the k-th lowest 16
+    bits of the batch digest (a 64-bit sum would not fit a float) · wait_seconds: divided by W.
+    """
+
+    data: torch.Tensor
+
+    def __getitem__(self, slot: str) -> torch.Tensor:
+        return self.data[SLOTS.index(slot)]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """() trained tokens of the step."""
+        return self.data[len(SLOTS) :].sum()
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`)."""

@@ -1,0 +1,140 @@
+"""The step adapter: what a strategy does with one micro-batch, one norm and one update.
+
+`TorchEngine` drives DDP and a single process. Nothing here waits for the device: norm, clipping and
+the skip of a bad update are computed where the gradients are, from the step's reduced vector, so
+that they are the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from llmtrain.types import StepVector
+
+
+class Engine(Protocol):
+    """What the loop asks of a strategy."""
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Spread the model over the devices. Returns the module whose forward the loop calls."""
+        ...
+
+    def micro(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of one micro-batch; the last one synchronises gradients."""
+        ...
+
+    def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
+        """Accumulate the gradient of `loss_sum · scale`. Never steps."""
+        ...
+
+    def squares(self) -> Tensor:
+        """() fp64: Σ g² of the gradient elements that this rank counts."""
+        ...
+
+    def clip(self, sums: StepVector, max_norm: float | None) -> None:
+        """Scale the gradients down to `max_norm`, on the device."""
+        ...
+
+    def step(self, factor: float, sums: StepVector) -> None:
+        """Update, each group at its own rate × `factor`, unless `sums` forbids it."""
+        ...
+
+    def norm(self, sums: StepVector) -> Tensor:
+        """() fp32: the gradient norm before clipping."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """Around forwards that are no training: no gradients, no dropout; training again after."""
+        ...
+
+
+class TorchEngine:
+    """DDP, and one process without wrapping."""
+
+    def __init__(self, accelerator: Accelerator, *, counts_gradients: bool) -> None:
+        self._accelerator = accelerator
+        self._counts = counts_gradients  # replicas hold equal gradients: one of them counts
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Wrap the model for DDP and keep the raw optimizer (accelerate's costs 0.1 ms a step)."""
+        prepared: tuple[nn.Module, AcceleratedOptimizer] = self._accelerator.prepare(
+            model, optimizer
+        )
+        self._model, wrapped = prepared
+        self._optimizer: torch.optim.Optimizer = wrapped.optimizer
+        self._parameters = [
+            p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
+        for group in self._optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+        return self._model
+
+    def micro(self, *, last: bool) -> AbstractContextManager[object]:
+        """DDP reduces gradients in the backward of the last micro-batch alone."""
+        if last:
+            return nullcontext()
+        context: AbstractContextManager[object] = self._accelerator.no_sync(self._model)
+        return context
+
+    def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
+        """Not accelerator.backward: it divides by an accumulation count from the environment."""
+        (loss_sum * scale).backward()  # type: ignore[no-untyped-call]  # torch has no stub for it
+
+    def squares(self) -> Tensor:
+        """In fp64, so that another way to split the sum rounds to the same fp32 norm."""
+        if not self._counts:
+            return torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        norms = torch._foreach_norm(self._gradients(), 2, torch.float64)
+        return torch.stack(norms).square().sum()
+
+    def clip(self, sums: StepVector, max_norm: float | None) -> None:
+        """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
+        if max_norm is not None:
+            factor = (max_norm / (self.norm(sums) + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(self._gradients(), factor)
+
+    def step(self, factor: float, sums: StepVector) -> None:
+        """AdamW's fused kernel leaves weights, moments and step alone where `found_inf` is 1."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
+        self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused kernels
+        self._optimizer.found_inf = not_finite(sums).float()  # type: ignore[attr-defined]  # ditto
+        self._optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def norm(self, sums: StepVector) -> Tensor:
+        """() fp32: the root of all squares."""
+        return sums["squares"].sqrt().float()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the modules are back in training mode afterwards."""
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._model.train()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+
+def not_finite(sums: StepVector) -> Tensor:
+    """() bool on the device: whether the update of this step must not be applied."""
+    norm = sums["squares"].sqrt().float()
+    refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
+    return refused | ~torch.isfinite(norm)

@@ -1,0 +1,199 @@
+"""`model.config` or `model.from` → a transformers causal LM in fp32, ready to train.
+
+Weights come from safetensors alone and code from transformers alone. A misspelt field of
+`model.config` is an error: transformers itself would keep it and build something else.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from llmtrain.config.schema import ModelConfig
+from llmtrain.errors import Problem, UserError
+from llmtrain.model.tokenizer import SpecialTokens
+
+
+def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any:
+    """The transformers config of the model, checked against the tokenizer and `seq_len`.
+
+    Raises UserError with every problem found.
+    """
+    config = _from_weights(asked) if asked.from_ else _from_fields(asked.config, tokens)
+    config.use_cache = False
+    problems = [*_vocabulary_problems(config, tokens), *_length_problems(config, seq_len)]
+    if problems:
+        raise UserError(*problems)
+    return config
+
+
+def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedModel:
+    """The model with random weights (from torch's global generator), or with those of `from`."""
+    model = _load(config, asked.from_, revision) if asked.from_ else _fresh(config)
+    model.train()
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def _fresh(config: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=False
+    )
+    return model
+
+
+def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            revision=revision or "main",
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            Problem("model.from", path, f"a model directory with whole safetensors: {first}")
+        ) from error
+    missing = sorted(report["missing_keys"])
+    unexpected = sorted(report["unexpected_keys"])
+    mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
+    if missing or unexpected or mismatched:
+        named = "; ".join(
+            f"{len(names)} {what} ({', '.join(names[:3])})"
+            for what, names in (
+                ("missing", missing),
+                ("unexpected", unexpected),
+                ("of another shape", mismatched),
+            )
+            if names
+        )
+        raise UserError(Problem("model.from", path, f"every weight of the model; found {named}"))
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def resolve_revision(path: str, revision: str | None) -> str | None:
+    """The commit that a Hub id's branch or tag points at now; None for a local directory."""
+    if Path(path).is_dir():
+        return None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        commit = HfApi().model_info(path, revision=revision).sha
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            Problem("model.from", path, f"a directory, or a model of the Hub: {first}")
+        ) from error
+    return str(commit)
+
+
+def _from_weights(asked: ModelConfig) -> Any:
+    path = str(asked.from_)
+    try:
+        config = AutoConfig.from_pretrained(
+            path, revision=asked.revision or "main", trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            Problem(
+                "model.from", path, f"a model that transformers knows without its own code: {first}"
+            )
+        ) from error
+    _causal(config.model_type, "model.from")
+    return config
+
+
+def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
+    model_type = fields.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
+        raise UserError(
+            Problem(
+                "model.config.model_type",
+                model_type,
+                "an architecture of transformers, such as llama, gpt2, qwen3",
+                f"did you mean {', '.join(near)}?" if near else "",
+            )
+        )
+    _causal(str(model_type), "model.config.model_type")
+    given = {key: value for key, value in fields.items() if key != "model_type"}
+    _refuse_unknown(CONFIG_MAPPING[model_type], given)
+    ours = {
+        "vocab_size": tokens.length,
+        "bos_token_id": tokens.bos,
+        "eos_token_id": tokens.eos,
+        "pad_token_id": tokens.pad,
+    }
+    try:
+        return CONFIG_MAPPING[model_type](**{**ours, **given})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            Problem("model.config", None, f"fields that {model_type} accepts: {error}")
+        ) from error
+
+
+def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:
+    default = config_class()
+    known = {*default.to_dict(), *getattr(config_class, "attribute_map", {})} - {"auto_map"}
+    problems = []
+    for key in sorted(set(given) - known):
+        near = difflib.get_close_matches(key, sorted(known), n=1)
+        problems.append(
+            Problem(
+                f"model.config.{key}",
+                given[key],
+                f"a field of transformers' {config_class.__name__}",
+                f"did you mean {near[0]}?" if near else "",
+            )
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def _causal(model_type: str, key: str) -> None:
+    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            Problem(key, model_type, "an architecture with a causal language model in transformers")
+        )
+
+
+def _vocabulary_problems(config: Any, tokens: SpecialTokens) -> list[Problem]:
+    rows = config.get_text_config().vocab_size
+    if rows >= tokens.length:
+        return []
+    return [
+        Problem(
+            "model.config.vocab_size",
+            rows,
+            f"at least the tokenizer's {tokens.length:,} entries",
+            f"{tokens.length}, or leave it out; or another model.tokenizer",
+        )
+    ]
+
+
+def _length_problems(config: Any, seq_len: int) -> list[Problem]:
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is None or seq_len <= longest:
+        return []
+    return [
+        Problem(
+            "data.seq_len",
+            seq_len,
+            f"at most the model's max_position_embeddings {longest}",
+            f"{longest}, or model.config.max_position_embeddings={seq_len} for a new model",
+        )
+    ]

@@ -1,0 +1,73 @@
+"""The module that is trained: a Hugging Face causal LM that returns its summed loss, nothing else.
+
+The sum, not the mean: the step divides once by the trained tokens of all its micro-batches and ranks.
+A scalar, not logits: under mixed precision accelerate copies every output tensor to fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+class LossModule(nn.Module):
+    """Wraps a causal LM (`.model`); parameter names in files are those of `.model`."""
+
+    # With these two, accelerate's wrapping by block finds the same units as in the bare model.
+    base_model_prefix = "base_model"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """input_ids (B, T) int64 · labels (B, T) int64, already shifted, −100 = not trained.
+
+        Returns the summed cross-entropy in nats, () fp32; without labels the last position's
+        logits, (B, V) fp32.
+        """
+        logits: Tensor = self.model(input_ids, use_cache=False).logits
+        if labels is None:
+            return logits[:, -1].float()
+        return F.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+
+    @property
+    def config(self) -> Any:
+        """The model's config, which accelerate asks the root module for."""
+        return self.model.config
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The decoder without its head."""
+        decoder: nn.Module = self.model.base_model
+        return decoder
+
+    @property
+    def _no_split_modules(self) -> Any:
+        return self.model._no_split_modules
+
+    def tie_weights(self) -> None:
+        """Tie what the model ties."""
+        self.model.tie_weights()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The model's own."""
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        return embeddings
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The model's own."""
+        head: nn.Module | None = self.model.get_output_embeddings()
+        return head
+
+
+def made_up_batch(rows: int, seq_len: int, vocabulary: int, device: torch.device) -> Tensor:
+    """(rows, seq_len) int64 token ids that mean nothing and draw no random numbers."""
+    count = torch.arange(rows * seq_len, device=device).reshape(rows, seq_len)
+    return (count * 7919 + 13) % vocabulary
