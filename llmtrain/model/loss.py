@@ -1,6 +1,6 @@
 """The module that is trained: a Hugging Face causal LM that returns its summed loss, nothing else.
 
-The sum, not the mean: the step divides once by the trained tokens of all its micro-batches and ranks.
+The sum, not the mean: the step divides once by the trained tokens of all micro-batches and ranks.
 A scalar, not logits: under mixed precision accelerate copies every output tensor to fp32.
 """
 
