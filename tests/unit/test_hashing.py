@@ -65,4 +65,4 @@ def test_a_permutation_sorts_by_the_scalar_hash():
     [("12", 0x7ECD2E572C949F74), ("Anarchism", 0xF95754A103EB7B50), ("", 0x2D06800538D394C2)],
 )
 def test_xxh3_gives_the_golden_values(text, expected):
-    assert xxhash.xxh3_64_intdigest(text, seed=0) == expected
+    assert xxhash.xxh3_64_intdigest(text.encode(), seed=0) == expected
