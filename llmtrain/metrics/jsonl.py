@@ -1,0 +1,147 @@
+"""The record of a run: `metrics.jsonl`, one JSON object a line, only ever appended to.
+
+A line is one write call of one whole line, so a reader sees complete lines except, after a kill, a
+torn last one. The trap: appending to a torn line would spoil two. Opening therefore cuts it off:
+
+    {"kind": "train", "step": 1, …}⏎
+    {"kind": "train", "st                   ← torn by a kill; removed when the run goes on
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import DISK_FAILED, RunError
+
+FILE_NAME = "metrics.jsonl"
+
+_log = logging.getLogger(__name__)
+_TAIL_BYTES = 1 << 16
+
+
+class Lines:
+    """Appends to the `metrics.jsonl` of a run directory, which exists.
+
+    A context manager. Raises RunError (74) when the disk refuses a line.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE_NAME
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            _end_torn_line(self._file, self._path)
+        except OSError as error:
+            raise _disk_failed(self._path, error) from error
+
+    def write(self, kind: str, step: int, **fields: object) -> None:
+        """Append one line. Numbers that are not finite become null."""
+        # A time stamp, not a duration.
+        head = {"kind": kind, "time": round(time.time(), 3), "step": step}  # noqa: TID251
+        line = _encode(head | fields) + "\n"
+        try:
+            _write_all(self._file, line.encode())
+        except OSError as error:
+            raise _disk_failed(self._path, error) from error
+
+    def sync(self) -> None:
+        """Wait until every line so far is on the disk."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise _disk_failed(self._path, error) from error
+
+    def close(self) -> None:
+        """Sync and close; a second call does nothing."""
+        if self._file >= 0:
+            self.sync()
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of a file that hold a JSON object, oldest first; none if there is no file.
+
+    A torn last line is left out, since a run may be writing it. Any other line that is no JSON
+    object (a power cut can leave zeros) is left out with a warning that names it.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    lines.pop()  # what stands behind the last newline: nothing, or a torn line
+    decoded = (_decode(line, number, path) for number, line in enumerate(lines, 1))
+    return [line for line in decoded if line is not None]
+
+
+def finite(value: object) -> object:
+    """`value` with None for every number in it that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def _encode(fields: Mapping[str, object]) -> str:
+    return json.dumps(finite(fields), allow_nan=False)
+
+
+def _decode(line: bytes, number: int, path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    _log.warning("left out line %d of %s, which is no JSON object", number, path)
+    return None
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """One write call, unless the disk takes only a part of it."""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _end_torn_line(file: int, path: Path) -> None:
+    """Cut off what stands behind the last newline."""
+    size = os.fstat(file).st_size
+    end = _last_newline(file, size)
+    if end < size:
+        os.ftruncate(file, end)
+        _log.info("removed a torn last line of %d bytes from %s", size - end, path)
+
+
+def _last_newline(file: int, size: int) -> int:
+    """Length of the file up to and with its last newline, 0 without one."""
+    end = size
+    while end > 0:
+        start = max(0, end - _TAIL_BYTES)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def _disk_failed(path: Path, error: OSError) -> RunError:
+    reason = error.strerror or str(error)
+    return RunError(
+        f"cannot write {path}: {reason}",
+        DISK_FAILED,
+        "make room or repair the disk, then give the same command again",
+    )

@@ -1,0 +1,227 @@
+"""What a run shows while it trains: one line that moves on a terminal, plain lines elsewhere.
+
+    step 1,240/5,000 ━━━━━━━━━━ 25 %  loss 3.412 ▼  12.4 k tok/s  wait 0.3 %  left 2 h 10 m
+
+Not a terminal (a batch queue, CI): one `key=value` line for each line of `metrics.jsonl`, without
+control characters. The trap: the loop calls `training` at every step, so a call that draws nothing
+must cost nothing: it looks at the clock and returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+    from llmtrain.types import Numbers
+
+_log = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_DRAWS = 0.25
+_BAR = 10
+# All control characters but the newline: a sample or a path must not move somebody's cursor.
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class Progress:
+    """Shows a run of `steps` steps on `stream`; on None (ranks > 0) it shows nothing.
+
+    A stream that breaks (its terminal was closed) is not written to again; the run goes on.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        stream: TextIO | None,
+        *,
+        device_memory_gb: float | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._steps = steps
+        self._stream = stream
+        self._moves = stream is not None and _is_terminal(stream)
+        self._device_memory_gb = device_memory_gb
+        self._clock = clock
+        self._live: Live | None = None
+        self._next_draw = 0.0
+        self._first: tuple[int, float] | None = None  # step and clock of the first call
+        self._shown_loss: float | None = None
+        self._memory_gb: float | None = None
+        self._checkpoint: int | None = None
+
+    def training(
+        self, numbers: Numbers, *, line: bool = True, memory_gb: float | None = None
+    ) -> None:
+        """A step is finished. line: `metrics.jsonl` gets one of it, so a plain log does too."""
+        if self._stream is None or not (self._moves or line):
+            return
+        now = self._clock()
+        if self._first is None:
+            self._first = (numbers.step, now)
+        if memory_gb is not None:
+            self._memory_gb = memory_gb
+        if not self._moves:
+            self._print(
+                _plain({"step": f"{numbers.step}/{self._steps}", **self._facts(numbers, now)})
+            )
+        elif now >= self._next_draw or numbers.step >= self._steps:
+            self._next_draw = now + _SECONDS_BETWEEN_DRAWS
+            self._draw(self._moving_line(numbers, now))
+
+    def evaluation(self, fields: Mapping[str, object]) -> None:
+        """An `eval` line: its step and its numbers."""
+        shown = ("step", "split", "loss", "perplexity", "bits_per_byte", "documents")
+        self.note("eval  " + _plain({key: fields[key] for key in shown if key in fields}))
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint of this step is complete."""
+        self._checkpoint = step
+
+    def note(self, text: str) -> None:
+        """Print lines of text above the moving one."""
+        if self._stream is not None:
+            self._print(_CONTROL.sub(" ", text))
+
+    def close(self) -> None:
+        """Leave the last state of the moving line standing; a second call does nothing."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._guarded(live.stop)
+
+    def _facts(self, numbers: Numbers, now: float) -> dict[str, object]:
+        facts: dict[str, object] = {
+            "loss": numbers.loss,
+            "learning_rate": numbers.learning_rate,
+            "grad_norm": numbers.grad_norm,
+            "tokens": numbers.tokens,
+            "tokens_per_second": round(numbers.tokens_per_second),
+            "wait": f"{_wait_share(numbers):.1%}",
+        }
+        if self._memory_gb is not None:
+            facts["memory_gb"] = round(self._memory_gb, 2)
+        if (left := self._seconds_left(numbers.step, now)) is not None:
+            facts["left"] = duration(left).replace(" ", "")
+        return facts
+
+    def _moving_line(self, numbers: Numbers, now: float) -> Text:
+        from rich.text import Text
+
+        share = min(1.0, numbers.step / self._steps)
+        done = round(_BAR * share)
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"step {numbers.step:,}/{self._steps:,} ")
+        line.append("━" * done, style="green").append("━" * (_BAR - done), style="bright_black")
+        line.append(f" {share:.0%}".replace("%", " %"))
+        line.append(f"  loss {numbers.loss:.3f}{self._trend(numbers.loss)}", style="bold")
+        line.append("  " + "  ".join(self._rest(numbers, now)))
+        return line
+
+    def _rest(self, numbers: Numbers, now: float) -> list[str]:
+        parts = [f"{_short(numbers.tokens_per_second)} tok/s", f"wait {_wait_share(numbers):.1%}"]
+        parts[1] = parts[1].replace("%", " %")
+        if self._memory_gb is not None:
+            limit = f"/{self._device_memory_gb:.0f}" if self._device_memory_gb else ""
+            parts.append(f"{self._memory_gb:.1f}{limit} GB")
+        if self._checkpoint is not None:
+            parts.append(f"ckpt {self._checkpoint:,}")
+        if (left := self._seconds_left(numbers.step, now)) is not None:
+            parts.append(f"left {duration(left)}")
+        return parts
+
+    def _trend(self, loss: float) -> str:
+        """Against a slow mean of the losses that were shown: a single step says little."""
+        before = self._shown_loss
+        if loss != loss:
+            return ""
+        self._shown_loss = loss if before is None else 0.9 * before + 0.1 * loss
+        if before is None or loss == before:
+            return ""
+        return " ▼" if loss < before else " ▲"
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        """What the rest takes at the pace of this start, evaluations and saves included."""
+        if self._first is None or step <= self._first[0]:
+            return None
+        return (now - self._first[1]) / (step - self._first[0]) * max(0, self._steps - step)
+
+    def _draw(self, line: Text) -> None:
+        if self._live is None:
+            self._live = self._guarded(lambda: _open_live(self._stream))
+        if (live := self._live) is not None:
+            self._guarded(lambda: live.update(line, refresh=True))
+
+    def _print(self, text: str) -> None:
+        live = self._live
+        if live is not None:
+            self._guarded(lambda: live.console.print(text, markup=False, highlight=False))
+        else:
+            self._guarded(lambda: print(text, file=self._stream, flush=True))
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """A terminal that goes away must not end a run of days."""
+        try:
+            return call()
+        except (OSError, ValueError) as error:  # ValueError: the file object was closed
+            self._stream, self._live = None, None
+            _log.warning("the terminal is gone (%s); the run goes on without it", error)
+            return None
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `45 s`, `12 m 05 s`, `2 h 10 m`, `3 d 04 h`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def _open_live(stream: TextIO | None) -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    # No refresh thread (we say when to draw), and nobody's stdout or stderr is replaced. The
+    # console itself reads NO_COLOR.
+    console = Console(file=stream, force_terminal=True)
+    live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    live.start()
+    return live
+
+
+def _plain(facts: Mapping[str, object]) -> str:
+    parts = (
+        f"{key}={_number(value) if isinstance(value, float) else value}"
+        for key, value in facts.items()
+        if value is not None
+    )
+    return _CONTROL.sub(" ", " ".join(parts))
+
+
+def _wait_share(numbers: Numbers) -> float:
+    return numbers.data_wait_seconds / numbers.seconds if numbers.seconds > 0 else 0.0
+
+
+def _number(value: float) -> str:
+    """Four significant digits, which is what a person compares."""
+    return f"{value:.4g}"
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"

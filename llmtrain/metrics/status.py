@@ -1,0 +1,97 @@
+"""What a run is doing, for people and programs outside it: `status.json`.
+
+Replaced as a whole (temporary file, fsync, rename), so that a reader never sees half of one.
+Written by rank 0 alone, which holds the lock of the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from llmtrain.errors import DISK_FAILED, RunError
+
+FILE_NAME = "status.json"
+
+State = Literal["running", "finished", "stopped", "failed"]
+
+# Every field, in the order of the file, with its value in a run that has not said anything yet.
+_EMPTY: dict[str, object] = {
+    "run_id": None,
+    "state": "running",
+    "exit_code": None,
+    "reason": None,
+    "step": 0,
+    "checkpoint": None,
+    "strategy": None,
+    "world_size": None,
+    "restarts": 0,
+    "updated": None,
+}
+_CARRIED: tuple[str, ...] = ("run_id", "step", "checkpoint")
+
+
+def start_status(run_dir: Path, *, run_id: str, strategy: str, world_size: int) -> dict[str, Any]:
+    """Say that a start of the run is under way, and return what was written.
+
+    A later start keeps `run_id` (the argument counts in the first only), `step` and `checkpoint` of
+    the one before, and adds 1 to `restarts`. Raises RunError (74).
+    """
+    before = read_status(run_dir)
+    kept = {key: before[key] for key in _CARRIED if key in before}
+    restarts = int(before["restarts"]) + 1 if "restarts" in before else 0
+    started = {"strategy": strategy, "world_size": world_size, "restarts": restarts}
+    return _replace(run_dir, _EMPTY | {"run_id": run_id} | kept | started)
+
+
+def write_status(run_dir: Path, **fields: object) -> dict[str, Any]:
+    """Replace some fields and keep the others; `updated` is set. Returns what was written.
+
+    Raises RunError (74) when the disk refuses, ValueError for a field that does not exist.
+    """
+    if unknown := fields.keys() - _EMPTY.keys():
+        raise ValueError(f"status.json has no field {', '.join(sorted(unknown))}")
+    return _replace(run_dir, _EMPTY | read_status(run_dir) | fields)
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The fields of a run directory's status, or an empty dict if it has none that can be read.
+
+    A damaged file counts as none: it is a view of the run, and nothing of the run depends on it.
+    """
+    try:
+        value = json.loads((run_dir / FILE_NAME).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
+    fields = {**fields, "updated": datetime.now(UTC).isoformat(timespec="milliseconds")}
+    path, partial = run_dir / FILE_NAME, run_dir / f"{FILE_NAME}.partial"
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(fields, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_directory(run_dir)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}",
+            DISK_FAILED,
+            "make room or repair the disk, then give the same command again",
+        ) from error
+    return fields
+
+
+def _sync_directory(directory: Path) -> None:
+    """A rename is on the disk only when its directory is."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,234 @@
+"""TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 alone.
+
+Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`. Ids are kept in
+`trackers.json`, so a resumed run goes on in the same tracker run. The trap: a tracker is somebody
+else's service. Whatever it raises is one event of the run; it is tried again every 100 logs, and it
+never ends the run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, assert_never
+
+from llmtrain.errors import Problem, UserError
+
+FILE_NAME = "trackers.json"
+RETRY_EVERY = 100
+
+Name = Literal["tensorboard", "wandb"]
+Report = Callable[[str, Mapping[str, object]], None]
+
+_log = logging.getLogger(__name__)
+
+_SECRET_NAME = re.compile(r"(^|[_\W])(token|password|passwd|secret|key|apikey|credentials?|auth)$")
+_SECRET_TEXT = re.compile(
+    r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|(?<=://)[^/\s@]+(?=@)|(?<=[?&])[^=&\s]*(?:sig|signature|token|key|credential)=[^&\s]+",
+    re.IGNORECASE,
+)
+_HIDDEN = "***"
+
+
+class Tracker(Protocol):
+    """What is used of accelerate's `GeneralTracker`."""
+
+    def start(self) -> None:
+        """Open the tracker's run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Take the config."""
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Take values of a step."""
+
+    def finish(self) -> None:
+        """Close the tracker's run."""
+
+
+class _Guarded:
+    """One tracker whose failures are events."""
+
+    def __init__(self, name: Name, open_tracker: Callable[[], Tracker], report: Report) -> None:
+        self._name = name
+        self._open = open_tracker
+        self._report = report
+        self._tracker: Tracker | None = None
+        self._failing = False
+        self._to_skip = 0  # logs before the next try: asking a dead service costs time
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self._to_skip:
+            self._to_skip -= 1
+        elif self._works(lambda: self._send(values, step)) and self._failing:
+            self._failing = False
+            self._report("tracker_recovered", {"tracker": self._name})
+
+    def open(self) -> None:
+        self._works(self._opened)
+
+    def close(self) -> None:
+        if (tracker := self._tracker) is not None:
+            self._works(tracker.finish)
+
+    def _opened(self) -> Tracker:
+        if self._tracker is None:
+            self._tracker = self._open()
+        return self._tracker
+
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        self._opened().log(values, step=step)
+
+    def _works(self, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except Exception as error:  # the edge to a foreign service: anything may come back from it
+            _log.warning("tracker %s failed", self._name, exc_info=True)
+            self._to_skip = RETRY_EVERY - 1
+            if not self._failing:
+                self._failing = True
+                detail = {"tracker": self._name, "error": f"{type(error).__name__}: {error}"}
+                self._report("tracker_failed", detail)
+            return False
+        return True
+
+
+class Trackers:
+    """All trackers of a run."""
+
+    def __init__(self, trackers: Sequence[_Guarded]) -> None:
+        self._trackers = trackers
+
+    def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
+        """Send what a line of `metrics.jsonl` holds: its numbers, and the text of a sample."""
+        values = _flat(kind, fields)
+        if values:
+            for tracker in self._trackers:
+                tracker.log(values, step)
+
+    def close(self) -> None:
+        """Close every tracker; a failure is an event."""
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def check_installed(names: Iterable[Name]) -> None:
+    """Raise UserError if a tracker's package is missing. Imports nothing, so it comes early."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        problem = Problem(
+            "logging.trackers",
+            ", ".join(missing),
+            "an installed package of that name",
+            "pip install 'llmtrain[trackers]'",
+        )
+        raise UserError(problem)
+
+
+def open_trackers(
+    names: Sequence[Name], run_dir: Path, config: Mapping[str, Any], step: int, report: Report
+) -> Trackers:
+    """Open the trackers of a run, or go on with those that an earlier start opened.
+
+    step: the last finished one; TensorBoard forgets what an earlier start wrote after it.
+    report(event, detail) is called for a failure and for a recovery. After `Accelerator()` only:
+    accelerate's trackers ask its process state. Raises UserError for a missing package.
+    """
+    check_installed(names)
+    ids = _ids(names, run_dir)
+    secretless = without_secrets(config)
+    trackers = [
+        _Guarded(name, _opener(name, run_dir, ids[name], secretless, step), report)
+        for name in names
+    ]
+    for tracker in trackers:
+        tracker.open()
+    return Trackers(trackers)
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which secrets are `***`: texts under a name that ends in token, key, password …,
+    and in any text what looks like a token, a password in an address or a signed query."""
+    return {key: _hidden(key, value) for key, value in values.items()}
+
+
+def _hidden(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, (list, tuple)):
+        return [_hidden(key, inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return _HIDDEN if _SECRET_NAME.search(key.lower()) else _SECRET_TEXT.sub(_HIDDEN, value)
+
+
+def _ids(names: Sequence[Name], run_dir: Path) -> dict[str, str]:
+    """One id a tracker. Written before the first use: a kill in between opens no second run."""
+    path = run_dir / FILE_NAME
+    kept: dict[str, str] = json.loads(path.read_bytes()) if path.exists() else {}
+    ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
+    if ids != kept:
+        partial = path.with_name(f"{FILE_NAME}.partial")
+        partial.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    return ids
+
+
+def _opener(
+    name: Name, run_dir: Path, run_id: str, config: Mapping[str, Any], step: int
+) -> Callable[[], Tracker]:
+    match name:
+        case "tensorboard":
+            return lambda: _open_tensorboard(run_dir, config, step)
+        case "wandb":
+            return lambda: _open_wandb(run_dir, run_id, config)
+        case _:
+            assert_never(name)
+
+
+def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> Tracker:
+    from accelerate.tracking import TensorBoardTracker
+
+    # purge_step: what a killed start logged after the checkpoint is drawn by the redone steps.
+    tracker: Tracker = TensorBoardTracker("tensorboard", str(run_dir), purge_step=step + 1)
+    tracker.start()
+    # As a text: its hyperparameter form would add a run of its own to the list at every start.
+    text = json.dumps(config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
+    tracker.log({"config": f"    {text}"}, step=step)
+    return tracker
+
+
+def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> Tracker:
+    from accelerate.tracking import WandBTracker
+
+    tracker: Tracker = WandBTracker(
+        "llmtrain",
+        id=run_id,
+        name=run_dir.name,
+        dir=str(run_dir),
+        resume="allow",
+        settings={"console": "off"},  # it would record the progress line, frame by frame
+    )
+    tracker.start()
+    tracker.store_init_configuration(dict(config))
+    return tracker
+
+
+def _flat(prefix: str, fields: Mapping[str, object]) -> dict[str, Any]:
+    """Numbers under `kind/field`, nested ones under `kind/field/name`; a sample's text as text."""
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        name = f"{prefix}/{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(name, value)
+        elif isinstance(value, (bool, int, float)):
+            flat[name] = float(value) if isinstance(value, bool) else value
+        elif name == "sample/text":
+            flat[name] = value
+    return flat

@@ -1,0 +1,148 @@
+import io
+import math
+import re
+
+import pytest
+from helpers.runs import numbers
+
+from llmtrain.metrics.progress import Progress, duration
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def visible(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_log_gets_plain_lines_without_control_characters():
+    out = io.StringIO()
+    progress = Progress(300, out)
+    progress.note("run\x1b[31m runs/a\r")
+    progress.training(numbers(10))
+    progress.evaluation({"step": 10, "split": "heldout", "loss": 3.25, "bits_per_byte": 1.5})
+    progress.close()
+    assert not CONTROL.search(out.getvalue())
+    _, train, evaluation = out.getvalue().splitlines()
+    fields = dict(part.split("=") for part in train.split())
+    assert fields["step"] == "10/300"
+    assert float(fields["loss"]) == pytest.approx(numbers(10).loss, rel=1e-3)
+    assert evaluation.split() == [
+        "eval",
+        "step=10",
+        "split=heldout",
+        "loss=3.25",
+        "bits_per_byte=1.5",
+    ]
+
+
+def test_a_log_gets_a_line_only_where_the_metrics_do():
+    out = io.StringIO()
+    progress = Progress(300, out)
+    for step in range(1, 31):
+        progress.training(numbers(step), line=step % 10 == 0)
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == [
+        "step=10/300",
+        "step=20/300",
+        "step=30/300",
+    ]
+
+
+def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
+    clock = iter([0.0, 10.0])
+    progress = Progress(300, terminal, clock=lambda: next(clock))
+    progress.checkpoint(100)
+    progress.training(numbers(140, loss=3.5))
+    progress.training(numbers(150, loss=3.4), memory_gb=1.25)
+    progress.close()
+    last = visible(terminal.getvalue()).splitlines()[-1]
+    for part in ("step 150/300", "50 %", "loss 3.400 ▼", "tok/s", "1.2 GB", "ckpt 100"):
+        assert part in last
+    assert "left 2 m 30 s" in last  # 150 steps at one a second
+
+
+def test_a_terminal_is_drawn_at_most_four_times_a_second(terminal):
+    now = [0.0]
+    progress = Progress(10**6, terminal, clock=lambda: now[0])
+    for step in range(1, 1001):  # ten seconds
+        now[0] += 0.01
+        progress.training(numbers(step))
+    progress.close()
+    assert 30 <= visible(terminal.getvalue()).count("step ") <= 42
+
+
+def test_a_step_between_two_draws_formats_and_writes_nothing(terminal):
+    progress = Progress(10**6, terminal, clock=lambda: 0.0)
+    progress.training(numbers(1))
+    size = len(terminal.getvalue())
+    unset = object.__new__(type(numbers(1)))  # a field that is read raises
+    object.__setattr__(unset, "step", 2)
+    progress.training(unset)
+    assert len(terminal.getvalue()) == size
+
+
+def test_no_color_is_honoured(terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    progress = Progress(300, terminal)
+    progress.training(numbers(10))
+    progress.close()
+    assert not re.search(
+        r"\x1b\[[0-9;]*m", terminal.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
+    )
+
+
+def test_markup_in_a_text_stays_text(terminal):
+    progress = Progress(300, terminal)
+    progress.training(numbers(10))
+    progress.note("[red]sample[/red] [/]")
+    progress.close()
+    assert "[red]sample[/red] [/]" in visible(terminal.getvalue())
+
+
+def test_a_dumb_terminal_is_a_log(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    progress = Progress(300, terminal)
+    progress.training(numbers(10))
+    assert terminal.getvalue().startswith("step=10/300 ")
+
+
+def test_without_a_stream_nothing_is_shown(capsys):
+    progress = Progress(300, None)
+    progress.training(numbers(10))
+    progress.note("text")
+    progress.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run():
+    out = io.StringIO()
+    progress = Progress(300, out)
+    out.close()
+    progress.training(numbers(10))
+    progress.training(numbers(20))
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_such():
+    out = io.StringIO()
+    Progress(300, out).training(numbers(10, loss=math.nan))
+    assert "loss=nan" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4.6, "5 s"), (65, "1 m 05 s"), (7800, "2 h 10 m"), (360000, "4 d 04 h"), (-1, "0 s")],
+)
+def test_durations_are_for_people(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,178 @@
+import importlib.util
+import json
+import re
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.metrics import trackers
+from llmtrain.metrics.trackers import check_installed, open_trackers, without_secrets
+
+CONFIG = {"run": {"dir": "runs/a", "seed": 1}, "logging": {"trackers": ["tensorboard"]}}
+
+
+class Fake:
+    """A tracker that remembers, and fails while it is told to."""
+
+    def __init__(self):
+        self.logged, self.fails, self.closed = [], False, False
+
+    def log(self, values, step=None):
+        if self.fails:
+            raise ConnectionError("no route")
+        self.logged.append((step, values))
+
+    def finish(self):
+        if self.fails:
+            raise ConnectionError("no route")
+        self.closed = True
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    tracker = Fake()
+    monkeypatch.setattr(trackers, "_open_wandb", lambda *_: tracker)
+    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
+    return tracker
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+def opened(tmp_path, events, names=("wandb",)):
+    return open_trackers(names, tmp_path, CONFIG, 0, lambda *event: events.append(event))
+
+
+def test_names_are_the_kind_and_the_field_of_the_metrics(tmp_path, fake, events):
+    fields = {
+        "loss": 2.5,
+        "skipped": True,
+        "sources": {"sample": 7},
+        "batch_digest": "ff",
+        "x": None,
+    }
+    opened(tmp_path, events).log("train", 3, fields)
+    assert fake.logged == [
+        (3, {"train/loss": 2.5, "train/skipped": 1.0, "train/sources/sample": 7})
+    ]
+
+
+def test_the_text_of_a_sample_goes_up_too(tmp_path, fake, events):
+    opened(tmp_path, events).log("sample", 3, {"prompt": "The", "text": " sea"})
+    assert fake.logged == [(3, {"sample/text": " sea"})]
+
+
+def test_a_failing_tracker_is_one_event_and_is_tried_again_after_100_logs(tmp_path, fake, events):
+    run = opened(tmp_path, events)
+    run.log("train", 1, {"loss": 1.0})
+    fake.fails = True
+    for step in range(2, 402):
+        run.log("train", step, {"loss": 1.0})
+    assert events == [
+        ("tracker_failed", {"tracker": "wandb", "error": "ConnectionError: no route"})
+    ]
+    fake.fails = False
+    for step in range(402, 502):
+        run.log("train", step, {"loss": 1.0})
+    assert events[1:] == [("tracker_recovered", {"tracker": "wandb"})]
+    assert [step for step, _ in fake.logged] == [1, *range(402, 502)]
+
+
+def test_a_tracker_that_cannot_be_opened_is_opened_later(tmp_path, fake, events, monkeypatch):
+    def refuse(*_):
+        raise OSError("no key")
+
+    monkeypatch.setattr(trackers, "_open_wandb", refuse)
+    run = opened(tmp_path, events)
+    for step in range(1, 100):
+        run.log("train", step, {"loss": 1.0})
+    monkeypatch.setattr(trackers, "_open_wandb", lambda *_: fake)
+    for step in range(100, 103):
+        run.log("train", step, {"loss": 1.0})
+    run.close()
+    assert [step for step, _ in fake.logged] == [100, 101, 102]
+    assert [event for event, _ in events] == ["tracker_failed", "tracker_recovered"]
+    assert fake.closed
+
+
+def test_a_tracker_that_fails_at_the_end_does_not_raise(tmp_path, fake, events):
+    run = opened(tmp_path, events)
+    fake.fails = True
+    run.close()
+    assert [event for event, _ in events] == ["tracker_failed"]
+
+
+def test_a_resumed_run_keeps_its_ids(tmp_path, events, monkeypatch):
+    seen = []
+    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
+    monkeypatch.setattr(
+        trackers, "_open_wandb", lambda _, run_id, __: seen.append(run_id) or Fake()
+    )
+    opened(tmp_path, events)
+    opened(tmp_path, events)
+    assert seen[0] == seen[1] == json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+
+
+def test_a_missing_package_is_said_with_the_command_that_cures_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        check_installed(["wandb"])
+    assert "pip install 'llmtrain[trackers]'" in str(caught.value)
+    assert "wandb" in str(caught.value)
+    check_installed([])
+
+
+def test_secrets_do_not_go_up():
+    config = {
+        "model": {"from": "https://me:hunter2@host/model", "tokenizer": "sample"},
+        "hf_token": "hf_abcdefghijklmnopqrstuvwxyz",
+        "api_key": "1234",
+        "list": [{"password": "x"}, "see hf_abcdefghijklmnopqrstuvwxyz"],
+        "url": "https://host/file?X-Amz-Signature=abcd&part=1",
+        "num_key_value_heads": 4,
+    }
+    shown = without_secrets(config)
+    text = json.dumps(shown)
+    assert not re.search(r"hunter2|hf_abc|1234|abcd|\"x\"", text)
+    assert shown["model"]["tokenizer"] == "sample"
+    assert shown["num_key_value_heads"] == 4
+    assert "part=1" in shown["url"]
+    assert config["api_key"] == "1234"
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, events):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    for first, last, start in ((1, 30, 0), (21, 40, 20)):  # killed at 30, resumed at 20
+        names = ("tensorboard",)
+        run = open_trackers(names, tmp_path, CONFIG, start, lambda *event: events.append(event))
+        for step in range(first, last + 1):
+            run.log("train", step, {"loss": float(step + 100 * start)})
+        run.close()
+    assert events == []
+    scalars = read_scalars(tmp_path / "tensorboard", "train/loss")
+    assert [step for step, _ in scalars] == list(range(1, 41))
+    assert dict(scalars)[25] == 25 + 2000
+
+
+def read_scalars(directory, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def test_wandb_is_resumed_under_its_id(tmp_path, events, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = opened(tmp_path, events)
+    run.log("train", 1, {"loss": 1.0})
+    kept = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    assert (wandb.run.id, wandb.run.settings.resume) == (kept, "allow")
+    assert wandb.config["run"]["seed"] == 1
+    run.close()
+    assert events == []
+    assert any(kept in path.name for path in (tmp_path / "wandb").iterdir())
