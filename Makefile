@@ -1,0 +1,65 @@
+# Everything from nothing but Python 3.11 or newer and make; nothing needs to be activated.
+# PYTHON=… chooses the interpreter. pip's own environment variables and files keep their meaning.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-slow check lint types format docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 14
+
+quickstart: $(VENV)/installed  ## train on the built-in sample with two processes, write a report
+	@$(BIN)/llmtrain quickstart
+
+test: $(VENV)/installed-dev  ## the test suite
+	@$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
+	@$(BIN)/python -m pytest -q -m slow
+
+check: lint types test  ## lint, types and suite: what the CI runs
+
+lint: $(VENV)/installed-dev  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev  ## mypy --strict
+	@$(BIN)/mypy
+
+format: $(VENV)/installed-dev  ## bring the code into ruff's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(VENV)/installed-dev  ## build the pages of docs/ into site/, strictly
+	@$(BIN)/zensical build --strict --clean
+
+clean:  ## remove .venv, caches and built pages
+	@rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
+
+# The stamps: an installation is made again when what it is made from has changed. A failed one
+# leaves no stamp. The first python that is new enough and can make environments is taken.
+$(VENV)/bin/python:
+	@found=; for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python); do \
+	  if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "llmtrain needs Python 3.11 or newer with the modules venv and ensurepip."; \
+	  echo "    looked at: $(or $(PYTHON),python3 python3.11 … python3.14 python)"; \
+	  echo "    try:       make PYTHON=/path/to/python3.11 (Debian, Ubuntu: also python3-venv)"; \
+	  exit 2; \
+	fi >&2; \
+	"$$found" -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing llmtrain into $(VENV): some minutes, torch is the largest part …"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing llmtrain and its tools into $(VENV): some minutes, torch is the largest part …"
+	@$(PIP) install -c constraints.txt -e '.[dev,trackers]'
+	@touch $(VENV)/installed $@
