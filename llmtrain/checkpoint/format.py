@@ -1,0 +1,355 @@
+"""What a checkpoint is on disk: names, safetensors layout, manifest, digests.
+
+A checkpoint is a directory of named, whole tensors in safetensors files, of small files (JSON,
+tokenizer) and of a manifest that says how long each file is and what its bytes hash to. Layout of a
+tensor file:
+
+    8 bytes little-endian N │ N bytes of JSON, padded with spaces to a multiple of 8 │ tensors
+
+Every rank knows names, dtypes and shapes, hence each tensor's place, before a byte is written. The
+trap: tensors lie in the order of the spec without gaps, so wide dtypes must come before narrow ones
+or a reader could not map them.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from llmtrain.types import Spec, TensorSpec
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+TENSORS = ".safetensors"
+EXTENT_BYTES = 64 << 20
+BLOCK_BYTES = 4 << 20  # hashed and moved at a time: what the processor's cache still holds
+MAX_FILES = 10_000
+MAX_JSON_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 256 << 20
+
+# What may stand in a tensor file: safetensors' name → bytes of an element, torch's name.
+DTYPES: Mapping[str, tuple[int, str]] = {
+    "F32": (4, "torch.float32"),
+    "BF16": (2, "torch.bfloat16"),
+    "F16": (2, "torch.float16"),
+    "I64": (8, "torch.int64"),
+    "I32": (4, "torch.int32"),
+    "U8": (1, "torch.uint8"),
+    "BOOL": (1, "torch.bool"),
+}
+
+_NAME = re.compile(r"step-(\d{8,18})")
+logger = logging.getLogger(__name__)
+
+
+class DamagedError(Exception):
+    """A checkpoint that is not what was written; the text says which file and why."""
+
+
+class NewerFormatError(Exception):
+    """An intact checkpoint of a later llmtrain."""
+
+    def __init__(self, found: int, run_id: object) -> None:
+        super().__init__(f"format {found}")
+        self.found = found
+        self.run_id = run_id
+
+
+class Extent(NamedTuple):
+    """Consecutive bytes of one file, written by one rank: at most EXTENT_BYTES, xxh3_128 as hex."""
+
+    offset: int
+    length: int
+    digest: str
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: file, and offset of its first byte in that file."""
+
+    file: str
+    offset: int
+    tensor: TensorSpec
+
+
+Extents = Mapping[str, tuple[Extent, ...]]  # file → what was written of it
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of the manifest: its size in bytes and the extents that cover it."""
+
+    size: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    run_id: str
+    step: int
+    files: Mapping[str, Entry]
+
+
+def directory_name(step: int) -> str:
+    """The name of the complete checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int) -> str:
+    """The name of that checkpoint while it is being written."""
+    return f"{directory_name(step)}.partial"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a complete checkpoint's directory name; None for any other name."""
+    found = _NAME.fullmatch(name)
+    step = int(found[1]) if found else None
+    return step if step is not None and directory_name(step) == name else None
+
+
+def tensor_bytes(tensor: TensorSpec) -> int:
+    """Bytes of one tensor."""
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
+
+
+def header(part: Mapping[str, TensorSpec]) -> bytes:
+    """The bytes in front of a file's tensors, in the order of `part`.
+
+    Raises ValueError if a tensor would not be aligned to its own element size.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in part.items():
+        if offset % DTYPES[tensor.dtype][0]:
+            raise ValueError(f"{name} ({tensor.dtype}) is not aligned: wide dtypes come first")
+        end = offset + tensor_bytes(tensor)
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    body = json.dumps(entries, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % 8)
+    return len(body).to_bytes(8, "little") + body
+
+
+def file_bytes(part: Mapping[str, TensorSpec]) -> int:
+    """Size of a tensor file."""
+    return len(header(part)) + sum(map(tensor_bytes, part.values()))
+
+
+def places_in(file: str, part: Mapping[str, TensorSpec], start: int) -> dict[str, Place]:
+    """Where the tensors of one file lie; `start` is the length of its header in bytes."""
+    places = {}
+    for name, tensor in part.items():
+        places[name] = Place(file, start, tensor)
+        start += tensor_bytes(tensor)
+    return places
+
+
+def places(spec: Spec) -> dict[str, Place]:
+    """Where every tensor of a spec lies.
+
+    Raises ValueError if a name stands in two files.
+    """
+    found: dict[str, Place] = {}
+    for file, part in spec.items():
+        here = places_in(file, part, len(header(part)))
+        if twice := found.keys() & here.keys():
+            raise ValueError(f"{file}: {min(twice)} stands in another file too")
+        found |= here
+    return found
+
+
+def canonical(value: object) -> bytes:
+    """JSON of which there is one spelling: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def extents_of(body: bytes) -> tuple[Extent, ...]:
+    """The extents of a file that one rank writes in one go."""
+    view = memoryview(body)
+    return tuple(
+        Extent(offset, len(block), xxh3_128_hexdigest(block))
+        for offset in range(0, len(body), EXTENT_BYTES)
+        for block in (view[offset : offset + EXTENT_BYTES],)
+    )
+
+
+def gap(entry: Entry) -> str | None:
+    """What is wrong with a file's extents: None if they cover it exactly, each byte once."""
+    end = 0
+    for extent in sorted(entry.extents):
+        if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES:
+            return f"bytes from {min(end, extent.offset)} on are not covered exactly once"
+        end += extent.length
+    return None if end == entry.size else f"{end} of {entry.size} bytes are covered"
+
+
+def unsafe_name(name: str) -> str | None:
+    """What is wrong with a file name inside a checkpoint: None for a plain relative path."""
+    path = PurePosixPath(name)
+    plain = name.isprintable() and "\\" not in name and path.as_posix() == name
+    if not plain or path.is_absolute() or not path.parts or ".." in path.parts:
+        return f"{name!r} is no plain path inside the checkpoint"
+    return None
+
+
+def build(manifest: Manifest) -> bytes:
+    """The manifest's bytes: canonical JSON with the digest of the rest under `self`."""
+    rest = {
+        "format": FORMAT,
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "files": {
+            name: {"size": entry.size, "extents": sorted(entry.extents)}
+            for name, entry in manifest.files.items()
+        },
+    }
+    return canonical({**rest, "self": xxh3_128_hexdigest(canonical(rest))})
+
+
+def parse(body: bytes) -> Manifest:
+    """The manifest of these bytes.
+
+    Raises DamagedError if any byte is not as `build` made it, NewerFormatError for an intact one of
+    a later format (`self` and its rule are the same in every format, so that a flipped bit in the
+    number is told from a later llmtrain).
+    """
+    found = _json_object(MANIFEST, body)
+    rest = {key: value for key, value in found.items() if key != "self"}
+    if found.get("self") != xxh3_128_hexdigest(canonical(rest)) or canonical(found) != body:
+        raise DamagedError(f"{MANIFEST}: its own digest differs")
+    if isinstance(found.get("format"), int) and found["format"] > FORMAT:
+        raise NewerFormatError(found["format"], found.get("run_id"))
+    return _manifest(found)
+
+
+def _json_object(file: str, body: bytes) -> dict[str, Any]:
+    """A JSON object that `canonical` can spell again; DamagedError for anything else."""
+    try:
+        found = json.loads(body)
+        canonical(found)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{file}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"{file}: not a JSON object")
+    return found
+
+
+def _manifest(found: dict[str, Any]) -> Manifest:
+    """The fields of an intact manifest; DamagedError if one is missing or unsafe."""
+    try:
+        files = {
+            str(name): Entry(
+                int(entry["size"]),
+                tuple(
+                    Extent(int(start), int(size), str(xx)) for start, size, xx in entry["extents"]
+                ),
+            )
+            for name, entry in found["files"].items()
+        }
+        manifest = Manifest(str(found["run_id"]), int(found["step"]), files)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(
+            f"{MANIFEST}: a field is missing or of another type ({error})"
+        ) from error
+    if len(files) > MAX_FILES:
+        raise DamagedError(f"{MANIFEST}: {len(files)} files, more than {MAX_FILES}")
+    for name, entry in files.items():
+        if wrong := unsafe_name(name) or gap(entry):
+            raise DamagedError(f"{MANIFEST}: {name}: {wrong}")
+    return manifest
+
+
+def load(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory, without a look at the other files.
+
+    Raises DamagedError (a missing one too), NewerFormatError, OSError if the disk does not answer.
+    """
+    manifest = parse(small_file(directory, MANIFEST, MAX_MANIFEST_BYTES))
+    if step_of(directory.name) not in (None, manifest.step):
+        raise DamagedError(f"{MANIFEST}: is of step {manifest.step}")
+    return manifest
+
+
+def regular_size(directory: Path, name: str) -> int:
+    """Size of a regular file inside a checkpoint.
+
+    Raises DamagedError if it is missing, no regular file, or reached over a symbolic link.
+    """
+    try:
+        found = (directory / name).lstat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise DamagedError(f"{name}: is missing") from error
+        raise
+    inside = (directory / name).resolve().parent == (directory.resolve() / name).parent
+    if not stat.S_ISREG(found.st_mode) or not inside:
+        raise DamagedError(f"{name}: is not a regular file of this directory")
+    return found.st_size
+
+
+def small_file(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
+    """The bytes of a small file of a checkpoint.
+
+    Raises DamagedError if it is missing, irregular or larger than `limit` bytes.
+    """
+    if regular_size(directory, name) > limit:
+        raise DamagedError(f"{name}: is larger than {limit} bytes")
+    return (directory / name).read_bytes()
+
+
+def state(directory: Path) -> dict[str, Any]:
+    """What `trainer_state.json` says; DamagedError if it is no JSON object."""
+    return _json_object(STATE, small_file(directory, STATE))
+
+
+def complete_names(root: Path) -> list[str]:
+    """The names of all complete checkpoints, newest first: the number is the order, no clock is."""
+    found = [(step, name) for name in names(root) if (step := step_of(name)) is not None]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def names(root: Path) -> list[str]:
+    """The names of the directories in `root`, sorted; none if it does not exist."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def sync_directory(*directories: Path) -> None:
+    """Make the entries of directories durable."""
+    for directory in directories:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot; they make entries durable themselves or not at all.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            _warn_unsynced()
+        finally:
+            os.close(descriptor)
+
+
+@functools.cache
+def _warn_unsynced() -> None:
+    """Say it once in a process."""
+    logger.warning("this file system cannot fsync directories: a power cut may lose a checkpoint")
+
+
+def parents(directory: Path, files: Iterable[str]) -> list[Path]:
+    """The directories that files of a checkpoint lie in, deepest first, the checkpoint's last."""
+    found = {parent for name in files for parent in PurePosixPath(name).parents}
+    return [directory / parent for parent in sorted(found, key=lambda path: -len(path.parts))]

@@ -1,0 +1,241 @@
+"""One process at a time in a run directory: `flock` for life, and JSON that says who holds it.
+
+The file is never removed. At a clean end its JSON is emptied; a kill frees the `flock` and leaves
+the JSON, which the next holder judges. No clock is compared. The trap: a forked child would inherit
+the `flock` and keep the directory locked, so nothing may fork (without exec) while it is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+
+BEAT_SECONDS = 5.0
+WATCHED_BEATS = 3
+NAME = "lock"
+_UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a run directory. boot_id and started are None where the system does not tell."""
+
+    host: str
+    boot_id: str | None
+    pid: int
+    started: str | None
+    run_id: str
+    beat: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """A lock that an earlier process left behind, and why it counts as left."""
+
+    host: str
+    pid: int
+    reason: str
+
+
+class RunLock:
+    """The lock of a run directory, for rank 0: `with RunLock(run_dir, run_id) as lock:`.
+
+    Makes the directory if need be. `lock.takeover` says whose lock was taken over, or None.
+    Entering raises UserError if another process holds the lock or the directory cannot be written,
+    RunError if the disk fails.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        beat_seconds: float = BEAT_SECONDS,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.takeover: Takeover | None = None
+        self._path = run_dir / NAME
+        self._holder = Holder(socket.gethostname(), boot_id(), os.getpid(), None, run_id)
+        self._beat_seconds = beat_seconds
+        self._wait = wait
+        self._end = threading.Event()
+
+    def __enter__(self) -> Self:
+        try:
+            self._descriptor = _open(self._path)
+            try:
+                self._take()
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+        except OSError as error:
+            raise _unwritable(self._path.parent, error) from error
+        self._thread = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+        try:
+            os.ftruncate(self._descriptor, 0)
+        except OSError as failed:
+            logger.warning("could not empty %s: %s", self._path, failed)
+        finally:
+            os.close(self._descriptor)
+
+    def _take(self) -> None:
+        """Take the lock or raise UserError."""
+        if not _flock(self._descriptor):
+            raise _in_use(self._path, read(self._path))
+        other = read(self._path)
+        self._holder = replace(self._holder, started=start_time(os.getpid()))
+        if other is not None:
+            reason = self._why_left(other)
+            if reason is None:
+                raise _in_use(self._path, other)
+            self.takeover = Takeover(other.host, other.pid, reason)
+        self._write()
+
+    def _why_left(self, other: Holder) -> str | None:
+        """Why a lock that names `other` is left over; None if that process may be alive."""
+        if other.host != self._holder.host:
+            return self._why_still(other)
+        if other.boot_id != self._holder.boot_id:
+            return "the machine was started again since"
+        if other.pid == self._holder.pid:
+            return "this process or an earlier one of its number left it"
+        started = start_time(other.pid)
+        if not _is_alive(other.pid):
+            return "that process has ended"
+        return None if started == other.started else "another process has that number now"
+
+    def _why_still(self, other: Holder) -> str | None:
+        """Watch the beat of a process on another host, which cannot be asked."""
+        for _ in range(WATCHED_BEATS):
+            self._wait(self._beat_seconds)
+            now = read(self._path)  # opened anew each time: NFS keeps attributes of open files
+            if now is not None and now.beat != other.beat:
+                return None
+        return f"its beat stood still for {WATCHED_BEATS * self._beat_seconds:g} s"
+
+    def _keep_beating(self) -> None:
+        while not self._end.wait(self._beat_seconds):
+            self._holder = replace(self._holder, beat=self._holder.beat + 1)
+            try:
+                self._write()
+            except OSError as error:
+                logger.warning("could not write the beat to %s: %s", self._path, error)
+
+    def _write(self) -> None:
+        """The JSON in place (the inode carries the lock), in one write of constant length."""
+        body = json.dumps(asdict(self._holder)).encode().ljust(512) + b"\n"
+        os.pwrite(self._descriptor, body, 0)
+        os.fsync(self._descriptor)
+
+
+def read(path: Path) -> Holder | None:
+    """Who stands in a lock file; None if it is missing, empty or not readable as a holder."""
+    try:
+        return Holder(**json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def boot_id() -> str | None:
+    """What changes whenever this machine starts; None where the system does not tell (macOS)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> str | None:
+    """When a process started, in ticks since the boot; None if it has ended or /proc is missing."""
+    fields = _stat(pid)
+    return fields[19] if fields else None
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process exists; one that has ended but was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    fields = _stat(pid)
+    return not fields or fields[0] not in ("Z", "X")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on; the name before may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _open(path: Path) -> int:
+    """The lock file, made if need be; OSError if the run directory cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    effective = os.access in os.supports_effective_ids
+    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=effective):
+        # An old lock file may be writable where nothing new can be made.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UserError | RunError:
+    """What a person reads if the lock cannot be written."""
+    said = f"{error.strerror}: {error.filename or run_dir}"
+    if error.errno in _REFUSED:
+        remedy = "change its permissions, or set run.dir to another directory"
+        return UserError(
+            Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
+        )
+    if error.errno in _FULL:
+        return UserError(
+            Problem("run.dir", run_dir, f"a disk with room ({said})", "free some, or use another")
+        )
+    return RunError(f"could not lock the run directory ({said})", DISK_FAILED, "check the disk")
+
+
+def _flock(descriptor: int) -> bool:
+    """Take the lock; False if a live process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        logger.warning("this file system has no flock: the JSON of the lock alone decides")
+    return True
+
+
+def _in_use(path: Path, holder: Holder | None) -> UserError:
+    who = f"in use by pid {holder.pid} on host {holder.host}" if holder else "in use"
+    remedy = "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
+    expected = f"a run directory that no other process uses; this one is {who}"
+    return UserError(Problem("run.dir", path.parent, expected, remedy))

@@ -1,0 +1,180 @@
+"""Which checkpoints stay, what is cleared away, and whether the disk has room for it.
+
+Deleting is: rename to `.trash-300`, fsync the parent, delete. A kill in between leaves a name that
+is never read and that the next start clears away. The trap: only checkpoints whose own manifest
+names this run may go, and order is the number in the name, never a time of the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.checkpoint import format as form
+from llmtrain.errors import Problem, UserError
+
+_PARTIAL = re.compile(r"step-\d{8,}\.partial")
+_TRASH = re.compile(r"\.trash-.+")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """keep_last newest, every `keep_every`-th step (0: none), `keep_best` by held-out loss."""
+
+    keep_last: int
+    keep_every: int
+    keep_best: int
+
+
+def clean(root: Path) -> list[str]:
+    """Clear away what an earlier process left unfinished; returns the names.
+
+    For rank 0, at the start, with the run's lock held. What cannot be deleted is logged and stays.
+    """
+    return _delete(root, [name for name in form.names(root) if _is_left_over(name)])
+
+
+def remove_partials(root: Path) -> None:
+    """Remove every partial checkpoint; raises OSError if one cannot be."""
+    for name in form.names(root):
+        if _PARTIAL.fullmatch(name):
+            shutil.rmtree(root / name)
+
+
+def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> list[str]:
+    """Delete what the policy does not keep; returns the names. For rank 0, after a commit.
+
+    `resumed_from` is the name that this start resumed from, or None: it stays until two newer ones
+    are committed. What cannot be deleted is logged, and tried again at the next call.
+    """
+    own = {
+        step: name
+        for name in form.complete_names(root)
+        if (step := form.step_of(name)) is not None and _is_of_run(root / name, run_id)
+    }
+    kept = _kept(root, own, policy)
+    resumed = form.step_of(resumed_from) if resumed_from else None
+    if resumed is not None and sum(step > resumed for step in own) < 2:
+        kept.add(resumed)
+    gone = [
+        name for step, name in sorted(own.items()) if step not in kept and _to_trash(root, name)
+    ]
+    if gone:
+        form.sync_directory(root)
+    _delete(root, [name for name in form.names(root) if _TRASH.fullmatch(name)])
+    return gone
+
+
+def space_needed(root: Path, policy: Policy, steps: int, checkpoint_bytes: int) -> int:
+    """Bytes that must be free for a run of `steps`: what the policy keeps, the one being written,
+    the one being deleted, less what is there already; never less than one checkpoint.
+    """
+    return _missing(root, policy, steps) * checkpoint_bytes
+
+
+def check_space(
+    root: Path, policy: Policy, steps: int, checkpoint_bytes: int, checkpoint_files: int
+) -> None:
+    """UserError with what is needed and what is free if the disk has no room for the policy.
+
+    Counts bytes and, where the file system has a limit, files. `root` need not exist yet.
+    """
+    disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
+    needed, free = (
+        space_needed(root, policy, steps, checkpoint_bytes),
+        disk.f_bavail * disk.f_frsize,
+    )
+    files = _missing(root, policy, steps) * (checkpoint_files + 2)
+    remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
+    problems = []
+    if free < needed:
+        expected = f"{_size(needed)} free for the checkpoints that the run keeps, not {_size(free)}"
+        problems.append(Problem("run.dir", root, f"{expected} ({needed} and {free} bytes)", remedy))
+    if disk.f_files and disk.f_favail < files:
+        expected = f"room for {files} files (inodes), not {disk.f_favail}"
+        problems.append(Problem("run.dir", root, expected, remedy))
+    if problems:
+        raise UserError(*problems)
+
+
+def _is_left_over(name: str) -> bool:
+    return bool(_PARTIAL.fullmatch(name) or _TRASH.fullmatch(name))
+
+
+def _is_of_run(path: Path, run_id: str) -> bool:
+    """Whether an intact manifest names this run; anything else is not for retention to touch."""
+    try:
+        return not path.is_symlink() and form.load(path).run_id == run_id
+    except (form.DamagedError, form.NewerFormatError, OSError) as error:
+        logger.warning("retention leaves %s alone: %s", path.name, error)
+        return False
+
+
+def _kept(root: Path, own: dict[int, str], policy: Policy) -> set[int]:
+    """The steps that the policy keeps."""
+    newest = sorted(own, reverse=True)[: policy.keep_last]
+    spaced = [step for step in own if policy.keep_every and step % policy.keep_every == 0]
+    losses = [
+        (loss, step) for step, name in own.items() if (loss := _loss(root / name)) is not None
+    ]
+    # Two of one evaluation: the older one is that whose weights were measured.
+    best = [step for _, step in sorted(losses)[: policy.keep_best]]
+    return {*newest, *spaced, *best}
+
+
+def _loss(path: Path) -> float | None:
+    """The held-out loss that a checkpoint carries; None if there is none."""
+    try:
+        evaluation = form.state(path).get("evaluation")
+    except (form.DamagedError, OSError) as error:
+        logger.warning("retention found no held-out loss in %s: %s", path.name, error)
+        return None
+    loss = evaluation.get("loss") if isinstance(evaluation, dict) else None
+    return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def _to_trash(root: Path, name: str) -> bool:
+    """Take a checkpoint's name away; says whether that worked."""
+    trash = f".trash-{form.step_of(name)}"
+    _delete(root, [trash] if (root / trash).exists() else [])
+    try:
+        (root / name).rename(root / trash)
+    except OSError as error:
+        logger.warning("could not delete %s: %s", name, error)
+        return False
+    return True
+
+
+def _delete(root: Path, found: Iterable[str]) -> list[str]:
+    """Delete directories; returns those that are gone."""
+    gone = []
+    for name in found:
+        try:
+            shutil.rmtree(root / name)
+            gone.append(name)
+        except OSError as error:
+            logger.warning("could not delete %s: %s", name, error)
+    return gone
+
+
+def _missing(root: Path, policy: Policy, steps: int) -> int:
+    """How many checkpoints' room the run still needs."""
+    spaced = steps // policy.keep_every if policy.keep_every else 0
+    kept = policy.keep_last + policy.keep_best + spaced
+    return max(1, kept + 2 - len(form.complete_names(root)))
+
+
+def _size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

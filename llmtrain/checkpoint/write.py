@@ -1,0 +1,285 @@
+"""One checkpoint onto the disk: partial directory → fsync → manifest → rename.
+
+    begin    rank 0 makes `step-00000300.partial` with small files, headers and room; vote
+    pieces   each rank writes the ranges it holds, hashing on the way; no collective, any thread
+    commit   vote; rank 0 checks coverage, writes the manifest, renames; the outcome is broadcast
+
+The final name exists exactly if the checkpoint is complete. The trap: whatever fails on a rank is
+its failed vote, never raised past it, so that all ranks come to the same end together.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from xxhash import xxh3_128
+
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
+from llmtrain.checkpoint.retention import remove_partials
+from llmtrain.types import Failure, Piece, Ranks, Spec, failure
+
+Error = TypeVar("Error", bound=BaseException)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A checkpoint under way. extents: what `begin` wrote (rank 0's small files and headers)."""
+
+    root: Path
+    step: int
+    run_id: str
+    places: Mapping[str, Place]
+    sizes: Mapping[str, int]
+    extents: Extents
+    started: float
+
+    @property
+    def partial(self) -> Path:
+        """The directory that is being written."""
+        return self.root / form.partial_name(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A complete checkpoint: its name, its size on disk, seconds from begin to commit."""
+
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A checkpoint that came to nothing: who failed, and how. The partial is gone."""
+
+    failures: tuple[Failure, ...]
+
+
+def begin(
+    root: Path, step: int, spec: Spec, small: Mapping[str, bytes], ranks: Ranks, run_id: str
+) -> Begun | Failed:
+    """Make the partial directory and everything in it but the tensors' bytes.
+
+    `root` is the directory of checkpoints; `small` (file name → bytes) matters on rank 0 alone. A
+    full disk shows here: the tensor files get their room at once. Collective; never raises for what
+    fails on a rank.
+    """
+    started = time.perf_counter()
+    places: Mapping[str, Place] = {}
+    extents: Extents = {}
+    error: Exception | None = None
+    try:
+        places = form.places(spec)
+        if ranks.rank == 0:
+            extents = _create(root, step, spec, small)
+    except Exception as caught:  # the vote's edge: it is told to all ranks
+        error = _noted(caught, step)
+    vote = ranks.vote(error)
+    if vote.failures:
+        return _give_up(root, step, vote.failures, ranks)
+    sizes = {file: form.file_bytes(part) for file, part in spec.items()}
+    return Begun(root, step, run_id, places, sizes, extents, started)
+
+
+def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
+    """Write this rank's ranges and make them durable; returns what was written, with digests.
+
+    Talks to no other rank, may run in any thread. Raises OSError of the disk, and ValueError for a
+    piece that is not of the spec.
+    """
+    found: dict[str, tuple[Extent, ...]] = {}
+    blocks = itertools.chain.from_iterable(_blocks(begun, piece) for piece in pieces)
+    for file, group in itertools.groupby(blocks, key=lambda block: block[0]):
+        written = _write_ranges(begun.partial / file, ((start, data) for _, start, data in group))
+        found[file] = found.get(file, ()) + written
+    return found
+
+
+def commit(
+    begun: Begun, extents: Extents, error: BaseException | None, ranks: Ranks
+) -> Committed | Failed:
+    """Make the checkpoint valid, if every rank wrote its part (`error`: this rank did not).
+
+    Collective; never raises for what fails on a rank. If only the last fsync, that of `root`,
+    fails, the complete checkpoint stays, and the answer is Failed: the older ones are kept then.
+    """
+    if error is not None:
+        _noted(error, begun.step)
+    vote = ranks.vote(error, form.canonical(extents))
+    if vote.failures:
+        return _give_up(begun.root, begun.step, vote.failures, ranks)
+    outcome: dict[str, object] = {}
+    if ranks.rank == 0:
+        try:
+            outcome = {"bytes": _publish(begun, vote.bodies)}
+        except Exception as caught:  # the vote's edge, as in begin
+            outcome = {"failure": asdict(failure(0, _noted(caught, begun.step)))}
+    answer = json.loads(ranks.broadcast(form.canonical(outcome)))
+    if "failure" in answer:
+        return _give_up(begun.root, begun.step, (Failure(**answer["failure"]),), ranks)
+    seconds = time.perf_counter() - begun.started
+    return Committed(form.directory_name(begun.step), answer["bytes"], seconds)
+
+
+def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
+    """The partial directory with small files, headers and room for the tensors, all durable."""
+    _check_names(spec, small)
+    root.mkdir(parents=True, exist_ok=True)
+    remove_partials(root)
+    final = root / form.directory_name(step)
+    if final.exists():  # renaming onto it would fail, after all the writing
+        raise FileExistsError(errno.EEXIST, "this checkpoint exists already", str(final))
+    partial = root / form.partial_name(step)
+    partial.mkdir()
+    extents: dict[str, tuple[Extent, ...]] = {}
+    for file, part in spec.items():
+        head = form.header(part)
+        _write_new(partial / file, head, form.file_bytes(part))
+        extents[file] = form.extents_of(head)
+    for file, body in small.items():
+        (partial / file).parent.mkdir(parents=True, exist_ok=True)
+        _write_new(partial / file, body, len(body))
+        extents[file] = form.extents_of(body)
+    form.sync_directory(*form.parents(partial, extents))
+    return extents
+
+
+def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
+    """ValueError for a file name that reading would refuse, or that stands twice."""
+    wrong = [text for file in [*spec, *small] if (text := form.unsafe_name(file))]
+    if twice := (spec.keys() | {form.MANIFEST}) & small.keys():
+        wrong.append(f"{min(twice)} is written twice")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _write_new(path: Path, body: bytes, size: int) -> None:
+    """A new file of `size` bytes that begins with `body`: durable, its room taken."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        if size > len(body):
+            _allocate(descriptor, size)
+        _write_at(descriptor, memoryview(body), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the room for a file, so that a full disk shows before the writing."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            # This file system cannot promise room.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    return os.ftruncate(descriptor, size)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """All of `data` at `offset`; the system may take less at a time."""
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _blocks(begun: Begun, piece: Piece) -> Iterator[tuple[str, int, memoryview]]:
+    """A piece as (file, offset in the file, bytes on the host), BLOCK_BYTES at a time."""
+    place = begun.places.get(piece.name)
+    if place is None:
+        raise ValueError(f"{piece.name} is not in the spec")
+    item, dtype = form.DTYPES[place.tensor.dtype]
+    end = (piece.start + piece.data.numel()) * item
+    if str(piece.data.dtype) != dtype or not 0 <= end <= form.tensor_bytes(place.tensor):
+        raise ValueError(f"{piece.name}: {piece.data.dtype} up to byte {end} is not {place.tensor}")
+    data = piece.data.detach().view(torch.uint8)
+    start = place.offset + piece.start * item
+    for first in range(0, data.numel(), form.BLOCK_BYTES):
+        block = data[first : first + form.BLOCK_BYTES].cpu()
+        yield place.file, start + first, block.numpy().data
+
+
+def _write_ranges(path: Path, blocks: Iterable[tuple[int, memoryview]]) -> tuple[Extent, ...]:
+    """Blocks into an existing file, durable; what follows on without a gap becomes one extent."""
+    found: list[Extent] = []
+    hasher, start, length = xxh3_128(), 0, 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for offset, block in blocks:
+            if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
+                found.append(Extent(start, length, hasher.hexdigest()))
+                hasher, length = xxh3_128(), 0
+            if not length:
+                start = offset
+            _write_at(descriptor, block, offset)
+            hasher.update(block)
+            length += block.nbytes
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return (*found, Extent(start, length, hasher.hexdigest()))
+
+
+def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
+    """Rank 0: check that all was written, write the manifest, rename. Returns bytes on disk."""
+    files = _entries(begun, bodies)
+    for name, entry in files.items():
+        size = form.regular_size(begun.partial, name)
+        if wrong := form.gap(entry):
+            raise ValueError(f"{name}: {wrong}")
+        if size != entry.size:
+            raise ValueError(f"{name}: has {size} bytes instead of {entry.size}")
+    manifest = form.build(Manifest(begun.run_id, begun.step, files))
+    temporary = begun.partial / f"{form.MANIFEST}.tmp"
+    _write_new(temporary, manifest, len(manifest))
+    temporary.rename(begun.partial / form.MANIFEST)
+    form.sync_directory(begun.partial)
+    begun.partial.rename(begun.root / form.directory_name(begun.step))
+    form.sync_directory(begun.root)
+    return len(manifest) + sum(entry.size for entry in files.values())
+
+
+def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
+    """What `begin` and all ranks wrote, by file."""
+    found = {file: list(extents) for file, extents in begun.extents.items()}
+    for body in bodies:
+        for file, extents in json.loads(body).items():
+            found[file] += [Extent(*extent) for extent in extents]
+    return {
+        file: Entry(
+            begun.sizes.get(file, sum(extent.length for extent in extents)), tuple(sorted(extents))
+        )
+        for file, extents in found.items()
+    }
+
+
+def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks) -> Failed:
+    """After a failed vote: rank 0 removes the partial; what it cannot, goes at a later save."""
+    if ranks.rank == 0:
+        try:
+            shutil.rmtree(root / form.partial_name(step))
+        except FileNotFoundError:
+            logger.debug("there was nothing to remove")
+        except OSError as error:
+            logger.warning("could not remove %s: %s", form.partial_name(step), error)
+    return Failed(failures)
+
+
+def _noted(error: Error, step: int) -> Error:
+    """The same error, with its traceback in this rank's log."""
+    logger.warning("saving step %s failed on this rank", step, exc_info=error)
+    return error

@@ -1,0 +1,166 @@
+"""Model and optimizer as named, whole tensors: what a checkpoint is made of.
+
+For one process and DDP every rank holds everything, so a piece is a whole tensor. Names are those
+of the unwrapped transformers model, and a tied tensor stands once, under its first name. The trap:
+`step` of AdamW is no tensor of the file; it is one integer for all parameters, and state is made
+out of zeros, never by a step of the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from llmtrain.types import Piece, Spec, TensorSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+
+def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
+    """Files, tensors, dtypes and shapes of a checkpoint; equal on all ranks.
+
+    No file holds more than `shard_bytes` of tensors unless one tensor alone does. Raises ValueError
+    for a trainable weight that is not fp32, and for a dtype that no checkpoint holds.
+    """
+    weights = {name: _described(name, tensor) for name, tensor in _weights(model).items()}
+    moments = {
+        f"{name}.{moment}": TensorSpec("F32", tuple(parameter.shape))
+        for name, parameter in _trained(model, optimizer).items()
+        for moment in MOMENTS
+    }
+    return {
+        **_files("model", weights, shard_bytes, numbered=False),
+        **_files("optimizer", moments, shard_bytes, numbered=True),
+    }
+
+
+def pieces(model: Module, optimizer: Optimizer, spec: Spec) -> Iterator[Piece]:
+    """This rank's ranges, in the order of the spec: 1-D views, to be written from or read into.
+
+    The optimizer must have its state (`create_state` makes it). Raises ValueError for a tensor
+    whose memory is not contiguous.
+    """
+    tensors = _weights(model)
+    for name, parameter in _trained(model, optimizer).items():
+        tensors |= {f"{name}.{moment}": optimizer.state[parameter][moment] for moment in MOMENTS}
+    for part in spec.values():
+        for name in part:
+            tensor = tensors[name].detach()
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} is not contiguous in memory")
+            yield Piece(name, 0, tensor.view(-1))
+
+
+def create_state(optimizer: Optimizer, steps: int) -> None:
+    """Give every parameter of the optimizer moments of zero, as if `steps` had been made.
+
+    What the optimizer has already is replaced. No step is made, so nothing else changes.
+    """
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            device = parameter.device if on_device else torch.device("cpu")
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(steps), dtype=torch.float32, device=device),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
+
+
+def set_steps(optimizer: Optimizer, steps: int) -> None:
+    """Tell the optimizer how many updates it has made (in place; its state must exist)."""
+    for state in optimizer.state.values():
+        state["step"].fill_(float(steps))
+
+
+def optimizer_steps(optimizer: Optimizer) -> int:
+    """How many updates the optimizer has made: 0 without state. Waits for the device.
+
+    A parameter that never had a gradient stays at 0, which decides nothing: its moments are zero.
+    Raises ValueError if others disagree, which one integer could not tell.
+    """
+    made = [state["step"] for state in optimizer.state.values() if "step" in state]
+    if not made:
+        return 0
+    counts = set(torch.stack([step.detach() for step in made]).tolist()) - {0.0}
+    if len(counts) > 1:
+        raise ValueError(f"parameters have made {sorted(counts)} updates, not equally many")
+    return int(counts.pop()) if counts else 0
+
+
+def bytes_of(spec: Spec) -> int:
+    """Bytes of all tensors."""
+    return sum(_bytes(tensor) for part in spec.values() for tensor in part.values())
+
+
+def index(spec: Spec) -> dict[str, bytes]:
+    """The small file that tells transformers which shard a weight is in; none for a single file."""
+    shards = {file: part for file, part in spec.items() if file.startswith("model-")}
+    if not shards:
+        return {}
+    body = {
+        "metadata": {"total_size": bytes_of(shards)},
+        "weight_map": {name: file for file, part in shards.items() for name in part},
+    }
+    return {"model.safetensors.index.json": json.dumps(body, indent=2).encode() + b"\n"}
+
+
+def _weights(model: Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tied tensor once."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _trained(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
+    """The parameters that the optimizer changes, by name, in the order of the model."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) in own}
+
+
+def _described(name: str, tensor: Tensor) -> TensorSpec:
+    """A weight as the spec names it."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or (tensor.requires_grad and dtype != "F32"):
+        expected = "torch.float32" if tensor.requires_grad else "a dtype that a checkpoint holds"
+        raise ValueError(f"{name} is {tensor.dtype}, expected {expected}")
+    return TensorSpec(dtype, tuple(tensor.shape))
+
+
+def _files(
+    kind: str, tensors: Mapping[str, TensorSpec], shard_bytes: int, *, numbered: bool
+) -> dict[str, dict[str, TensorSpec]]:
+    """Deal tensors out over files in their order, wide dtypes first so that all are aligned."""
+    parts: list[dict[str, TensorSpec]] = []
+    room = 0
+    for name in sorted(tensors, key=lambda name: -_ITEM_BYTES[tensors[name].dtype]):
+        size = _bytes(tensors[name])
+        if not parts or (size > room and parts[-1]):
+            parts.append({})
+            room = shard_bytes
+        parts[-1][name] = tensors[name]
+        room -= size
+    if len(parts) == 1 and not numbered:
+        return {f"{kind}.safetensors": parts[0]}
+    total = len(parts)
+    return {f"{kind}-{i:05d}-of-{total:05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _bytes(tensor: TensorSpec) -> int:
+    return math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]

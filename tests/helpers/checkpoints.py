@@ -1,0 +1,112 @@
+"""Ranks as threads, and checkpoints small enough for a unit test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import write
+from llmtrain.types import Alone, Piece, Ranks, Spec, TensorSpec, Vote, failure
+
+T = TypeVar("T")
+
+RUN = "0123456789abcdef"
+SPEC: Spec = {
+    "model.safetensors": {
+        "a.weight": TensorSpec("F32", (5, 3)),
+        "a.bias": TensorSpec("F32", (3,)),
+        "scale": TensorSpec("BF16", ()),
+        "mask": TensorSpec("BOOL", (7,)),
+    },
+    "optimizer-00001-of-00001.safetensors": {"a.weight.exp_avg": TensorSpec("F32", (5, 3))},
+}
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+TORCH |= {"I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+class Threads:
+    """`Ranks` of one thread among several that share `bodies`."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, bodies: list[Any]) -> None:
+        self.rank, self.world_size = rank, barrier.parties
+        self._barrier, self._bodies = barrier, bodies
+
+    def _exchange(self, body: Any) -> list[Any]:
+        self._bodies[self.rank] = body
+        self._barrier.wait(timeout=30)
+        found = list(self._bodies)
+        self._barrier.wait(timeout=30)
+        return found
+
+    def gather(self, body: bytes) -> list[bytes]:
+        found = self._exchange(body)
+        return found if self.rank == 0 else []
+
+    def broadcast(self, body: bytes) -> bytes:
+        return self._exchange(body)[0]
+
+    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
+        found = self._exchange((None if error is None else failure(self.rank, error), body))
+        failures = tuple(failed for failed, _ in found if failed)
+        return Vote(failures, tuple(body for _, body in found) if self.rank == 0 else ())
+
+
+def on_ranks(world_size: int, work: Callable[[Ranks], T]) -> list[T]:
+    """What `work` returns on each of so many ranks; raises what the first of them raised."""
+    barrier, bodies = threading.Barrier(world_size), [None] * world_size
+    with ThreadPoolExecutor(world_size) as pool:
+        jobs = [pool.submit(work, Threads(r, barrier, bodies)) for r in range(world_size)]
+        return [job.result() for job in jobs]
+
+
+def tensors(spec: Spec, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random bits for every tensor of a spec (zeros and ones for a mask)."""
+    generator = np.random.default_rng(seed)
+    found = {}
+    for name, tensor in (item for part in spec.values() for item in part.items()):
+        bits = generator.integers(0, 2, form.tensor_bytes(tensor), dtype=np.uint8)
+        if tensor.dtype != "BOOL":
+            bits *= generator.integers(1, 60, bits.size, dtype=np.uint8)  # no NaN
+        found[name] = torch.from_numpy(bits).view(TORCH[tensor.dtype]).view(tensor.shape)
+    return found
+
+
+def whole(spec: Spec, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    """Every tensor as one piece, in the order of the spec."""
+    return (Piece(name, 0, values[name].view(-1)) for part in spec.values() for name in part)
+
+
+def save(
+    root: Path,
+    step: int,
+    spec: Spec = SPEC,
+    pieces: Iterable[Piece] | None = None,
+    *,
+    small: Mapping[str, bytes] | None = None,
+    loss: float | None = None,
+    run_id: str = RUN,
+    ranks: Ranks | None = None,
+) -> write.Committed | write.Failed:
+    """begin, pieces, commit: `pieces` defaults to random tensors drawn from `step`."""
+    ranks = ranks or Alone()
+    evaluation = None if loss is None else {"loss": loss}
+    state = {"format": 1, "run_id": run_id, "step": step, "evaluation": evaluation}
+    files = {"config.json": b"{}", form.STATE: form.canonical(state), **(small or {})}
+    begun = write.begin(root, step, spec, files, ranks, run_id)
+    if isinstance(begun, write.Failed):
+        return begun
+    extents, error = {}, None
+    try:
+        if pieces is None:
+            pieces = whole(spec, tensors(spec, step)) if ranks.rank == 0 else ()
+        extents = write.pieces(begun, pieces)
+    except Exception as caught:
+        error = caught
+    return write.commit(begun, extents, error, ranks)
