@@ -1,0 +1,200 @@
+"""Documents that are never trained on, and one exact pass over them.
+
+A few units of a source are its evaluation units; in them a document is held out if the hash of its
+id is below a threshold. So the split does not depend on file order or on what else is read, and one
+pass over the held-out documents reads a few units, not the whole source.
+
+The held-out set is one stream, in which every token of a document is scored once:
+
+    ids      eos  d o c u m e n t  eos  d o c  eos …        scored: the letters
+
+(a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.data.manifest import Manifest, Source
+from llmtrain.data.readers import Reader
+from llmtrain.data.tokenizer import Tokenizer
+from llmtrain.hashing import mix
+
+MIN_UNITS = 8
+MIN_DOCUMENTS = 16
+NOT_SCORED = -100
+_WHOLE = 1 << 64
+
+
+def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
+    """The source (number k) with its evaluation units and threshold; reads some of these units.
+
+    fraction: share of the documents to hold out; 0 = none.
+    """
+    if fraction == 0:
+        return source
+    count = len(source.units)
+    chosen_count = min(count, max(MIN_UNITS, math.ceil(4 * fraction * count)))
+    chosen = heapq.nsmallest(chosen_count, range(count), key=lambda u: mix(seed, 3, k, u))
+    threshold = min(int(fraction * count / chosen_count * _WHOLE), _WHOLE - 1)
+    hashes: list[int] = []
+    for u in chosen:
+        rows = reader.rows(source, source.units[u])
+        hashes += [rows.hash(i, seed) for i in range(len(rows)) if rows.text(i)[0] is not None]
+        if sum(found < threshold for found in hashes) >= MIN_DOCUMENTS:
+            return replace(source, heldout_units=tuple(chosen), threshold=threshold)
+    spare = any(_usable(source, u, reader) for u in set(range(count)) - set(chosen))
+    return replace(
+        source, heldout_units=tuple(chosen), threshold=_raised(threshold, sorted(hashes), spare)
+    )
+
+
+def _raised(threshold: int, hashes: list[int], spare: bool) -> int:
+    """The threshold below which enough of these documents lie, but never a source's last one.
+
+    spare: there are training documents elsewhere.
+    """
+    wanted = min(MIN_DOCUMENTS, math.ceil(len(hashes) / 10), len(hashes) - (not spare))
+    if sum(found < threshold for found in hashes) >= wanted:
+        return threshold
+    raised = hashes[wanted - 1] + 1
+    if not spare and hashes[-1] < raised:  # equal ids: it would take them all
+        return threshold
+    return raised
+
+
+def _usable(source: Source, u: int, reader: Reader) -> bool:
+    rows = reader.rows(source, source.units[u])
+    return any(rows.text(row)[0] is not None for row in range(len(rows)))
+
+
+def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
+    """Is there a document to train on? Reads units until one is found."""
+    heldout = set(source.heldout_units)
+    order = sorted(range(len(source.units)), key=lambda u: u in heldout)
+    return any(next(training_texts(source, u, seed, reader), None) is not None for u in order)
+
+
+def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
+    """The training documents of unit u, in file order."""
+    return _texts(source, u, seed, reader, heldout=False)
+
+
+def heldout_texts(source: Source, seed: int, reader: Reader) -> Iterator[str]:
+    """The held-out documents of a source, unit by unit as they were chosen, in file order."""
+    for u in source.heldout_units:
+        yield from _texts(source, u, seed, reader, heldout=True)
+
+
+def _texts(source: Source, u: int, seed: int, reader: Reader, heldout: bool) -> Iterator[str]:
+    chosen = u in source.heldout_units
+    rows = reader.rows(source, source.units[u])
+    for row in range(len(rows)):
+        text, _ = rows.text(row)
+        out = chosen and rows.hash(row, seed) < source.threshold
+        if text is not None and out == heldout:
+            yield text
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The held-out set as tokens.
+
+    ids (n,) int32 · scored (n,) bool: tokens of documents · documents, bytes: how many of them, and
+    their UTF-8 bytes · pad: id that fills the last block.
+    """
+
+    ids: np.ndarray
+    scored: np.ndarray
+    documents: int
+    bytes: int
+    pad: int
+
+    def num_blocks(self, seq_len: int) -> int:
+        """Blocks of `seq_len` trained positions that hold every token once."""
+        return max(1, math.ceil((len(self.ids) - 1) / seq_len))
+
+    def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (S + 1,) int32 and labels (S,) int64 of block g; −100 where nothing is scored.
+
+        Behind the last token, and in blocks behind the last, there is padding.
+        """
+        part = slice(g * seq_len, g * seq_len + seq_len + 1)
+        ids = np.full(seq_len + 1, self.pad, dtype=np.int32)
+        scored = np.zeros(seq_len + 1, dtype=bool)
+        found = self.ids[part]
+        ids[: len(found)], scored[: len(found)] = found, self.scored[part]
+        return ids, np.where(scored[1:], ids[1:], NOT_SCORED).astype(np.int64)
+
+
+def prepare(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    path: Path,
+    max_documents: int,
+    *,
+    timeout_seconds: float = 900.0,
+) -> None:
+    """Tokenize up to `max_documents` held-out documents, sources in turn, into a safetensors file.
+
+    Nothing held out: no file is written. Raises UserError or RunError as reading does.
+    """
+    reader = Reader(timeout_seconds)
+    streams = [heldout_texts(source, manifest.seed, reader) for source in manifest.sources]
+    ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
+    scored = [np.zeros(len(part), dtype=bool) for part in ids]
+    documents = size = 0
+    for text in _in_turn(streams, max_documents):
+        document = tokenizer.document(text)
+        mask = np.ones(len(document), dtype=bool)
+        mask[-1] = False
+        mask[: 0 if tokenizer.bos is None else 1] = False
+        ids.append(document)
+        scored.append(mask)
+        documents, size = documents + 1, size + len(text.encode())
+    if documents:
+        held = HeldOut(np.concatenate(ids), np.concatenate(scored), documents, size, tokenizer.pad)
+        _save(held, path)
+
+
+def load(path: Path) -> HeldOut | None:
+    """What `prepare` wrote; None: nothing was held out."""
+    from safetensors import safe_open
+
+    if not path.exists():
+        return None
+    with safe_open(str(path), framework="numpy") as file:
+        facts = json.loads(file.metadata()["heldout"])
+        return HeldOut(file.get_tensor("ids"), file.get_tensor("scored"), **facts)
+
+
+def _save(held: HeldOut, path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
+    unfinished = path.with_name(path.name + ".partial")
+    tensors = {"ids": held.ids, "scored": held.scored}
+    save_file(tensors, str(unfinished), metadata={"heldout": json.dumps(facts)})
+    unfinished.replace(path)
+
+
+def _in_turn(streams: list[Iterator[str]], limit: int) -> Iterator[str]:
+    """One of each stream after the other, until all have ended or `limit` were given."""
+    given = 0
+    while streams:
+        for stream in list(streams):
+            if given == limit:
+                return
+            text = next(stream, None)
+            if text is None:
+                streams.remove(stream)
+            else:
+                given += 1
+                yield text

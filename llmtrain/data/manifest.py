@@ -1,0 +1,206 @@
+"""What the order of the data is made of: sources, their files, their units, what is held out.
+
+Rank 0 writes it once, as `manifest.json`; every later start and every other rank reads it, and
+nothing is listed, counted or inferred again. Places on this machine are no part of it: files are
+named relative to their source, so the same data under another path is the same data.
+
+    source ── files (sorted by path) ── units (in file order) ── rows
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from llmtrain.config.schema import Config
+from llmtrain.data.sources import File, locate
+from llmtrain.errors import Problem, UserError
+
+VERSION = 1
+PACKING = "concat"
+DOCUMENT_MASK = False
+
+
+class Unit(NamedTuple):
+    """What is read at once.
+
+    file: index in the source's files · group: row group; −1 = a byte range of lines, of a
+    compressed file all of it · start, stop: rows of the group, or bytes of the file.
+    """
+
+    file: int
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source, and where it lies now.
+
+    root: directory, or the URL that file names are appended to · id_column: None = the text is
+    hashed · a document of a unit in `heldout_units` is held out if its hash is below `threshold`.
+    """
+
+    label: str
+    path: str
+    root: str
+    remote: bool
+    revision: str | None
+    files: tuple[File, ...]
+    text_column: str
+    id_column: str | None
+    weight: float
+    units: tuple[Unit, ...]
+    heldout_units: tuple[int, ...] = ()
+    threshold: int = 0
+
+    def where(self, file: int) -> str:
+        """The path or URL of a file."""
+        return f"{self.root}/{self.files[file].name}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a later start must find again: digest of the files, back end, digest of probe ids."""
+
+    digest: str
+    backend: str
+    probe: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that decides which tokens block g holds."""
+
+    sources: tuple[Source, ...]
+    tokenizer: TokenizerFacts
+    seq_len: int
+    seed: int
+    lanes: int
+    heldout: float
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Shares of the sources, not normalised."""
+        return tuple(source.weight for source in self.sources)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the sources in metrics."""
+        return tuple(source.label for source in self.sources)
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """What the fingerprint covers, each as a short value: says what differs between two."""
+        sources = self.sources
+        return {
+            "files": _short([[list(file) for file in source.files] for source in sources]),
+            "units": _short([[list(unit) for unit in source.units] for source in sources]),
+            "columns": _short([[source.text_column, source.id_column] for source in sources]),
+            "held-out documents": _short([[s.heldout_units, s.threshold] for s in sources]),
+            "tokenizer": self.tokenizer.digest,
+            "tokenizer backend": self.tokenizer.backend,
+            "tokenizer probe": self.tokenizer.probe,
+            "seq_len": str(self.seq_len),
+            "packing": PACKING,
+            "document_mask": str(DOCUMENT_MASK).lower(),
+            "seed": str(self.seed),
+            "lanes": str(self.lanes),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over `parts`: equal iff the same blocks come out."""
+        return _short(self.parts)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON (the caller makes the write atomic where that matters)."""
+        path.write_text(json.dumps(_to_json(self), separators=(",", ":")) + "\n", "utf-8")
+
+
+def load(path: Path, config: Config) -> Manifest:
+    """The stored manifest, its sources looked up where `config` says they lie, with its weights.
+
+    Raises UserError if the config has another number of sources or one of them is gone.
+    """
+    stored = json.loads(path.read_text("utf-8"))
+    configured = config.data.sources
+    if len(stored["sources"]) != len(configured):
+        raise UserError(
+            Problem(
+                "data.sources",
+                f"{len(configured)} sources",
+                f"the {len(stored['sources'])} sources that the run began with",
+                "take the sources of the run's config.yaml, or another run.dir",
+            )
+        )
+    sources = []
+    for index, (entry, now) in enumerate(zip(stored["sources"], configured, strict=True)):
+        root = entry["root"] if entry["remote"] else locate(now, f"data.sources[{index}].path")
+        sources.append(_source(entry, root, now.weight))
+    return Manifest(
+        sources=tuple(sources),
+        tokenizer=TokenizerFacts(**stored["tokenizer"]),
+        **{key: stored[key] for key in ("seq_len", "seed", "lanes", "heldout")},
+    )
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    facts = manifest.tokenizer
+    return {
+        "version": VERSION,
+        "fingerprint": manifest.fingerprint,
+        "seq_len": manifest.seq_len,
+        "packing": PACKING,
+        "document_mask": DOCUMENT_MASK,
+        "seed": manifest.seed,
+        "lanes": manifest.lanes,
+        "heldout": manifest.heldout,
+        "tokenizer": {name: getattr(facts, name) for name in facts.__slots__},
+        "sources": [_source_to_json(source) for source in manifest.sources],
+    }
+
+
+def _source_to_json(source: Source) -> dict[str, Any]:
+    return {
+        "label": source.label,
+        "path": source.path,
+        "remote": source.remote,
+        "root": source.root if source.remote else None,
+        "revision": source.revision,
+        "columns": {"text": source.text_column, "id": source.id_column},
+        "weight": source.weight,
+        "heldout": {"units": source.heldout_units, "threshold": source.threshold},
+        "files": [file._asdict() for file in source.files],
+        "units": source.units,  # [file, row group or -1, start, stop]
+    }
+
+
+def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
+    source = Source(
+        label=entry["label"],
+        path=entry["path"],
+        root=root,
+        remote=entry["remote"],
+        revision=entry["revision"],
+        files=tuple(File(**file) for file in entry["files"]),
+        text_column=entry["columns"]["text"],
+        id_column=entry["columns"]["id"],
+        weight=weight,
+        units=tuple(Unit(*unit) for unit in entry["units"]),
+    )
+    heldout = entry["heldout"]
+    return replace(
+        source, heldout_units=tuple(heldout["units"]), threshold=int(heldout["threshold"])
+    )
+
+
+def _short(value: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())

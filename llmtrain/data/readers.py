@@ -1,0 +1,410 @@
+"""From a unit to its documents: parquet, JSON lines, text; plain or compressed.
+
+A range [a, b) of a plain file owns the lines that *begin* in it, so neighbours neither share nor
+lose a line:
+
+    bytes   0        a=8       b=16
+            first\n|second\n|third\n        [8, 16) owns what begins at 8 … 15
+                     ^ looked for from a − 1: a line begins behind the end of the line before
+
+JSON lines end with `\n` and nothing else; lines of text with `\n`, `\r\n` or `\r`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.remote import RangeFile, Stopping
+from llmtrain.data.sources import file_format
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+
+MIB = 1 << 20
+DECODED_LIMIT = 64 * MIB  # a compressed file; a row group that is decoded at once
+CACHED_GROUPS = 4
+CACHED_BYTES = 64 * MIB
+OPEN_FOOTERS = 64
+LINE_MARGIN = 64 * 1024
+TEXT_END = re.compile(rb"\r\n|\n|\r")
+JSON_END = re.compile(rb"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The decoded rows of one unit: texts and ids as bytes, null where there is none."""
+
+    texts: pa.Array
+    ids: pa.Array | None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the texts and ids."""
+        return int(self.texts.nbytes) + (0 if self.ids is None else int(self.ids.nbytes))
+
+    def text(self, row: int) -> tuple[str | None, bool]:
+        """The document, and whether invalid UTF-8 was replaced; None: null, empty or blank."""
+        raw = self.texts[row].as_py()
+        if raw is None:
+            return None, False
+        try:
+            text, replaced = raw.decode("utf-8"), False
+        except UnicodeDecodeError:
+            text, replaced = raw.decode("utf-8", "replace"), True
+        return (None, False) if not text or text.isspace() else (text, replaced)
+
+    def hash(self, row: int, seed: int) -> int:
+        """xxh3_64 of the document's id, or of its text where it has none."""
+        name = None if self.ids is None else self.ids[row].as_py()
+        if name is None:
+            name = self.texts[row].as_py() or b""
+        return xxhash.xxh3_64_intdigest(name, seed=seed & ((1 << 64) - 1))
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """A range of the rows, without a copy."""
+        ids = None if self.ids is None else self.ids.slice(start, stop - start)
+        return Rows(self.texts.slice(start, stop - start), ids)
+
+    def take(self, order: pa.Array) -> Rows:
+        """A copy of some rows in this order; the unit's other memory can be freed."""
+        return Rows(self.texts.take(order), None if self.ids is None else self.ids.take(order))
+
+
+class Reader:
+    """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
+
+    timeout_seconds: how long the network may stay away · stop: set when the process shall end ·
+    reads: units decoded so far, those that were still in memory not counted.
+    """
+
+    def __init__(self, timeout_seconds: float, stop: Stopping | None = None) -> None:
+        self.reads = 0
+        self._timeout = timeout_seconds
+        self._stop = stop
+        self._decoded: OrderedDict[tuple[str, int, int], Rows] = OrderedDict()
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+
+    def rows(self, source: Source, unit: Unit) -> Rows:
+        """The rows of a unit, in file order. Raises UserError for a bad file or line."""
+        try:
+            if unit.group < 0:
+                return self._kept(source, unit)
+            footer = self.footer(source, unit.file)
+            if unit.group >= footer.num_row_groups:
+                raise UserError(_changed(source, unit))
+            group = footer.row_group(unit.group)
+            if unit.stop > group.num_rows:
+                raise UserError(_changed(source, unit))
+            if group.total_byte_size > DECODED_LIMIT:
+                self.reads += 1
+                return self._slice_of_large(source, unit)
+            return self._kept(source, unit).slice(unit.start, unit.stop)
+        except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+            raise _unreadable(source, unit, error) from error
+
+    def footer(self, source: Source, file: int) -> pq.FileMetaData:
+        """The footer of a parquet file."""
+        where = source.where(file)
+        if where not in self._footers:
+            with pq.ParquetFile(self.open(source, file), pre_buffer=False) as opened:
+                self._footers[where] = opened.metadata
+            if len(self._footers) > OPEN_FOOTERS:
+                self._footers.popitem(last=False)
+        return self._footers[where]
+
+    def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
+        """A file of a source, here or on the Hub, for reading at any position."""
+        if not source.remote:
+            return Path(source.where(file)).open("rb")
+        known = source.files[file]
+        return RangeFile(
+            source.where(file), known.size, known.etag, timeout=self._timeout, stop=self._stop
+        )
+
+    def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
+        """The lines of a byte range or compressed file: (position of the first byte, line)."""
+        kind, compression = file_format(source.files[unit.file].name) or ("", None)
+        with self.open(source, unit.file) as file:
+            if compression:
+                data, start = decompress(file, compression, source.where(unit.file)), 0
+            else:
+                data, start = owned(file, unit, source.files[unit.file].size, kind)
+        end_of_line = JSON_END if kind == "jsonl" else TEXT_END
+        position = 0
+        for end in end_of_line.finditer(data):
+            yield start + position, data[position : end.start()]
+            position = end.end()
+        if position < len(data):
+            yield start + position, data[position:]
+
+    def first_keys(self, source: Source, file: int) -> list[str] | None:
+        """The keys of a file's first JSON line; None: it has no line. Raises UserError if bad."""
+        unit = Unit(file, -1, 0, min(1, source.files[file].size))
+        for position, line in self.lines(source, unit):
+            if line.strip():
+                try:
+                    parse(line, source.text_column, None)
+                except ValueError as error:
+                    raise self._bad_line(source, unit, position, error) from error
+                return list(json.loads(line.decode("utf-8", "surrogateescape")))
+        return None
+
+    def _kept(self, source: Source, unit: Unit) -> Rows:
+        key = (source.where(unit.file), unit.group, 0 if unit.group >= 0 else unit.start)
+        rows = self._decoded.pop(key, None)
+        if rows is None:
+            self.reads += 1
+            rows = self._group(source, unit) if unit.group >= 0 else self._range(source, unit)
+        self._decoded[key] = rows
+        while len(self._decoded) > 1 and (
+            len(self._decoded) > CACHED_GROUPS
+            or sum(kept.nbytes for kept in self._decoded.values()) > CACHED_BYTES
+        ):
+            self._decoded.popitem(last=False)
+        return rows
+
+    def _group(self, source: Source, unit: Unit) -> Rows:
+        with self._parquet(source, unit.file) as file:
+            return _columns(source, file.read_row_group(unit.group, columns=_wanted(source)))
+
+    def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
+        """Rows [start, stop) of a group, without ever holding all of it."""
+        with self._parquet(source, unit.file, buffer_size=MIB) as file:
+            tables, position = [], 0
+            batches = file.iter_batches(1000, row_groups=[unit.group], columns=_wanted(source))
+            for batch in batches:
+                first, last = unit.start - position, unit.stop - position
+                position += len(batch)
+                if first < len(batch) and last > 0:
+                    part = batch.slice(max(first, 0), last - max(first, 0))
+                    tables.append(pa.Table.from_batches([part]))
+                if position >= unit.stop:
+                    break
+        return _columns(source, pa.concat_tables(tables))
+
+    def _parquet(self, source: Source, file: int, buffer_size: int = 0) -> pq.ParquetFile:
+        return pq.ParquetFile(
+            self.open(source, file),
+            metadata=self.footer(source, file),
+            pre_buffer=False,
+            buffer_size=buffer_size,
+        )
+
+    def _range(self, source: Source, unit: Unit) -> Rows:
+        lines = self.lines(source, unit)
+        if (file_format(source.files[unit.file].name) or ("",))[0] == "text":
+            return Rows(pa.array([line for _, line in lines], pa.large_binary()), None)
+        texts: list[bytes | None] = []
+        ids: list[bytes | None] = []
+        for position, line in lines:
+            if line.strip():
+                try:
+                    text, name = parse(line, source.text_column, source.id_column)
+                except ValueError as error:
+                    raise self._bad_line(source, unit, position, error) from error
+                texts.append(text)
+                ids.append(name)
+        return Rows(pa.array(texts, pa.large_binary()), pa.array(ids, pa.large_binary()))
+
+    def _bad_line(self, source: Source, unit: Unit, position: int, error: ValueError) -> UserError:
+        where = f"{source.where(unit.file)}, byte {position}"
+        if not source.remote:
+            number = self._line_number(source, unit, position)
+            where = f"{source.where(unit.file)}, line {number}"
+        expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
+        return UserError(Problem(where, str(error), expected, "repair or remove the line"))
+
+    def _line_number(self, source: Source, unit: Unit, position: int) -> int:
+        compression = (file_format(source.files[unit.file].name) or ("", None))[1]
+        with self.open(source, unit.file) as file:
+            if compression:
+                before = decompress(file, compression, source.where(unit.file))[:position]
+                return before.count(b"\n") + 1
+            count = 1
+            while position > 0:
+                chunk = file.read(min(MIB, position)) or b""
+                count, position = count + chunk.count(b"\n"), position - len(chunk)
+            return count
+
+
+def parse(
+    line: bytes, text_column: str, id_column: str | None
+) -> tuple[bytes | None, bytes | None]:
+    """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
+    row = json.loads(line.decode("utf-8", "surrogateescape"))
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON {type(row).__name__}, no object")
+    if text_column not in row:
+        raise ValueError(f"its keys are {', '.join(map(repr, row)) or 'none'}")
+    text = row[text_column]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{text_column!r} is a {type(text).__name__}")
+    name = row.get(id_column) if id_column is not None else None
+    return (
+        None if text is None else to_bytes(text),
+        None if name is None else to_bytes(str(name)),
+    )
+
+
+def to_bytes(text: str) -> bytes:
+    """UTF-8; what JSON cannot mean (half a surrogate pair) becomes bytes that are no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def owned(
+    file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str
+) -> tuple[bytes, int]:
+    """The lines that begin in [start, stop) as bytes, and where the first begins.
+
+    Reads a margin behind the end for the last line, and twice as much while it is too little.
+    """
+    end_of_line = JSON_END if kind == "jsonl" else TEXT_END
+    base = max(unit.start - 1, 0)
+    margin = LINE_MARGIN
+    while True:
+        file.seek(base)
+        end = min(unit.stop + margin, size)
+        data = _read_exactly(file, end - base)
+        first = 0 if unit.start == 0 else _behind(end_of_line, data, 0, end == size)
+        last = _behind(end_of_line, data, unit.stop - 1 - base, end == size)
+        if first is not None and last is not None:
+            return data[first:last], base + first
+        if margin > DECODED_LIMIT:
+            expected = f"lines of at most {DECODED_LIMIT // MIB} MiB"
+            raise UserError(Problem(f"byte {unit.start}", "a longer line", expected))
+        margin *= 2
+
+
+def _behind(end_of_line: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
+    """Where the line that begins behind the first end of line from `start` on begins.
+
+    None: not in these bytes. An end of line at the very end may go on (`\r` + `\n`).
+    """
+    found = end_of_line.search(data, start)
+    if complete:
+        return found.end() if found else len(data)
+    return found.end() if found and found.end() < len(data) else None
+
+
+def decompress(
+    file: io.RawIOBase | io.BufferedReader, compression: str, where: str, limit: int = DECODED_LIMIT
+) -> bytes:
+    """The whole content. Raises UserError over `limit` bytes."""
+    if compression == "gz":
+        with gzip.GzipFile(fileobj=file) as stream:
+            data = stream.read(limit + 1)
+    else:
+        import zstandard
+
+        try:
+            decoder = zstandard.ZstdDecompressor()
+            with decoder.stream_reader(cast("IO[bytes]", file), read_across_frames=True) as stream:
+                data = stream.read(limit + 1)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+    if len(data) > limit:
+        raise UserError(too_large(where))
+    return data
+
+
+def decoded_size(reader: Reader, source: Source, file: int) -> int:
+    """Bytes of a compressed file when decoded, as far as its own words tell; −1 or less: unknown.
+
+    gzip says it at its end (of the last member), zstd in its header.
+    """
+    compression = (file_format(source.files[file].name) or ("", None))[1]
+    with reader.open(source, file) as opened:
+        if compression == "gz":
+            opened.seek(max(0, source.files[file].size - 4))
+            return int.from_bytes(opened.read(4) or b"", "little")
+        import zstandard
+
+        try:
+            return int(zstandard.frame_content_size(opened.read(18) or b""))
+        except zstandard.ZstdError:
+            return -1  # too short or no zstd: reading it says so
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Can a column of this type be the text?"""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in tests)
+
+
+def too_large(where: str) -> Problem:
+    """A compressed file can only be read whole."""
+    expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
+    return Problem(where, "a larger one", expected, "split it, or store it as parquet")
+
+
+def _read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:
+    parts = []
+    while size > 0:
+        part = file.read(size)
+        if not part:
+            raise EOFError("the file ends early")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _wanted(source: Source) -> list[str]:
+    return [source.text_column, *([source.id_column] if source.id_column else [])]
+
+
+def _columns(source: Source, table: pa.Table) -> Rows:
+    texts = _as_bytes(table.column(source.text_column))
+    return Rows(texts, _as_bytes(table.column(source.id_column)) if source.id_column else None)
+
+
+def _as_bytes(column: pa.ChunkedArray) -> pa.Array:
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if pa.types.is_string_view(kind):
+            column = column.cast(pa.large_string())
+        else:  # numbers and other ids: as Python writes them
+            values = [None if v is None else str(v).encode() for v in column.to_pylist()]
+            return pa.array(values, pa.large_binary())
+    chunks = column.cast(pa.large_binary()).chunks
+    return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
+
+
+def _place(source: Source, unit: Unit) -> str:
+    part = f", row group {unit.group}" if unit.group >= 0 else f", byte {unit.start}"
+    return source.where(unit.file) + part
+
+
+def _changed(source: Source, unit: Unit) -> Problem:
+    expected = f"rows {unit.start} to {unit.stop}, as when the run began"
+    return Problem(_place(source, unit), "fewer rows", expected, "bring the file back")
+
+
+def _unreadable(source: Source, unit: Unit, error: Exception) -> Exception:
+    if isinstance(error, FileNotFoundError) or not getattr(error, "errno", None):
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problem = Problem(_place(source, unit), reason, "data that can be read", "replace the file")
+        return UserError(problem)
+    return RunError(
+        f"{_place(source, unit)} cannot be read: {error}", RESTARTABLE, "look at the disk"
+    )

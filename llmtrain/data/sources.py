@@ -1,0 +1,212 @@
+"""From a source of the config to its files at a pinned revision.
+
+A local path wins; otherwise the path is a data set id on the Hub, whose files `datasets` resolves
+(`data/hub.py`). The suffix of a file chooses its reader, so one directory may mix formats.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from llmtrain.config.schema import SourceConfig
+from llmtrain.errors import Problem, UserError
+
+SAMPLE = "sample"
+EDGE_BYTES = 64 * 1024
+SHOWN = 8  # problems of one kind that a message lists
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+}
+COMPRESSED = (".gz", ".zst")
+# What lies beside data in many directories.
+NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
+SUFFIXES = ".parquet, .jsonl, .json, .txt; .gz or .zst after all but the first"
+
+
+class File(NamedTuple):
+    """One file of a source.
+
+    name: relative to the source, with `/` · etag: the Hub's, or the digest of a local file's ends.
+    """
+
+    name: str
+    size: int
+    etag: str
+
+
+class Format(NamedTuple):
+    """How a file is read: parquet, jsonl or text; compression None, gz or zst."""
+
+    kind: str
+    compression: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A source's files, sorted by path bytes; `root` + `/` + name is a file's path or URL."""
+
+    root: str
+    remote: bool
+    revision: str | None
+    files: tuple[File, ...]
+
+
+def resolve(source: SourceConfig, key: str) -> Resolved:
+    """Find the files of a source. `key` names it in messages.
+
+    Raises UserError for a path where nothing is, an empty directory, a glob without a match, a file
+    of unknown suffix, and whatever the Hub refuses.
+    """
+    if source.path != SAMPLE and not is_local(source.path):
+        from llmtrain.data.hub import looks_like_id, resolve_hub
+
+        if looks_like_id(source.path):
+            return resolve_hub(source, key)
+        raise UserError(_nothing_there(source.path, key))
+    root = Path(locate(source, key))
+    paths = sorted(_list(source.path, root, key), key=lambda path: os.fsencode(path))
+    unknown = [path for path in paths if file_format(path.name) is None]
+    if unknown:
+        raise UserError(*bounded([_unknown_suffix(path, key) for path in unknown], key))
+    files = tuple(
+        File(path.relative_to(root).as_posix(), path.stat().st_size, edges_digest(path))
+        for path in paths
+    )
+    return Resolved(str(root), False, None, files)
+
+
+def locate(source: SourceConfig, key: str) -> str:
+    """The directory that the names of a local source's files are relative to."""
+    path = source.path
+    if path == SAMPLE:
+        return str(Path(__file__).parent / "sample")
+    if is_glob(path):
+        fixed = Path(path)
+        while is_glob(str(fixed)):
+            fixed = fixed.parent
+        return str(fixed.absolute())
+    if not Path(path).exists():
+        raise UserError(_nothing_there(path, key))
+    return str(Path(path).absolute() if Path(path).is_dir() else Path(path).absolute().parent)
+
+
+def is_local(path: str) -> bool:
+    """Is this path meant for this machine's files? (What exists here always is.)"""
+    explicit = path.startswith((".", "/", "~")) or Path(path).suffix in {*FORMATS, *COMPRESSED}
+    return Path(path).exists() or is_glob(path) or explicit
+
+
+def is_glob(path: str) -> bool:
+    """Has it wildcards? A file that really is called so is no glob."""
+    return glob.has_magic(path) and not Path(path).exists()
+
+
+def file_format(name: str) -> Format | None:
+    """How a file of this name is read; None: unknown."""
+    stem, compression = name.lower(), None
+    for suffix in COMPRESSED:
+        if stem.endswith(suffix):
+            stem, compression = stem.removesuffix(suffix), suffix[1:]
+    kind = FORMATS.get(Path(stem).suffix)
+    if kind is None or (kind == "parquet" and compression):
+        return None
+    return Format(kind, compression)
+
+
+def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
+    """Names for metrics: the last part of the path, `/name` if it has one, `-2` … if repeated."""
+    names: list[str] = []
+    for source in sources:
+        base = source.path.rstrip("/").rsplit("/", 1)[-1]
+        base = f"{base}/{source.name}" if source.name else base
+        label, count = base, 2
+        while label in names:
+            label, count = f"{base}-{count}", count + 1
+        names.append(label)
+    return tuple(names)
+
+
+def edges_digest(path: Path) -> str:
+    """Digest of the first and last 64 KiB: tells changed files without reading them whole."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        digest.update(file.read(EDGE_BYTES))
+        file.seek(max(0, path.stat().st_size - EDGE_BYTES))
+        digest.update(file.read(EDGE_BYTES))
+    return digest.hexdigest()
+
+
+def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
+    """The first few problems, and how many more there are."""
+    shown = list(problems[:SHOWN])
+    if len(problems) > SHOWN:
+        more = f"{len(problems) - SHOWN} more files with problems of this kind"
+        shown.append(Problem(key, more, "none", "put right the files above first"))
+    return shown
+
+
+def _list(path: str, root: Path, key: str) -> list[Path]:
+    if path == SAMPLE:
+        return list(root.glob("*.parquet"))
+    if is_glob(path):
+        pattern = str(Path(path).absolute().relative_to(root))
+        found = [file for file in root.glob(pattern) if file.is_file()]
+        if not found:
+            raise UserError(_no_match(path, root, key))
+        return found
+    if Path(path).is_file():
+        return [Path(path).absolute()]
+    found = [file for file in root.rglob("*") if file.is_file() and _is_data(file, root)]
+    if not found:
+        expected = f"a directory with data files ({SUFFIXES})"
+        raise UserError(Problem(key, path, f"{expected}; it holds {_listing(root)}"))
+    return found
+
+
+def _is_data(path: Path, root: Path) -> bool:
+    parts = path.relative_to(root).parts
+    hidden = any(part.startswith((".", "_")) for part in parts)
+    return not hidden and path.name.lower() not in NOT_DATA
+
+
+def _listing(directory: Path) -> str:
+    """What lies in a directory, for a message."""
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more if names else "nothing"
+
+
+def _no_match(path: str, root: Path, key: str) -> Problem:
+    while not root.is_dir():
+        root = root.parent
+    return Problem(
+        key, path, "a glob that matches files", f"see what is there: {root} holds {_listing(root)}"
+    )
+
+
+def _nothing_there(path: str, key: str) -> Problem:
+    parent = Path(path).absolute().parent
+    while not parent.is_dir():
+        parent = parent.parent
+    return Problem(
+        key,
+        path,
+        "a file, a directory, a glob, a data set id of the Hub (OWNER/NAME), or sample",
+        f"see what is there: {parent} holds {_listing(parent)}",
+    )
+
+
+def _unknown_suffix(path: Path, key: str) -> Problem:
+    return Problem(
+        key, str(path), f"a data file ({SUFFIXES})", "move it away, or name the files with a glob"
+    )

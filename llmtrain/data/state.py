@@ -1,0 +1,148 @@
+"""What a checkpoint keeps of the data: one cursor a lane and source, and a few numbers.
+
+A block travels with its lane's cursors behind it, so the state after a step is known without asking
+the stream: for each lane, the cursors of its last block so far, held by the rank that had it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from llmtrain.data.manifest import Manifest
+from llmtrain.errors import Problem, UserError
+from llmtrain.types import Cursor
+
+VERSION = 1
+Counts = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataState:
+    """The stream between two steps.
+
+    next_block: first block of the next step · weights_from: block since which the weights hold ·
+    cursors (L, sources, 4) int64 · stream_digest: rolling over the steps' batch digests · counts:
+    label → dropped, replaced, heldout → how many · parts: what the fingerprint is made of.
+    """
+
+    fingerprint: str
+    parts: Mapping[str, str]
+    lanes: int
+    next_block: int
+    weights_from: int
+    cursors: np.ndarray
+    stream_digest: int
+    counts: Counts
+
+    @staticmethod
+    def fresh(manifest: Manifest) -> DataState:
+        """Before the first step."""
+        cursors = np.zeros((manifest.lanes, len(manifest.sources), 4), np.int64)
+        return DataState(manifest.fingerprint, manifest.parts, manifest.lanes, 0, 0, cursors, 0, {})
+
+    def after(
+        self, next_block: int, cursors: np.ndarray, stream_digest: int, counts: Counts
+    ) -> DataState:
+        """The state once all blocks below `next_block` are consumed."""
+        return replace(
+            self,
+            next_block=next_block,
+            cursors=cursors,
+            stream_digest=stream_digest,
+            counts=counts,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in `trainer_state.json`: cursors as [epoch, unit, row, offset] lists."""
+        return {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "parts": dict(self.parts),
+            "lanes": self.lanes,
+            "next_block": self.next_block,
+            "weights_from": self.weights_from,
+            "cursors": self.cursors.tolist(),
+            "stream_digest": f"{self.stream_digest:016x}",
+            "counts": {label: dict(met) for label, met in self.counts.items()},
+        }
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any]) -> DataState:
+        """The inverse of `to_json`."""
+        plain = ("fingerprint", "parts", "lanes", "next_block", "weights_from", "counts")
+        return DataState(
+            **{name: stored[name] for name in plain},
+            cursors=np.array(stored["cursors"], np.int64).reshape(stored["lanes"], -1, 4),
+            stream_digest=int(stored["stream_digest"], 16),
+        )
+
+
+def check(state: DataState, manifest: Manifest) -> None:
+    """Is this state one of this data? Raises UserError that lists what differs."""
+    if state.fingerprint == manifest.fingerprint:
+        return
+    now = manifest.parts
+    raise UserError(
+        *(
+            Problem(
+                f"data: {name}",
+                now.get(name),
+                f"{state.parts.get(name)}, as in the checkpoint",
+                "restore the manifest.json of the run, or take another run.dir",
+            )
+            for name in sorted({*now, *state.parts})
+            if now.get(name) != state.parts.get(name)
+        )
+    )
+
+
+def roll(stream_digest: int, batch_digest: int) -> int:
+    """The stream's digest after one more step: xxh3_64 of both, 8 bytes little-endian each."""
+    both = stream_digest.to_bytes(8, "little") + batch_digest.to_bytes(8, "little")
+    return xxhash.xxh3_64_intdigest(both)
+
+
+def contribution(
+    consumed: Mapping[int, Sequence[Cursor]],
+    shape: tuple[int, int],
+    *,
+    first_block: int,
+    next_block: int,
+    rank: int,
+    world_size: int,
+) -> np.ndarray:
+    """This rank's part of the cursors: (L, sources, 4) int64, zeros for lanes of other ranks.
+
+    consumed: lane → the cursors that came with its last block on this rank · shape: (L, sources) ·
+    first_block: where this start of the run began.
+    """
+    lanes, sources = shape
+    part = np.zeros((lanes, sources, 4), np.int64)
+    for lane in range(lanes):
+        last = last_block(lane, lanes, next_block)
+        if last >= first_block and (last - first_block) % world_size == rank:
+            part[lane] = consumed[lane]
+    return part
+
+
+def merge_cursors(
+    old: np.ndarray, parts: Iterable[np.ndarray], *, first_block: int, next_block: int
+) -> np.ndarray:
+    """All lanes' cursors, from those at `first_block` and every rank's `contribution`."""
+    merged = np.zeros_like(old)
+    for part in parts:
+        merged += part
+    for lane in range(len(old)):
+        if last_block(lane, len(old), next_block) < first_block:
+            merged[lane] = old[lane]
+    return merged
+
+
+def last_block(lane: int, lanes: int, next_block: int) -> int:
+    """The last block of a lane before `next_block`; negative: there is none."""
+    return next_block - 1 - (next_block - 1 - lane) % lanes
