@@ -1,1 +1,64 @@
-"""llmtrain: train causal language models, exactly, on any number of devices."""
+"""llmtrain: train causal language models, exactly, on any number of devices.
+
+The public names; everything else may change. They are loaded on first use, so that help and config
+errors do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmtrain.config.load import load_config
+    from llmtrain.config.schema import Config
+    from llmtrain.errors import RunError, UserError
+    from llmtrain.tools.stream import open_stream
+    from llmtrain.training.run import Result
+
+__all__ = [
+    "Config",
+    "Result",
+    "RunError",
+    "UserError",
+    "load_config",
+    "open_stream",
+    "train",
+]
+
+_HOMES = {
+    "Config": "llmtrain.config.schema",
+    "Result": "llmtrain.training.run",
+    "RunError": "llmtrain.errors",
+    "UserError": "llmtrain.errors",
+    "load_config": "llmtrain.config.load",
+    "open_stream": "llmtrain.tools.stream",
+}
+
+
+def train(config: Config) -> Result:
+    """Train to the last step, or go on where `config.run.dir` stands; on every rank of a launch.
+
+    While it runs, SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for an agreed stop (main thread only).
+    Raises UserError for what a person can put right, RunError for what the machine did.
+    """
+    from llmtrain.distributed.launch import check_environment
+    from llmtrain.training import stop
+
+    check_environment(os.environ, config)
+    with stop.catching():  # before torch is imported, which takes seconds
+        from llmtrain.training.loop import train as run
+
+        return run(config)
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'llmtrain' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

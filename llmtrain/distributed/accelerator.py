@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -76,3 +78,10 @@ def make_accelerator(precision: str, timeout_minutes: float) -> Launched:
     ranks: ControlGroup = Group(timeout) if accelerator.num_processes > 1 else Single()
     engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
     return Launched(accelerator, "ddp", ranks, accelerator.device, engine)
+
+
+def close() -> None:
+    """Leave the process group and forget accelerate's state, so that another run may follow."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -70,19 +70,19 @@ class Group:
         failed = json.loads(self.broadcast(json.dumps(failed).encode()))
         return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
-        value = torch.tensor([int(flag)])
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(value)
+    def highest(self, value: int) -> int:
+        """The largest number that any rank says."""
+        said = torch.tensor([value])
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        return int(said)
 
 
 class Single(Alone):
     """`Ranks` of a single process, with the same questions."""
 
-    def any(self, flag: bool) -> bool:
-        """This process's answer."""
-        return flag
+    def highest(self, value: int) -> int:
+        """This process's number."""
+        return value
 
 
 ControlGroup = Group | Single
@@ -131,6 +131,11 @@ def from_rank_zero(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
     """Do `work` on rank 0 alone and give its bytes to every rank; raise on all if it fails."""
     body = agreed(ranks, lambda: work() if ranks.rank == 0 else b"")
     return ranks.broadcast(body)
+
+
+def on_rank_zero(ranks: Ranks, work: Callable[[], object]) -> None:
+    """Do `work` on rank 0 alone while the others wait; raise on all if it fails."""
+    agreed(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
 def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:

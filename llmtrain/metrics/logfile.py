@@ -1,0 +1,83 @@
+"""Each rank's log file, and what of it reaches a terminal.
+
+Everything of every library goes to `logs/rank-R.log`; rank 0 shows llmtrain's own lines on stderr.
+Lines from before the run directory is there are kept in memory until it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_BUFFERED_LINES = 10_000
+
+
+class LogFile:
+    """Takes over the root logger from its making until `close`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._root = logging.getLogger()
+        self._ours = logging.getLogger("llmtrain")
+        self._root_level = self._root.level
+        self._root.setLevel(logging.INFO)
+        self._ours.setLevel(os.environ.get("LLMTRAIN_LOG_LEVEL", "INFO").upper())
+        self._buffer = logging.handlers.MemoryHandler(
+            _BUFFERED_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False
+        )
+        self._file: logging.FileHandler | None = None
+        self._screen: logging.Handler | None = None
+        self._root.addHandler(self._buffer)
+        logging.captureWarnings(True)
+        _quiet_libraries()
+
+    def open(self, run_dir: Path) -> None:
+        """Write to `run_dir`/logs from now on, what was kept in memory first."""
+        directory = run_dir / "logs"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = logging.FileHandler(directory / f"rank-{self._rank}.log", encoding="utf-8")
+        self._file.setFormatter(logging.Formatter(_FORMAT))
+        self._buffer.setTarget(self._file)
+        self._buffer.flush()
+        self._root.removeHandler(self._buffer)
+        self._root.addHandler(self._file)
+
+    def show(self, note: Callable[[str], None]) -> None:
+        """Show llmtrain's own lines through `note` (rank 0's terminal)."""
+        self._screen = _Screen(note)
+        self._ours.addHandler(self._screen)
+
+    def close(self) -> None:
+        """Flush, and give the loggers back."""
+        for handler in (self._buffer, self._file):
+            if handler is not None:
+                self._root.removeHandler(handler)
+                handler.close()
+        if self._screen is not None:
+            self._ours.removeHandler(self._screen)
+        self._root.setLevel(self._root_level)
+        logging.captureWarnings(False)
+
+
+class _Screen(logging.Handler):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        self._note(prefix + record.getMessage())
+
+
+def _quiet_libraries() -> None:
+    """Libraries log through the root logger and draw no bars of their own."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        transformers.utils.logging.disable_default_handler()
+        transformers.utils.logging.enable_propagation()
+        transformers.utils.logging.disable_progress_bar()

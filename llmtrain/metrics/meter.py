@@ -1,0 +1,146 @@
+"""The numbers of a step: measured while it runs, received on the host one step later.
+
+The reduced vector of step s is copied to the host behind the step's own work and *awaited* at the
+next boundary. It is never polled: ranks that poll would decide at different steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmtrain.types import SLOTS, Numbers, StepVector
+
+_STOPS = ("launcher_lost", "signal", "stop_file")
+_STOP_SLOTS = {"launcher_lost": "lost_launcher", "signal": "signal", "stop_file": "stop_file"}
+
+
+class DataFailedError(Exception):
+    """A rank's stream failed in this step; the ranks vote on what it was."""
+
+
+class Decides(Protocol):
+    """What the meter asks of `training.due.Due`."""
+
+    def learn(self, numbers: Numbers) -> None:
+        """Hear a step's numbers before anything is done about them."""
+        ...
+
+    def anything(self, step: int) -> bool:
+        """Whether the decisions of `step` are needed now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    step: int
+    host: Tensor
+    seconds: float
+    started: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event | None = None
+
+
+class Meter:
+    """Counts tokens and time over a run; `tokens` and `sources` leave out skipped steps."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        labels: Sequence[str],
+        learning_rate: Callable[[int], float],
+        roll: Callable[[int, int], int],
+        *,
+        sources: Mapping[str, int],
+        stream_digest: int,
+    ) -> None:
+        self._cuda = device.type == "cuda"
+        self._labels = tuple(labels)
+        self._learning_rate = learning_rate
+        self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
+        self.sources = {label: sources.get(label, 0) for label in self._labels}
+        self.stream_digest = stream_digest
+        self.optimizer_steps_skipped = 0
+        self._pending: list[_Sent] = []
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens so far, over all ranks."""
+        return sum(self.sources.values())
+
+    def begin(self, step: int) -> None:
+        """Start the clock of `step`."""
+        self._step = step
+        self._start = time.perf_counter()
+        self._started = self._mark() if self._cuda else None
+
+    def send(self, sums: StepVector, norm: Tensor) -> None:
+        """Queue the copy of a step's numbers to the host. norm: () fp32, before clipping."""
+        packed = torch.cat([sums.data, norm.double().reshape(1)])
+        arrived = None
+        if self._cuda:
+            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            packed, arrived = host, self._mark()
+        seconds = time.perf_counter() - self._start
+        self._pending.append(_Sent(self._step, packed, seconds, self._started, arrived))
+
+    def receive(self, step: int, due: Decides) -> Iterator[Numbers]:
+        """The numbers of the step before, then those of `step` itself if anything is due at it.
+
+        Raises DataFailedError, on all ranks alike, instead of a step in which a rank had no data.
+        """
+        while self._pending and (self._pending[0].step < step or due.anything(step)):
+            numbers = self._read(self._pending.pop(0))
+            if numbers.data_failed:
+                raise DataFailedError
+            due.learn(numbers)
+            yield numbers
+
+    def _read(self, sent: _Sent) -> Numbers:
+        seconds = sent.seconds
+        if sent.arrived is not None and sent.started is not None:
+            sent.arrived.synchronize()
+            seconds = sent.started.elapsed_time(sent.arrived) / 1000
+        values = sent.host.tolist()
+        slots = dict(zip(SLOTS, values, strict=False))
+        tokens = [round(value) for value in values[len(SLOTS) : -1]]
+        norm = values[-1]
+        failed = slots["data_failed"] > 0
+        skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not any(tokens)
+        digest = sum(round(slots[f"digest_{k}"]) << (16 * k) for k in range(4)) % 2**64
+        self._count(tokens, digest, skipped=skipped, failed=failed)
+        return Numbers(
+            step=sent.step,
+            loss=slots["loss_sum"] / max(1, sum(tokens)),
+            learning_rate=self._learning_rate(sent.step),
+            grad_norm=norm,
+            tokens=self.tokens,
+            step_tokens=sum(tokens),
+            seconds=seconds,
+            data_wait_seconds=slots["wait_seconds"],
+            batch_digest=digest,
+            skipped=skipped,
+            sources=dict(self.sources),
+            data_failed=failed,
+            stops=tuple(reason for reason in _STOPS if slots[_STOP_SLOTS[reason]] > 0),
+        )
+
+    def _count(self, tokens: list[int], digest: int, *, skipped: bool, failed: bool) -> None:
+        if failed:
+            return
+        self.stream_digest = self._roll(self.stream_digest, digest)
+        self.optimizer_steps_skipped += skipped
+        if not skipped:
+            for label, count in zip(self._labels, tokens, strict=True):
+                self.sources[label] += count
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # no stub
+        event.record()
+        return event

@@ -1,0 +1,85 @@
+"""What is due at which step. Everything that ranks must decide alike is decided here, from numbers
+that all ranks received.
+"""
+
+from __future__ import annotations
+
+from llmtrain.config.schema import Config
+from llmtrain.distributed.ranks import ControlGroup
+from llmtrain.types import Flags, Numbers
+
+# A lost launcher comes first: ranks are reparented one after another, each with a signal.
+STOP_REASONS = ("launcher_lost", "signal", "stop_file")
+
+
+class Due:
+    """Answers for one start of a run; `step` always counts finished steps."""
+
+    def __init__(self, config: Config, first: int, evaluated: int | None, *, heldout: bool) -> None:
+        self._steps = config.training.steps
+        self._evaluate_every = config.evaluation.every_steps
+        self._save_every = config.checkpoint.every_steps
+        self._log_every = config.logging.every_steps
+        self._first = first + 1
+        self._evaluated = evaluated
+        self._saved = first
+        self._heldout = heldout
+        self.stop_reason: str | None = None
+
+    def learn(self, numbers: Numbers) -> None:
+        """Hear what all ranks said at a step."""
+        self.ask(numbers.stops)
+
+    def ask(self, stops: tuple[str, ...]) -> None:
+        """Take up a stop that all ranks know of."""
+        for reason in STOP_REASONS:
+            if reason in stops and self.stop_reason is None:
+                self.stop_reason = reason
+
+    def evaluated(self, step: int) -> None:
+        """An evaluation of `step` was completed."""
+        self._evaluated = step
+
+    def saved(self, step: int) -> None:
+        """The state of `step` is on disk."""
+        self._saved = step
+
+    def stop(self, step: int) -> bool:
+        """Whether no step may follow `step`."""
+        return self.stop_reason is not None
+
+    def evaluation(self, step: int) -> bool:
+        """Whether to measure now: the base line, the period, the end, or one that was cut off."""
+        wanted = step % self._evaluate_every == 0 or step == self._steps
+        missing = self._heldout and self._evaluated != step
+        return wanted and missing and self.stop_reason is None
+
+    def checkpoint(self, step: int) -> bool:
+        """Whether the state of `step` must be on disk before the next one."""
+        wanted = step % self._save_every == 0 or step == self._steps or self.stop(step)
+        return wanted and self._saved != step
+
+    def anything(self, step: int) -> bool:
+        """Whether a decision of `step` is needed at once, instead of one step later."""
+        return self.evaluation(step) or self.checkpoint(step) or self.stop(step)
+
+    def line(self, step: int) -> bool:
+        """Whether `step` gets a line of metrics."""
+        ends = step == self._steps or self.stop_reason is not None
+        return ends or step == self._first or step % self._log_every == 0
+
+    def finished(self, step: int) -> bool:
+        """Whether the run is complete: the last step is done and nothing is missing."""
+        return step == self._steps and not (self._heldout and self._evaluated != step)
+
+
+def agreed_stop(ranks: ControlGroup, flags: Flags) -> tuple[str, ...]:
+    """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
+    said = {
+        "launcher_lost": flags.lost_launcher,
+        "signal": flags.signal,
+        "stop_file": flags.stop_file,
+    }
+    levels = [len(STOP_REASONS) - k for k, reason in enumerate(STOP_REASONS) if said[reason]]
+    highest = ranks.highest(max(levels, default=0))
+    return (STOP_REASONS[-highest],) if highest else ()

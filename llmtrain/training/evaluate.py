@@ -1,0 +1,81 @@
+"""Loss on the held-out documents: exactly one pass, on any number of processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.training.due import agreed_stop
+
+if TYPE_CHECKING:
+    from llmtrain.data.heldout import HeldOut
+    from llmtrain.training.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """loss: nats per scored token · bits_per_byte over the UTF-8 bytes of the scored documents."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    documents: int
+    seconds: float
+
+
+def evaluate(run: Run) -> Evaluation | None:
+    """Score every held-out token once; None if a stop that all ranks agreed on cut it off.
+
+    Process r takes the blocks g ≡ r (mod W), a micro-batch at a time, in as many rounds on every
+    rank; a block that is missing in the last round is one without scored tokens.
+    """
+    heldout = run.data.heldout
+    assert heldout is not None, "due.evaluation is false where nothing is held out"
+    start = time.perf_counter()
+    scored = torch.zeros(2, dtype=torch.float64, device=run.device)  # Σ nll in nats, tokens
+    with run.engine.evaluating():
+        for round_ in range(rounds(heldout, run)):
+            stops = agreed_stop(run.ranks, run.flags())
+            if stops:
+                run.due.ask(stops)
+                return None
+            ids, labels = round_blocks(heldout, run, round_)
+            inputs = torch.from_numpy(ids[:, :-1].astype(np.int64)).to(run.device)
+            targets = torch.from_numpy(labels).to(run.device)
+            scored[0] += run.model(inputs, targets)
+            scored[1] += (targets != -100).sum()
+    nll, tokens = sum_over_ranks(scored).tolist()
+    return Evaluation(
+        loss=nll / tokens,
+        perplexity=math.exp(min(nll / tokens, 700.0)),  # beyond it a float overflows
+        bits_per_byte=nll / (math.log(2) * heldout.bytes),
+        tokens=round(tokens),
+        bytes=heldout.bytes,
+        documents=heldout.documents,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def rounds(heldout: HeldOut, run: Run) -> int:
+    """Forwards that every rank makes."""
+    return math.ceil(
+        heldout.num_blocks(run.config.data.seq_len) / (run.ranks.world_size * run.micro_batch_size)
+    )
+
+
+def round_blocks(heldout: HeldOut, run: Run, round_: int) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's ids (m, S + 1) and labels (m, S) of one round."""
+    first = round_ * run.micro_batch_size
+    mine = [
+        run.ranks.rank + run.ranks.world_size * (first + k) for k in range(run.micro_batch_size)
+    ]
+    blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]
+    return np.stack([ids for ids, _ in blocks]), np.stack([labels for _, labels in blocks])

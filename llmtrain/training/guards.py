@@ -1,0 +1,47 @@
+"""What ends a run that goes wrong numerically."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from llmtrain.config.schema import TrainingConfig
+from llmtrain.errors import Problem, RunError, UserError
+from llmtrain.types import Numbers
+
+
+class Guards:
+    """Looks at every step's numbers; equal on all ranks, so all of them raise or none."""
+
+    def __init__(self, config: TrainingConfig, skipped_in_a_row: int) -> None:
+        self._config = config
+        self.skipped_in_a_row = skipped_in_a_row
+
+    def check(self, numbers: Numbers) -> None:
+        """Count skipped updates; raise when there are too many, or none may be."""
+        if numbers.step_tokens == 0:
+            raise UserError(
+                Problem(
+                    f"step {numbers.step}", None, "at least one trained token in the whole step"
+                )
+            )
+        if not numbers.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        match self._config.on_nonfinite:
+            case "stop":
+                raise _diverged(numbers, "training.on_nonfinite is stop")
+            case "skip":
+                if self.skipped_in_a_row >= self._config.max_skipped_in_a_row:
+                    raise _diverged(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
+            case _:
+                assert_never(self._config.on_nonfinite)
+
+
+def _diverged(numbers: Numbers, why: str) -> RunError:
+    return RunError(
+        f"training diverged at step {numbers.step}: loss {numbers.loss}, gradient norm "
+        f"{numbers.grad_norm} ({why})",
+        1,
+        "lower optimizer.learning_rate or lengthen warmup_steps, and start a new run.dir",
+    )

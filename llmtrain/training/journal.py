@@ -1,0 +1,214 @@
+"""What a run says of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
+
+Only rank 0 has anything to write to; on the other ranks every call does nothing, so that no caller
+asks for its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from llmtrain.config.meaning import config_digest_values
+from llmtrain.config.schema import Config
+from llmtrain.metrics.goodput import goodput
+from llmtrain.metrics.jsonl import Lines
+from llmtrain.metrics.progress import Progress
+from llmtrain.metrics.status import write_status
+from llmtrain.metrics.trackers import Trackers, open_trackers
+from llmtrain.types import Numbers
+
+if TYPE_CHECKING:
+    from llmtrain.training.due import Due
+    from llmtrain.training.evaluate import Evaluation
+    from llmtrain.training.sample import Sample
+
+_log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Lines, status and notes of one start; open from the claim of the run directory to the end."""
+
+    def __init__(self, run_dir: Path, rank: int, steps: int) -> None:
+        self.run_dir = run_dir
+        self.step = 0
+        self._lines = Lines(run_dir) if rank == 0 else None
+        self._progress = Progress(steps, sys.stderr if rank == 0 else None)
+        self._trackers: Trackers | None = None
+        self._started = time.perf_counter()
+
+    @property
+    def note(self) -> Any:
+        """Show one line of text on the terminal."""
+        return self._progress.note
+
+    def track(self, config: Config, step: int) -> None:
+        """Open the trackers that the config asks for."""
+        if self._lines is not None and config.logging.trackers:
+            values = config_digest_values(config)
+            self._trackers = open_trackers(
+                config.logging.trackers,
+                self.run_dir,
+                values,
+                step,
+                lambda event, detail: self.event(event, self.step, **detail),
+            )
+
+    def write(self, kind: str, step: int, **fields: object) -> None:
+        """One line of `metrics.jsonl`, to the trackers too."""
+        if self._lines is not None:
+            self._lines.write(kind, step, **fields)
+        if self._trackers is not None:
+            self._trackers.log(kind, step, fields)
+
+    def event(self, name: str, step: int, **detail: object) -> None:
+        """Something that a person may want to know of, in the record and in the log."""
+        self.write("event", step, event=name, detail=detail)
+        facts = ", ".join(f"{key} {value}" for key, value in detail.items())
+        _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
+
+    def show(self, numbers: Numbers, *, line: bool, memory_gb: float | None) -> None:
+        """Move the progress line."""
+        self._progress.training(numbers, line=line, memory_gb=memory_gb)
+
+    def show_evaluation(self, fields: Mapping[str, object]) -> None:
+        """Show an `eval` line."""
+        self._progress.evaluation(fields)
+
+    def show_checkpoint(self, step: int) -> None:
+        """Show that a checkpoint is complete."""
+        self._progress.checkpoint(step)
+
+    def status(self, **fields: object) -> None:
+        """Replace fields of `status.json`."""
+        if self._lines is not None:
+            write_status(self.run_dir, **fields)
+
+    def sync(self) -> None:
+        """Everything said so far is on the disk."""
+        if self._lines is not None:
+            self._lines.sync()
+
+    def end(self, state: str, exit_code: int, reason: str | None) -> None:
+        """The last line and the last status of this start."""
+        if self._lines is None:
+            return
+        seconds = time.perf_counter() - self._started
+        self.sync()
+        self.write(
+            "end",
+            self.step,
+            state=state,
+            exit_code=exit_code,
+            reason=reason,
+            seconds=seconds,
+            goodput=goodput(self.run_dir),
+        )
+        self.sync()
+        self.status(state=state, exit_code=exit_code, reason=reason, step=self.step)
+
+    def close(self) -> None:
+        """Close files, terminal line and trackers."""
+        if self._trackers is not None:
+            self._trackers.close()
+        self._progress.close()
+        if self._lines is not None:
+            self._lines.close()
+
+
+class RunLog:
+    """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation."""
+
+    def __init__(
+        self, journal: Journal, due: Due, device: torch.device, evaluation: dict[str, Any] | None
+    ) -> None:
+        self._journal = journal
+        self._due = due
+        self._device = device
+        self._span_seconds = 0.0
+        self._span_wait = 0.0
+        self.last_evaluation = evaluation
+
+    def training(self, numbers: Numbers) -> None:
+        """A step's numbers: a line where one is due, an event where the update was skipped."""
+        self._journal.step = numbers.step
+        self._span_seconds += numbers.seconds
+        self._span_wait += numbers.data_wait_seconds
+        if numbers.skipped:
+            self._journal.event(
+                "update_skipped",
+                numbers.step,
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
+                batch_digest=f"{numbers.batch_digest:016x}",
+            )
+        line = self._due.line(numbers.step)
+        memory = memory_gb(self._device) if line else None
+        self._journal.show(numbers, line=line, memory_gb=memory)
+        if line:
+            self._journal.write("train", numbers.step, **self._fields(numbers, memory))
+            self._journal.status(step=numbers.step)
+            self._span_seconds = self._span_wait = 0.0
+
+    def evaluation(self, step: int, found: Evaluation | None) -> None:
+        """A completed evaluation; None was cut off by a stop and stays due."""
+        if found is None:
+            self._journal.event("evaluation_cut_off", step)
+            return
+        fields = {
+            "split": "heldout",
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+            "tokens": found.tokens,
+            "bytes": found.bytes,
+            "documents": found.documents,
+            "seconds": found.seconds,
+        }
+        self._due.evaluated(step)
+        best = found.loss
+        if self.last_evaluation is not None and math.isfinite(self.last_evaluation["best"]):
+            best = min(best, self.last_evaluation["best"])
+        self.last_evaluation = {"step": step, "loss": found.loss, "best": best}
+        self._journal.write("eval", step, **fields)
+        self._journal.show_evaluation({"step": step, **fields})
+
+    def samples(self, step: int, samples: list[Sample]) -> None:
+        """What the model wrote."""
+        for sample in samples:
+            self._journal.write("sample", step, prompt=sample.prompt, text=sample.text)
+            self._journal.note(f"sample  {sample.prompt}{sample.text}")
+
+    def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
+        return {
+            "loss": numbers.loss,
+            "learning_rate": numbers.learning_rate,
+            "grad_norm": numbers.grad_norm,
+            "tokens": numbers.tokens,
+            "step_tokens": numbers.step_tokens,
+            "seconds": numbers.seconds,
+            "tokens_per_second": numbers.tokens_per_second,
+            "data_wait_seconds": numbers.data_wait_seconds,
+            "batch_digest": f"{numbers.batch_digest:016x}",
+            "skipped": numbers.skipped,
+            "sources": dict(numbers.sources),
+            "memory_gb": memory,
+            "mfu": None,
+            "span_seconds": self._span_seconds,
+            "span_wait_seconds": self._span_wait,
+        }
+
+
+def memory_gb(device: torch.device) -> float:
+    """This process's peak on its device, or on a CPU its resident memory; GiB."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    return float(psutil.Process().memory_info().rss) / 2**30

@@ -1,0 +1,334 @@
+"""The stages of a start, in the order in which they can fail cheaply.
+
+    processes → checkpoint (its JSON alone) → data → model → discarded pass → state
+
+Every stage runs on all ranks. Rank 0 decides and writes; whatever one rank refuses, all refuse
+together, so that none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from llmtrain.checkpoint import read, retention
+from llmtrain.checkpoint.read import Found, Search
+from llmtrain.checkpoint.retention import Policy
+from llmtrain.config.checks import check_batch
+from llmtrain.config.meaning import config_digest_values
+from llmtrain.config.schema import Config
+from llmtrain.data import heldout, units
+from llmtrain.data.heldout import HeldOut
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.state import DataState, check
+from llmtrain.data.stream import Stream, open_stream
+from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.distributed import accelerator as launching
+from llmtrain.distributed import state as tensors
+from llmtrain.distributed.accelerator import Launched
+from llmtrain.distributed.launch import verify_launch
+from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
+from llmtrain.errors import Problem, UserError
+from llmtrain.model.build import build, model_config, resolve_revision
+from llmtrain.model.loss import LossModule
+from llmtrain.model.tokenizer import special_tokens
+from llmtrain.training import prepare, rng
+from llmtrain.training.journal import Journal
+from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.place import Auto, Place
+from llmtrain.training.stop import Signals
+from llmtrain.training.trial import discarded_pass, fitting_micro_batch
+from llmtrain.types import Spec
+
+_log = logging.getLogger(__name__)
+
+# Until a plan reckons with the device's memory: tokens of one forward where the size is `auto`.
+_AUTO_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+_SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
+_LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of this start, and what is frozen for them."""
+
+    launched: Launched
+    run_id: str
+    auto: Auto
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSide:
+    """The data, opened where the last checkpoint left it. heldout: None = nothing is held out."""
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    heldout: HeldOut | None
+    stream: Stream
+    state: DataState
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSide:
+    """The model, bare and as prepared for its strategy, and its optimizer."""
+
+    bare: PreTrainedModel
+    prepared: nn.Module
+    optimizer: torch.optim.Optimizer
+    spec: Spec
+    micro_batch_size: int
+
+
+def run_directory(config: Config) -> Path:
+    """Where the run lives."""
+    return Path(str(config.run.dir))
+
+
+def policy(config: Config) -> Policy:
+    """Which checkpoints are kept."""
+    keep = config.checkpoint
+    return Policy(keep.keep_last, keep.keep_every, keep.keep_best)
+
+
+def start_processes(
+    config: Config, place: Place | None, journal: Journal, signals: Signals, stack: ExitStack
+) -> Processes:
+    """Join the other ranks and check that all came, with the same config and versions."""
+    # Read before the group is there; rank 0 writes it only at the end of the start.
+    frozen = Auto(run_directory(config), "").run.get("precision")
+    precision, why = (frozen, "as this run began") if frozen else _precision(config)
+    with signals.alone(lambda reason: journal.end("stopped", 0, reason)):
+        launched = launching.make_accelerator(precision, config.distributed.timeout_minutes)
+    stack.callback(launching.close)
+    ranks = launched.ranks
+    agreed(ranks, lambda: _verify(config, launched))
+    run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
+    versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
+    _same_everywhere(config, ranks, {"precision": precision, **versions})
+    kind = f"{launched.strategy}/{launched.device.type}/{ranks.world_size}"
+    auto = Auto(run_directory(config), kind)
+    auto.run.setdefault("precision", precision)
+    torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
+    _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
+    return Processes(launched, run_id, auto, versions)
+
+
+def find_checkpoint(
+    config: Config, ranks: ControlGroup, run_id: str, place: Place | None, journal: Journal
+) -> Found | None:
+    """The newest valid checkpoint, the same on all ranks; damaged ones are set aside and said."""
+    root = run_directory(config) / "checkpoints"
+    on_rank_zero(ranks, lambda: retention.clean(root))
+    start = time.perf_counter()
+    search = read.find(root, run_id, ranks)
+    for name, reason in search.quarantined:
+        journal.event("checkpoint_quarantined", 0, checkpoint=name, reason=reason)
+    known = place.checkpoint if place else None
+    agreed(ranks, lambda: _refuse_silent_restart(search, known, root))
+    found = search.found
+    if found is None:
+        _log.info("a new run in %s", run_directory(config))
+        return None
+    seconds = time.perf_counter() - start
+    _log.info("resuming at step %s from %s (verified in %.1f s)", found.step, found.name, seconds)
+    return found
+
+
+def open_data(
+    config: Config,
+    processes: Processes,
+    found: Found | None,
+    revision: str | None,
+    stack: ExitStack,
+) -> DataSide:
+    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead."""
+    ranks, run_dir = processes.launched.ranks, run_directory(config)
+    workers = _workers(config, processes.launched.device)
+    lanes_for = ranks.world_size * max(1, workers)
+    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision))
+    manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
+    state = DataState.from_json(found.state["data"]) if found else DataState.fresh(manifest)
+    agreed(ranks, lambda: check(state, manifest))
+    path = run_dir / "eval.safetensors"
+    limit = config.evaluation.max_documents
+    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit))
+    stream = open_stream(
+        manifest,
+        run_dir / prepare.TOKENIZER,
+        blocks_per_step=config.training.global_batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        workers=workers,
+        next_block=state.next_block,
+        cursors=state.cursors,
+        timeout_seconds=60 * config.distributed.timeout_minutes,
+    )
+    stack.enter_context(closing(stream))
+    return DataSide(manifest, tokenizer, heldout.load(path), stream, state)
+
+
+def build_model(config: Config, processes: Processes, revision: str | None) -> ModelSide:
+    """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
+    launched, ranks = processes.launched, processes.launched.ranks
+    torch.manual_seed(config.run.seed)
+    bare = agreed(ranks, lambda: _bare_model(config, revision))
+    optimizer = make_optimizer(bare, config.optimizer)
+    prepared = launched.engine.prepare(LossModule(bare), optimizer)
+    rng.seed_rank(config.run.seed, ranks.rank)
+    tensors.create_state(optimizer, steps=0)
+    spec = tensors.spec(bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
+    on_rank_zero(ranks, lambda: _check_room(config, spec))
+    vocabulary = bare.config.get_text_config().vocab_size
+    micro_batch_size = _micro_batch_size(config, processes, prepared, vocabulary)
+    shape = (micro_batch_size, config.data.seq_len, vocabulary)
+    discarded_pass(prepared, launched.engine, launched.device, shape)
+    return ModelSide(bare, prepared, optimizer, spec, micro_batch_size)
+
+
+def fill_state(config: Config, processes: Processes, model: ModelSide, found: Found) -> bool:
+    """Weights, optimizer state and random states of the checkpoint.
+
+    Returns whether the random states continue (same number of processes, same kind of device).
+    """
+    ranks, device = processes.launched.ranks, processes.launched.device
+    pieces = tensors.pieces(model.bare, model.optimizer, model.spec)
+    read.fill(found, model.spec, pieces, ranks)
+    tensors.set_steps(model.optimizer, found.state["optimizer_steps"])
+    same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
+    if same:
+        rng.restore(found.state["rng"][ranks.rank], device)
+    else:
+        rng.seed_rank(config.run.seed, ranks.rank, found.step)
+    return same
+
+
+def base_revision(config: Config, processes: Processes) -> str | None:
+    """The commit of `model.from`, resolved once for the run."""
+    path, auto = config.model.from_, processes.auto
+    if path is None:
+        return None
+    if "revision" not in auto.run:
+        body = from_rank_zero(
+            processes.launched.ranks,
+            lambda: json.dumps(resolve_revision(path, config.model.revision)).encode(),
+        )
+        auto.run["revision"] = json.loads(body)
+    revision: str | None = auto.run["revision"]
+    return revision
+
+
+def _precision(config: Config) -> tuple[str, str]:
+    return launching.resolve_precision(config.training.precision)
+
+
+def _verify(config: Config, launched: Launched) -> None:
+    world_size = launched.accelerator.num_processes
+    verify_launch(os.environ, config, world_size, launched.accelerator.distributed_type.value)
+    problems = check_batch(config, world_size)
+    if problems:
+        raise UserError(*problems)
+
+
+def _same_everywhere(config: Config, ranks: ControlGroup, facts: dict[str, str]) -> None:
+    """Refuse ranks that were started with another config or other versions."""
+    mine = {**{key: str(value) for key, value in config_digest_values(config).items()}, **facts}
+    bodies = [json.loads(body) for body in ranks.gather(json.dumps(mine).encode())]
+
+    def compare() -> None:
+        problems = [
+            Problem(f"{key} on rank {rank}", other.get(key), f"{value}, as on rank 0")
+            for rank, other in enumerate(bodies)
+            for key, value in mine.items()
+            if other.get(key) != value
+        ]
+        if problems:
+            raise UserError(*problems)
+
+    agreed(ranks, compare)
+
+
+def _threads() -> int:
+    """This machine's cores, shared by its ranks (the launcher would give each rank one)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _refuse_silent_restart(search: Search, known: str | None, root: Path) -> None:
+    if search.found is None and known is not None:
+        raise UserError(
+            Problem(
+                str(root),
+                "no checkpoint",
+                f"{known}, which status.json names",
+                "put it back, or begin anew in another run.dir",
+            )
+        )
+
+
+def _workers(config: Config, device: torch.device) -> int:
+    """On a CPU the rank reads in its own process; beside a GPU one worker reads ahead."""
+    if config.data.workers == "auto":
+        return 1 if device.type == "cuda" else 0
+    return config.data.workers
+
+
+def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
+    manifest = prepare.load_manifest(config, run_dir)
+    tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER)
+    units.check(manifest, config, tokenizer)
+    return manifest, tokenizer
+
+
+def _prepare_heldout(
+    manifest: Manifest, tokenizer: Tokenizer, path: Path, max_documents: int
+) -> None:
+    if not path.exists():
+        heldout.prepare(manifest, tokenizer, path, max_documents)
+
+
+def _bare_model(config: Config, revision: str | None) -> PreTrainedModel:
+    tokens = special_tokens(run_directory(config) / prepare.TOKENIZER)
+    described = model_config(config.model, tokens, config.data.seq_len)
+    return build(described, config.model, revision)
+
+
+def _check_room(config: Config, spec: Spec) -> None:
+    """Refuse to start what the disk cannot hold."""
+    root = run_directory(config) / "checkpoints"
+    size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
+    retention.check_space(root, policy(config), config.training.steps, size, files)
+
+
+def _micro_batch_size(
+    config: Config, processes: Processes, prepared: nn.Module, vocabulary: int
+) -> int:
+    """As asked, or the largest divisor of a rank's blocks that its device can take."""
+    asked, launched = config.training.micro_batch_size, processes.launched
+    if asked != "auto":
+        return asked
+    if "micro_batch_size" not in processes.auto.launch:
+        rows = config.training.global_batch_size // launched.ranks.world_size
+        most = max(1, _AUTO_TOKENS[launched.device.type] // config.data.seq_len)
+        fitting = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
+        processes.auto.launch["micro_batch_size"] = fitting_micro_batch(
+            prepared,
+            launched.engine,
+            launched.ranks,
+            launched.device,
+            fitting,
+            config.data.seq_len,
+            vocabulary,
+        )
+    size: int = processes.auto.launch["micro_batch_size"]
+    return size

@@ -1,0 +1,34 @@
+"""AdamW with weight decay on matrices alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from llmtrain.config.schema import OptimizerConfig
+
+
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, fused: bool = True
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, in two groups: decayed and not.
+
+    Not decayed: what has fewer than two dimensions (norms, biases), and embeddings, also where the
+    head is tied to them. fused=False is for tests that compare bits with another sharding.
+    """
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
+    rest = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.betas,
+        fused=fused,
+    )

@@ -1,0 +1,81 @@
+"""What rank 0 decides once for the whole run about its data: the tokenizer, then the manifest.
+
+A later start finds both and decides nothing; it checks them instead.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.data import manifest as manifests
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.train_tokenizer import tokenizer_config, train_bpe
+from llmtrain.data.units import Survey, freeze, survey, training_texts
+from llmtrain.model.tokenizer import save_tokenizer
+
+_log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+_TOKENIZER_TEXT_BYTES = 64 << 20
+
+
+def prepare(config: Config, run_dir: Path, processes: int, revision: str | None) -> None:
+    """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
+
+    processes: ranks times data workers, which the number of lanes should be a multiple of ·
+    revision: the commit of `model.from`. Raises UserError for what is wrong with the data.
+    """
+    if (run_dir / MANIFEST).exists():
+        return
+    found = survey(config, processes)
+    _tokenizer(config, found, run_dir / TOKENIZER, revision)
+    manifest = freeze(found, open_tokenizer(run_dir / TOKENIZER))
+    _save(manifest, run_dir / MANIFEST)
+
+
+def _save(manifest: Manifest, path: Path) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    manifest.save(partial)
+    partial.replace(path)
+
+
+def load_manifest(config: Config, run_dir: Path) -> Manifest:
+    """What rank 0 wrote, its sources where this config says they lie."""
+    return manifests.load(run_dir / MANIFEST, config)
+
+
+def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+    """Write the run's tokenizer directory, whole or not at all."""
+    if directory.exists():
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    asked = config.model.tokenizer
+    if isinstance(asked, TrainTokenizer):
+        _train(asked.train, found, partial)
+    elif asked == "sample":
+        sample = importlib.resources.files("llmtrain.data.sample")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (partial / name).write_bytes((sample / name).read_bytes())
+    elif asked == "auto":
+        save_tokenizer(str(config.model.from_), revision, partial)
+    else:
+        save_tokenizer(asked, None, partial)
+    partial.rename(directory)
+
+
+def _train(entries: int, found: Survey, directory: Path) -> None:
+    _log.info("training a tokenizer of %d entries on the training documents", entries)
+    start = time.perf_counter()
+    text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), entries)
+    (directory / "tokenizer.json").write_text(text, "utf-8")
+    (directory / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
+    _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)

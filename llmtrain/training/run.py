@@ -1,0 +1,370 @@
+"""A run while it is open: what the loop works with, how it is put together and how it ends.
+
+The stages of a start stand in `opening.py`; here they follow each other. Whatever ends a run, its
+record says so before the error goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmtrain.checkpoint.read import Found
+from llmtrain.config.schema import Config
+from llmtrain.data import manifest as manifests
+from llmtrain.data.state import roll
+from llmtrain.distributed.engine import TorchEngine
+from llmtrain.distributed.ranks import (
+    ControlGroup,
+    lost_peer,
+    peer_lost,
+    refuse,
+    sum_over_ranks,
+)
+from llmtrain.metrics.logfile import LogFile
+from llmtrain.metrics.meter import DataFailedError, Meter
+from llmtrain.training import opening, saving, stop
+from llmtrain.training.due import Due, agreed_stop
+from llmtrain.training.guards import Guards
+from llmtrain.training.journal import Journal, RunLog
+from llmtrain.training.opening import DataSide, ModelSide, Processes
+from llmtrain.training.place import Auto, Place, claim
+from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.types import Batch, Cursor, Flags, Spec, StepVector
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a start of a run ended."""
+
+    run_dir: Path
+    state: str
+    exit_code: int
+    reason: str | None
+    step: int
+
+
+@dataclass(slots=True)
+class Run:
+    """What the loop works with. `step` counts finished steps; the rest is set once."""
+
+    config: Config
+    run_dir: Path
+    run_id: str
+    strategy: str
+    device: torch.device
+    ranks: ControlGroup
+    engine: TorchEngine
+    model: nn.Module
+    unwrapped: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    spec: Spec
+    data: DataSide
+    micro_batch_size: int
+    meter: Meter
+    journal: Journal
+    log: RunLog
+    guards: Guards
+    due: Due
+    signals: stop.Signals
+    auto: Auto
+    versions: dict[str, str]
+    resumed_from: str | None
+    first_step: int
+    step: int
+    cursors: dict[int, tuple[Cursor, ...]] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    failed_saves: int = 0
+    data_error: Exception | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.training.steps
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Gradients are scaled down to it."""
+        return self.config.training.max_grad_norm
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the sources."""
+        return self.data.manifest.labels
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step on one rank."""
+        share = self.config.training.global_batch_size // self.ranks.world_size
+        return share // self.micro_batch_size
+
+    @property
+    def data_failed(self) -> bool:
+        """Whether this rank's stream is broken."""
+        return self.data_error is not None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.run_dir / "checkpoints"
+
+    def begin(self, step: int) -> None:
+        """Start the clock of a step."""
+        self.meter.begin(step)
+
+    def next_batch(self) -> Batch:
+        """This rank's blocks of the next step.
+
+        A stream that fails cannot say so to peers that are already in the step. It is not asked
+        again: from then on this rank hands out padding, and its vector says that its data failed.
+        """
+        if self.data_error is None:
+            try:
+                return next(self.data.stream)
+            except Exception as error:  # voted on when the step's vector arrives, see open_run
+                self.data_error = error
+                _log.warning("the data of this rank failed", exc_info=True)
+        return self._padding()
+
+    def _padding(self) -> Batch:
+        rows = self.config.training.global_batch_size // self.ranks.world_size
+        seq_len = self.config.data.seq_len
+        ids = np.zeros((rows, seq_len + 1), dtype=np.int32)
+        labels = np.full((rows, seq_len), -100, dtype=np.int64)
+        return Batch(ids, labels, 0, {}, 0, 0, {}, {}, 0.0)
+
+    def trained_tokens(self, batch: Batch) -> Tensor:
+        """() fp32 on the device: trained tokens of the step over all ranks."""
+        if manifests.PACKING == "concat" and not manifests.DOCUMENT_MASK:  # every block is full
+            full = self.config.training.global_batch_size * self.config.data.seq_len
+            return torch.tensor(float(full), device=self.device)
+        mine = torch.tensor(float(batch.trained_tokens), device=self.device)
+        return sum_over_ranks(mine)
+
+    def micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """The step's forwards: dicts of (B, T) int64 tensors on the device."""
+        ids = torch.from_numpy(batch.ids[:, :-1].astype(np.int64))
+        labels = torch.from_numpy(batch.labels)
+        if self.device.type == "cuda":
+            ids = ids.pin_memory().to(self.device, non_blocking=True)
+            labels = labels.pin_memory().to(self.device, non_blocking=True)
+        size = self.micro_batch_size
+        parts = [slice(first, first + size) for first in range(0, len(ids), size)]
+        return [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
+
+    def sum(self, vector: StepVector) -> StepVector:
+        """The step's reduction."""
+        return StepVector(sum_over_ranks(vector.data))
+
+    def flags(self) -> Flags:
+        """What this rank has to say to the others; files are looked at by rank 0 alone."""
+        reason = self.signals.reason
+        return Flags(
+            signal=reason is not None and reason != "launcher_lost",
+            stop_file=self.ranks.rank == 0 and (self.run_dir / "STOP").exists(),
+            lost_launcher=reason == "launcher_lost",
+        )
+
+    def advance(self, step: int, batch: Batch) -> None:
+        """A step is done: its blocks count as consumed."""
+        self.step = step
+        self.cursors.update(batch.cursors)
+        for label, met in batch.counts.items():
+            self.counts.setdefault(label, Counter()).update(met)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the state after `step`."""
+        ends = "end" if step == self.steps else "period"
+        saving.save(self, step, self.due.stop_reason or ends)
+
+    def finish(self) -> Result:
+        """The end line and the last status."""
+        finished = self.due.finished(self.step)
+        state = "finished" if finished else "stopped"
+        reason = None if finished else self.due.stop_reason
+        if self.ranks.rank == 0:
+            (self.run_dir / "STOP").unlink(missing_ok=True)
+        self.journal.end(state, 0, reason)
+        _log.info("%s at step %d%s", state, self.step, f" ({reason})" if reason else "")
+        return Result(self.run_dir, state, 0, reason, self.step)
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Open everything, resume the state, and close it all behind the loop.
+
+    Raises UserError or RunError, the same on all ranks where they can still talk; `status.json`
+    then says so.
+    """
+    started = time.perf_counter()
+    rank = int(os.environ.get("RANK", "0"))  # until there is a group, the environment's
+    with ExitStack() as stack:
+        signals = stop.install()
+        logfile = stack.enter_context(closing(LogFile(rank)))
+        place = stack.enter_context(_claim(config)) if rank == 0 else None
+        run_dir = opening.run_directory(config)
+        journal = stack.enter_context(closing(Journal(run_dir, rank, config.training.steps)))
+        if place is not None:
+            logfile.open(run_dir)
+            logfile.show(journal.note)
+        with _recorded(journal):
+            processes = opening.start_processes(config, place, journal, signals, stack)
+            if place is None:
+                logfile.open(run_dir)
+            ranks = processes.launched.ranks
+            found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
+            revision = opening.base_revision(config, processes)
+            data = opening.open_data(config, processes, found, revision, stack)
+            model = opening.build_model(config, processes, revision)
+            same = found is None or opening.fill_state(config, processes, model, found)
+            run = _assemble(config, processes, found, data, model, journal, signals)
+            _announce(run, place, same=same, seconds=time.perf_counter() - started)
+            try:
+                yield run
+            except DataFailedError:  # all ranks are here: those whose data failed say why
+                refuse(ranks.vote(run.data_error), run.data_error)
+                raise
+
+
+def _claim(config: Config) -> AbstractContextManager[Place]:
+    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), "ddp")
+
+
+@contextmanager
+def _recorded(journal: Journal) -> Iterator[None]:
+    """Whatever ends the run stands in its log, its record and its status."""
+    try:
+        yield
+    except Exception as error:
+        shown = peer_lost(error) if lost_peer(error) else error
+        _log.debug("the run failed", exc_info=True)
+        journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
+        if shown is error:
+            raise
+        raise shown from error
+
+
+def _assemble(
+    config: Config,
+    processes: Processes,
+    found: Found | None,
+    data: DataSide,
+    model: ModelSide,
+    journal: Journal,
+    signals: stop.Signals,
+) -> Run:
+    saved = found.state if found else {}
+    first = found.step if found else 0
+    evaluation = saved.get("evaluation")
+    launched = processes.launched
+    due = Due(
+        config,
+        first,
+        evaluation["step"] if evaluation else None,
+        heldout=data.heldout is not None,
+    )
+    meter = Meter(
+        launched.device,
+        data.manifest.labels,
+        lambda step: (
+            config.optimizer.learning_rate
+            * learning_rate_factor(config.optimizer, config.training.steps, step)
+        ),
+        roll,
+        sources=saved.get("sources", {}),
+        stream_digest=data.state.stream_digest,
+    )
+    return Run(
+        config=config,
+        run_dir=journal.run_dir,
+        run_id=processes.run_id,
+        strategy=launched.strategy,
+        device=launched.device,
+        ranks=launched.ranks,
+        engine=launched.engine,
+        model=model.prepared,
+        unwrapped=model.bare,
+        optimizer=model.optimizer,
+        spec=model.spec,
+        micro_batch_size=model.micro_batch_size,
+        data=data,
+        meter=meter,
+        journal=journal,
+        log=RunLog(journal, due, launched.device, evaluation),
+        guards=Guards(config.training, saved.get("skipped_in_a_row", 0)),
+        due=due,
+        signals=signals,
+        auto=processes.auto,
+        versions=processes.versions,
+        resumed_from=found.name if found else None,
+        first_step=first,
+        step=first,
+    )
+
+
+def _announce(run: Run, place: Place | None, *, same: bool, seconds: float) -> None:
+    """The start's line and events; a stop that was asked for meanwhile is agreed on here."""
+    if place is not None:
+        run.auto.save()
+    journal, first = run.journal, run.first_step
+    journal.step = first
+    journal.track(run.config, first)
+    parameters = list(run.unwrapped.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    journal.write(
+        "start",
+        first,
+        world_size=run.ranks.world_size,
+        strategy=run.strategy,
+        device=device_name(run.device),
+        micro_batch_size=run.micro_batch_size,
+        accumulation=run.accumulation,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=trainable,
+        resumed_from=run.resumed_from,
+        versions=run.versions,
+        plan=None,
+    )
+    if place is not None and place.takeover is not None:
+        journal.event("lock_taken_over", first, reason=place.takeover.reason)
+    if not same:
+        journal.event("rng_reseeded", first, world_size=run.ranks.world_size)
+    if run.data.heldout is None:
+        journal.event("nothing_held_out", first)
+    journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
+    for line in _summary(run, trainable, seconds):
+        _log.info(line)
+    run.due.ask(agreed_stop(run.ranks, run.flags()))
+
+
+def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
+    manifest, training = run.data.manifest, run.config.training
+    rows = f"{run.ranks.world_size} processes × {run.micro_batch_size} × {run.accumulation}"
+    sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
+    return [
+        f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",
+        f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
+        f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
+        f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
+    ]
+
+
+def device_name(device: torch.device) -> str:
+    """What a person calls the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return platform.processor() or platform.machine()

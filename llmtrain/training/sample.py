@@ -1,0 +1,53 @@
+"""Texts that the model writes while it trains, without changing a bit of the training.
+
+Not `generate`: it draws from the global random state. All ranks run the same forwards together, so
+that it also works where each of them holds only a part of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmtrain.hashing import mix
+
+if TYPE_CHECKING:
+    from llmtrain.training.run import Run
+
+_NEW_TOKENS = 64
+_TEMPERATURE = 0.7
+_SEED_STREAM = 8  # of `mix`
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the text that follows it."""
+
+    prompt: str
+    text: str
+
+
+def sample(run: Run) -> list[Sample]:
+    """One continuation of each of `evaluation.prompts`; none when a stop is due."""
+    if run.due.stop(run.step):
+        return []
+    with run.engine.evaluating():
+        return [Sample(prompt, _continue(run, prompt)) for prompt in run.config.evaluation.prompts]
+
+
+def _continue(run: Run, prompt: str) -> str:
+    start = run.data.tokenizer.eos if run.data.tokenizer.bos is None else run.data.tokenizer.bos
+    ids = [start, *run.data.tokenizer.encode(prompt).tolist()]
+    given = len(ids)
+    generator = torch.Generator(run.device)
+    generator.manual_seed(mix(run.config.run.seed, _SEED_STREAM, run.step))
+    while len(ids) < given + _NEW_TOKENS:
+        context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
+        logits = run.model(context)[0] / _TEMPERATURE  # (V,)
+        token = int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+        if token == run.data.tokenizer.eos:
+            break
+        ids.append(token)
+    return run.data.tokenizer.decode(ids[given:])

@@ -1,0 +1,156 @@
+"""A run's state as a checkpoint: which files, and what stands in `trainer_state.json`.
+
+Collective: every rank calls `save`, rank 0 writes. What the disk refuses is an event, and training
+goes on; three failures in a row, or one at the last step, end the run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmtrain.checkpoint import retention, write
+from llmtrain.checkpoint.format import Extents
+from llmtrain.config.meaning import config_digest_values
+from llmtrain.data.state import Counts, contribution, merge_cursors
+from llmtrain.distributed import state
+from llmtrain.errors import DISK_FAILED, RunError
+from llmtrain.training import rng
+from llmtrain.training.opening import policy
+from llmtrain.types import Failure
+
+if TYPE_CHECKING:
+    from llmtrain.training.run import Run
+
+FORMAT = 1
+_FAILURES_IN_A_ROW = 3
+
+
+def save(run: Run, step: int, reason: str) -> None:
+    """Write the state after `step` and keep what the policy keeps."""
+    small = _small_files(run, step)
+    error: Exception | None = None
+    extents: Extents = {}
+    begun = write.begin(run.checkpoints, step, run.spec, small, run.ranks, run.run_id)
+    if isinstance(begun, write.Failed):
+        return _failed(run, step, begun.failures)
+    try:
+        if run.ranks.rank == 0:
+            held = state.pieces(run.unwrapped, run.optimizer, run.spec)
+            extents = write.pieces(begun, held)
+    except Exception as caught:  # told to all ranks in commit's vote
+        error = caught
+    done = write.commit(begun, extents, error, run.ranks)
+    if isinstance(done, write.Failed):
+        return _failed(run, step, done.failures)
+    run.failed_saves = 0
+    run.due.saved(step)
+    run.journal.sync()  # no manifest is newer than the numbers that led to it
+    run.journal.write(
+        "checkpoint",
+        step,
+        name=done.name,
+        bytes=done.bytes,
+        seconds=done.seconds,
+        blocked_seconds=done.seconds,
+        reason=reason,
+    )
+    run.journal.status(checkpoint=done.name, step=step)
+    run.journal.show_checkpoint(step)
+    if run.ranks.rank == 0:
+        retention.apply(run.checkpoints, policy(run.config), run.run_id, run.resumed_from)
+    return None
+
+
+def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:
+    run.failed_saves += 1
+    texts = "; ".join(str(failure) for failure in failures)
+    run.journal.event("save_failed", step, failures=texts)
+    if run.failed_saves >= _FAILURES_IN_A_ROW or step == run.steps or run.due.stop(step):
+        raise RunError(
+            f"step {step} could not be saved: {texts}",
+            DISK_FAILED,
+            "make room or repair the disk, then give the same command again: it resumes from the "
+            "newest checkpoint",
+        )
+
+
+def _small_files(run: Run, step: int) -> dict[str, bytes]:
+    """Rank 0: every file that is no tensor file. The other ranks send what only they know."""
+    before = run.data.state
+    next_block = step * run.config.training.global_batch_size
+    cursors = contribution(
+        run.cursors,
+        before.cursors.shape[:2],
+        first_block=before.next_block,
+        next_block=next_block,
+        rank=run.ranks.rank,
+        world_size=run.ranks.world_size,
+    )
+    mine = {"rng": rng.capture(run.device), "cursors": cursors.tolist(), "counts": run.counts}
+    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
+    if not heard:
+        return {}
+    parts = [np.array(one["cursors"], np.int64) for one in heard]
+    first = before.next_block
+    data = before.after(
+        next_block,
+        merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
+        run.meter.stream_digest,
+        _added(before.counts, [one["counts"] for one in heard]),
+    )
+    trainer_state = {
+        "format": FORMAT,
+        "run_id": run.run_id,
+        "step": step,
+        "tokens": run.meter.tokens,
+        "sources": dict(run.meter.sources),
+        "data": data.to_json(),
+        "config": config_digest_values(run.config),
+        "strategy": run.strategy,
+        "world_size": run.ranks.world_size,
+        "device": run.device.type,
+        "rng": [one["rng"] for one in heard],
+        "optimizer_steps": state.optimizer_steps(run.optimizer),
+        "evaluation": run.log.last_evaluation,
+        "skipped_in_a_row": run.guards.skipped_in_a_row,
+        "ended": None,
+        "auto": json.loads(run.auto.to_bytes()),
+        "versions": run.versions,
+    }
+    return {
+        "trainer_state.json": _encoded(trainer_state),
+        **state.index(run.spec),
+        **model_files(run.unwrapped),
+        **_tokenizer_files(run.run_dir / "tokenizer"),
+    }
+
+
+def model_files(model: Any) -> dict[str, bytes]:
+    """What `from_pretrained` needs beside the weights."""
+    files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
+    if model.can_generate() and model.generation_config is not None:
+        text = model.generation_config.to_json_string(use_diff=True)
+        files["generation_config.json"] = text.encode()
+    return files
+
+
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def _encoded(value: Any) -> bytes:
+    return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def _added(start: Counts, parts: list[Counts]) -> Counts:
+    total = {label: dict(counts) for label, counts in start.items()}
+    for part in parts:
+        for label, counts in part.items():
+            into = total.setdefault(label, {})
+            for name, count in counts.items():
+                into[name] = into.get(name, 0) + count
+    return total

@@ -1,0 +1,38 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from llmtrain.config.schema import OptimizerConfig
+
+_DECAY_SHARE = 0.2  # of all steps: the last part of warmup-stable-decay
+
+
+def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
+    """What each group's own rate is multiplied by at `step` = 1 … `steps`: a number in (0, 1]."""
+    warmup = warmup_steps(config, steps)
+    if step <= warmup:
+        return step / warmup
+    floor = config.min_lr_ratio
+    done = (step - warmup) / (steps - warmup)
+    match config.schedule:
+        case "cosine":
+            return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+        case "linear":
+            return 1 - (1 - floor) * done
+        case "constant":
+            return 1.0
+        case "wsd":
+            decay = min(steps - warmup, max(1, round(_DECAY_SHARE * steps)))
+            return 1 - (1 - floor) * max(0, step - steps + decay) / decay
+        case _:
+            assert_never(config.schedule)
+
+
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """`optimizer.warmup_steps` as a whole number; below 1 it is a share of `steps`."""
+    asked = config.warmup_steps
+    whole = int(asked) if asked >= 1 else max(1, round(asked * steps))
+    return min(whole, steps)

@@ -1,0 +1,133 @@
+"""Signals as an agreed stop: a handler only raises a flag, the step's reduction carries it on.
+
+Standard library only, and installed before torch is imported: the imports take seconds, in which a
+signal must not kill a rank and leave its peers waiting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
+_PR_SET_PDEATHSIG = 1
+_SECOND_INTERRUPT_SECONDS = 2.0
+
+
+class Signals:
+    """Which stop was asked for, and by what. The only state is what the handlers write."""
+
+    def __init__(self) -> None:
+        self._parent: int | None = None
+        self._signal: str | None = None
+        self._lost = False
+        self._interrupted: float | None = None
+        self._old: dict[int, object] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """`launcher_lost`, the name of the signal, or None. A lost launcher outranks its signal."""
+        if self._lost or self._parent_is_gone():
+            self._lost = True
+            return "launcher_lost"
+        return self._signal
+
+    @property
+    def lost_launcher(self) -> bool:
+        """Whether the process that started this one is gone."""
+        return self._lost
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal arrived (a handler's flag alone: cheap enough for every step)."""
+        return self._signal is not None
+
+    def install(self) -> None:
+        """Catch the signals that ask for a stop. In the main thread only, as Python demands."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._old[number] = signal.signal(number, self._note)
+        self._follow_launcher()
+
+    def restore(self) -> None:
+        """Put the old handlers back."""
+        for number, old in self._old.items():
+            signal.signal(number, old)  # type: ignore[arg-type]  # what signal.signal returned
+        self._old.clear()
+
+    @contextmanager
+    def alone(self, on_stop: Callable[[str], None]) -> Iterator[None]:
+        """While ranks cannot talk yet: on a stop, call `on_stop(reason)` and end with code 0.
+
+        A rank that waited here for peers which are gone would wait until the rendezvous times out.
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.5):
+                reason = self.reason
+                if reason:
+                    on_stop(reason)
+                    os._exit(0)
+
+        thread = threading.Thread(target=watch, name="stop", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self._interrupted is None:
+                self._interrupted = now
+            elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
+                os.write(2, b"interrupted again: ending without a checkpoint\n")
+                os._exit(75)
+        self._lost = self._lost or self._parent_is_gone()
+        self._signal = signal.Signals(number).name
+
+    def _parent_is_gone(self) -> bool:
+        return self._parent is not None and os.getppid() != self._parent
+
+    def _follow_launcher(self) -> None:
+        """Under a launcher: its death reaches this process as a SIGTERM, however it died."""
+        if not (os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(LAUNCHED)):
+            return
+        self._parent = os.getppid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+_installed: list[Signals] = []
+
+
+def install() -> Signals:
+    """Install the handlers once for this process; a second call returns the first one's."""
+    if not _installed:
+        signals = Signals()
+        signals.install()
+        _installed.append(signals)
+    return _installed[0]
+
+
+@contextmanager
+def catching() -> Iterator[Signals]:
+    """Handlers for as long as a run lives; where they stand already, they stay."""
+    already = bool(_installed)
+    try:
+        yield install()
+    finally:
+        if not already:
+            _installed.pop().restore()
