@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
+Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class Section(BaseModel):
@@ -26,8 +27,10 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Where the run lives and what its randomness starts from."""
 
-    dir: str | None = Field(None, description="Run directory; null = runs/<config file's name>.")
-    seed: Count = Field(42, description="Seed of the weights, the order of the data and dropout.")
+    dir: Text | None = Field(None, description="Run directory; null = runs/<config file's name>.")
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        42, description="Seed of the weights, the order of the data and dropout."
+    )
 
 
 class TrainTokenizer(Section):
@@ -41,15 +44,15 @@ class TrainTokenizer(Section):
 class ModelConfig(Section):
     """The model and its tokenizer."""
 
-    from_: str | None = Field(
+    from_: Text | None = Field(
         None, alias="from", description="Hub id or directory whose weights training starts from."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id in `from`.")
+    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub id in `from`.")
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="`model_type` and its own fields, as transformers names them.",
     )
-    tokenizer: str | TrainTokenizer = Field(
+    tokenizer: Text | TrainTokenizer = Field(
         "auto",
         description="Directory, Hub id, `sample` or {train: N}; auto = the tokenizer of `from`.",
     )
@@ -58,12 +61,12 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """Documents from one place."""
 
-    path: str = Field(description="Hub data set id, directory, file or glob, or `sample`.")
-    name: str | None = Field(None, description="Config name of a Hub data set.")
-    split: str = Field("train", description="Split of a Hub data set.")
-    revision: str | None = Field(None, description="Commit, tag or branch of a Hub data set.")
-    text_column: str = Field("text", description="Column (JSONL: key) that holds the text.")
-    id_column: str = Field(
+    path: Text = Field(description="Hub data set id, directory, file or glob, or `sample`.")
+    name: Text | None = Field(None, description="Config name of a Hub data set.")
+    split: Text = Field("train", description="Split of a Hub data set.")
+    revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
+    text_column: Text = Field("text", description="Column (JSONL: key) that holds the text.")
+    id_column: Text = Field(
         "id", description="Column whose hash decides what is held out; absent = the text is hashed."
     )
     weight: Annotated[float, Field(gt=0)] = Field(
@@ -167,7 +170,7 @@ class EvaluationConfig(Section):
 
     every_steps: Positive = Field(500, description="Steps between evaluations.")
     max_documents: Positive = Field(2000, description="Held-out documents that are scored.")
-    prompts: tuple[str, ...] = Field(
+    prompts: tuple[Text, ...] = Field(
         (), strict=False, description="Texts that the model continues at every evaluation."
     )
 

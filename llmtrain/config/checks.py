@@ -1,0 +1,131 @@
+"""Rules that two keys make together.
+
+Each function asks only for the sections it looks at, so that `load_config` can apply it to what is
+valid beside a section that is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llmtrain.errors import Problem
+
+if TYPE_CHECKING:
+    from llmtrain.config.schema import (
+        CheckpointConfig,
+        Config,
+        DataConfig,
+        ModelConfig,
+        OptimizerConfig,
+        TrainingConfig,
+    )
+
+_LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
+
+
+def check(config: Config) -> list[Problem]:
+    """Everything that a valid schema leaves open, for a Config that was not read from a file."""
+    return [
+        *check_model(config.model),
+        *check_length(config.model, config.data),
+        *check_micro_batch(config.training),
+        *check_warmup(config.optimizer),
+        *check_retention(config.checkpoint),
+    ]
+
+
+def check_model(model: ModelConfig) -> list[Problem]:
+    """Where the model and its tokenizer come from."""
+    problems = list(_not_finite("model.config", model.config))
+    kind = model.config.get("model_type")
+    if model.from_ is None and kind is None:
+        expected = "model.config.model_type (train from scratch) or model.from (start from weights)"
+        remedy = "model: {config: {model_type: llama, hidden_size: 256}, tokenizer: sample}"
+        problems.append(Problem("model", None, expected, remedy))
+    elif model.from_ is not None and model.config:
+        expected = "either model.from or model.config: weights bring their own config"
+        problems.append(Problem("model.from", model.from_, expected, "remove one of the two"))
+    elif kind is not None and not (isinstance(kind, str) and kind.strip()):
+        expected = "a model type as transformers names it, such as llama"
+        problems.append(Problem("model.config.model_type", kind, expected))
+    if model.from_ is None and model.tokenizer == "auto":
+        expected = "a tokenizer: `auto` means that of model.from, which is not set"
+        remedy = "a Hub id, a directory, sample, or {train: 8192} for one of your own"
+        problems.append(Problem("model.tokenizer", model.tokenizer, expected, remedy))
+    if model.from_ is None and model.revision is not None:
+        expected = "null without model.from: it is the revision of those weights"
+        problems.append(Problem("model.revision", model.revision, expected))
+    return problems
+
+
+def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
+    """Blocks that are longer than the model can see."""
+    for name in _LONGEST:
+        longest = model.config.get(name)
+        if isinstance(longest, int) and data.seq_len > longest:
+            expected = f"at most the model's {name} {longest} (model.config)"
+            remedy = f"data.seq_len={longest}, or model.config.{name}={data.seq_len}"
+            return [Problem("data.seq_len", data.seq_len, expected, remedy)]
+    return []
+
+
+def check_micro_batch(training: TrainingConfig) -> list[Problem]:
+    """Whether one process could make a step of whole micro-batches."""
+    micro, total = training.micro_batch_size, training.global_batch_size
+    if micro == "auto" or total % micro == 0:
+        return []
+    expected = f"a multiple of training.micro_batch_size {micro}"
+    return [Problem("training.global_batch_size", total, expected, _nearest(total, micro))]
+
+
+def check_batch(config: Config, world_size: int) -> list[Problem]:
+    """Whether the global batch can be split over `world_size` processes."""
+    micro, total = config.training.micro_batch_size, config.training.global_batch_size
+    unit = world_size * (1 if micro == "auto" else micro)
+    if total % unit == 0:
+        return []
+    split = f"{world_size} processes" + ("" if micro == "auto" else f" × micro-batch {micro}")
+    expected = f"a multiple of {split} = {unit}"
+    remedy = _nearest(total, unit)
+    if micro != "auto" and total % world_size == 0:
+        share = total // world_size
+        fitting = max(size for size in range(1, micro + 1) if share % size == 0)
+        remedy += f", or training.micro_batch_size={fitting}"
+    return [Problem("training.global_batch_size", total, expected, remedy)]
+
+
+def check_warmup(optimizer: OptimizerConfig) -> list[Problem]:
+    """Steps are whole; only a share of them is a fraction."""
+    steps = optimizer.warmup_steps
+    if steps < 1 or float(steps).is_integer():
+        return []
+    expected = "a whole number of steps, or a share of all steps below 1"
+    return [Problem("optimizer.warmup_steps", steps, expected, f"{round(steps)}")]
+
+
+def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
+    """Whether the checkpoints that are to stay for ever are ever written."""
+    every, keep = checkpoint.every_steps, checkpoint.keep_every
+    if keep % every == 0:
+        return []
+    expected = f"a multiple of checkpoint.every_steps {every}, or 0"
+    return [Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))]
+
+
+def _nearest(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _not_finite(key: str, value: object) -> Iterator[Problem]:
+    """Numbers that JSON, and so the model's own config file, cannot hold."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _not_finite(f"{key}.{name}", inner)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _not_finite(f"{key}.{index}", inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(key, value, "a finite number")

@@ -1,0 +1,278 @@
+"""A YAML file and `section.key=value` overrides → a `Config`, or every mistake at once.
+
+Nothing is read twice and nothing heavy is imported: a mistake shows within a third of a second.
+What is valid beside a mistake is checked on, so that one start reports all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from llmtrain.config import checks, yaml12
+from llmtrain.config.keys import ITEM, Key, all_keys, sections
+from llmtrain.config.names import guess
+from llmtrain.config.schema import Config, Section
+from llmtrain.errors import Problem, UserError
+
+Tree = dict[str, Any]
+
+_INDEX = re.compile(r"[0-9]+")
+_HALF = {"fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"}
+_OTHER_NAMES = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32"}
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read a config file and apply `section.key=value` overrides to it.
+
+    An override's value is read as YAML, a number in its key is a place in a list
+    (`data.sources.0.weight=0.7`). `run.dir` becomes `runs/<file stem>` where it is null.
+    Raises UserError with every problem of the file and the overrides.
+    """
+    document = yaml12.parse(_text(Path(path)))
+    tree = _tree(document)
+    for override in overrides:
+        _override(tree, override, document)
+    config, found = _validate(tree, document.source)
+    problems = [*document.problems, *found]
+    if problems or config is None:
+        raise UserError(*problems, where=str(path))
+    if config.run.dir is not None:
+        return config
+    run = config.run.model_copy(update={"dir": f"runs/{Path(path).stem}"})
+    return config.model_copy(update={"run": run})
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = Problem(str(path), None, f"UTF-8; byte {error.start} is not")
+    except FileNotFoundError:
+        problem = Problem(str(path), None, "a config file that exists", _config_beside(path))
+    except IsADirectoryError:
+        inside = str(path / "config.yaml") if (path / "config.yaml").is_file() else ""
+        problem = Problem(str(path), None, "a YAML file, not a directory", inside)
+    except OSError as error:
+        problem = Problem(str(path), None, f"a readable file ({error.strerror})")
+    raise UserError(problem)
+
+
+def _config_beside(path: Path) -> str:
+    """What lies where the file was looked for."""
+    folder = path.parent
+    names = sorted(item.name for item in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+    return f"one of {', '.join(names[:5])} in {folder}" if names else f"there is none in {folder}"
+
+
+def _tree(document: yaml12.Document) -> Tree:
+    """The outermost mapping. A section with nothing in it (all commented out) has its defaults."""
+    if document.value is None:
+        return {}
+    if not isinstance(document.value, dict):
+        problem = Problem("the file", _shown(document.value), "a mapping of sections", "model: …")
+        document.problems.append(problem)
+        return {}
+    names = sections()
+    return {
+        key: {} if value is None and key in names else value
+        for key, value in document.value.items()
+    }
+
+
+# --- overrides
+
+
+def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
+    """Put one `section.key=value` into the tree; what is wrong with it joins the problems."""
+    name, equals, text = override.partition("=")
+    parts = name.split(".")
+    if not equals or not all(parts):
+        expected = "section.key=value, such as training.steps=100"
+        document.problems.append(Problem(f"override {override}", None, expected))
+        return
+    value = yaml12.parse(text)
+    if value.problems:
+        reason = value.problems[0].remedy or value.problems[0].expected
+        remedy = f"if it is a text, quote it: '{name}=\"{text}\"'"
+        document.problems.append(Problem(name, text, f"a value in YAML ({reason})", remedy))
+        return
+    path, problem = _place(tree, parts, value.value)
+    if problem:
+        document.problems.append(problem)
+        return
+    for old in [old for old in document.source if old[: len(path)] == path]:
+        del document.source[old]
+    document.source |= {(*path, *inner): raw for inner, raw in value.source.items()}
+
+
+def _place(tree: Tree, parts: list[str], value: object) -> tuple[yaml12.Path, Problem | None]:
+    """Set the value at a path, with the mappings that lead there."""
+    here: Any = tree
+    path: list[str | int] = []
+    for part, inner in zip(parts, [*parts[1:], None], strict=True):
+        step: str | int = part
+        if isinstance(here, list):
+            if not _INDEX.fullmatch(part) or int(part) >= len(here):
+                return (), _no_such_item(parts, path, here)
+            step = int(part)
+        elif not isinstance(here, dict):
+            return (), _no_mapping(parts, path, here)
+        path.append(step)
+        if inner is None:
+            here[step] = value
+        elif isinstance(step, str) and here.get(step) is None:
+            here[step] = {}
+        here = here[step]
+    return tuple(path), None
+
+
+def _no_such_item(parts: list[str], path: list[str | int], items: list[Any]) -> Problem:
+    owner = yaml12.dotted(tuple(path))
+    there = f"{owner} has {len(items)} of them, counted from 0"
+    return Problem(".".join(parts), None, f"the number of an item; {there}", f"{owner}=[…]")
+
+
+def _no_mapping(parts: list[str], path: list[str | int], here: object) -> Problem:
+    owner = yaml12.dotted(tuple(path))
+    remedy = f"'{owner}={{{'.'.join(parts[len(path) :])}: …}}'"
+    return Problem(".".join(parts), None, f"{owner} is {_shown(here)}, not a mapping", remedy)
+
+
+# --- validation
+
+
+def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | None, list[Problem]]:
+    """The config if it is valid, and every problem of keys, types and of sections together."""
+    try:
+        config = Config.model_validate(tree, by_alias=True, by_name=False)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        locations = [(str(item["type"]), item["loc"]) for item in errors]
+    else:
+        return config, checks.check(config)
+    broken = {location[0] for _, location in locations if location}
+    return None, [*_schema_problems(tree, locations, source), *_partly(tree, broken)]
+
+
+def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
+    """The rules between keys, over those sections that are valid by themselves."""
+    rules: list[tuple[Callable[..., list[Problem]], tuple[str, ...]]] = [
+        (checks.check_model, ("model",)),
+        (checks.check_length, ("model", "data")),
+        (checks.check_micro_batch, ("training",)),
+        (checks.check_warmup, ("optimizer",)),
+        (checks.check_retention, ("checkpoint",)),
+    ]
+    for rule, names in rules:
+        if broken.isdisjoint(names):
+            yield from rule(*(_section(tree, name) for name in names))
+
+
+def _section(tree: Tree, name: str) -> Section:
+    kind = cast("type[Section]", Config.model_fields[name].annotation)
+    return kind.model_validate(tree.get(name, {}), by_alias=True, by_name=False)
+
+
+def _schema_problems(
+    tree: Tree,
+    locations: Sequence[tuple[str, tuple[str | int, ...]]],
+    source: Mapping[yaml12.Path, str],
+) -> Iterator[Problem]:
+    """One problem a key, whatever number of a union's branches refused it."""
+    seen: set[yaml12.Path] = set()
+    for kind, location in locations:
+        path = location if kind == "extra_forbidden" else _key_path(location)
+        if path in seen or (kind == "too_short" and _at(tree, path)):
+            continue  # said already; or a list whose items are at fault, not their number
+        seen.add(path)
+        key = _key(path)
+        if kind == "extra_forbidden" and key is None:
+            yield _unknown(path, _at(tree, path))
+        elif kind == "missing":
+            takes = key.takes if key else "a mapping"
+            advice = key.description if key else ""
+            yield Problem(yaml12.dotted(path), None, f"{takes}; there is no default", advice)
+        elif key is None:
+            takes = "{path: …}" if _named(path) == f"data.sources.{ITEM}" else "a mapping of keys"
+            yield Problem(yaml12.dotted(path), _shown(_at(tree, path)), takes)
+        else:
+            yield _wrong_value(path, key, _at(tree, path), source.get(path))
+
+
+def _key_path(location: tuple[str | int, ...]) -> yaml12.Path:
+    """The key that pydantic's location lies in: without the branches of a union or a list's items.
+
+    ("data", "lanes", "literal['auto']") → ("data", "lanes")
+    """
+    for end in range(1, len(location) + 1):
+        named = _named(location[:end])
+        if named == "data.sources" and len(location) > end:
+            continue
+        if any(key.name == named for key in all_keys()):
+            return location[:end]
+    return location
+
+
+def _named(path: yaml12.Path) -> str:
+    return ".".join(ITEM if isinstance(part, int) else part for part in path)
+
+
+def _key(path: yaml12.Path) -> Key | None:
+    return next((key for key in all_keys() if key.name == _named(path)), None)
+
+
+def _at(tree: Any, path: yaml12.Path) -> object:
+    """The value at a path; None where there is nothing."""
+    for part in path:
+        if isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
+    return cast("object", tree)
+
+
+def _unknown(path: yaml12.Path, value: object) -> Problem:
+    name = yaml12.dotted(path)
+    found = guess(name)
+    shown = _shown(value)
+    if not found.key:
+        return Problem(name, shown, "no unknown key", found.advice)
+    expected = f"no unknown key; did you mean {found.key}?"
+    return Problem(name, shown, expected, f"{found.key}: {found.advice}" if found.advice else "")
+
+
+def _wrong_value(path: yaml12.Path, key: Key, value: object, raw: str | None) -> Problem:
+    shown = raw if raw is not None and not isinstance(value, str) else _shown(value)
+    return Problem(yaml12.dotted(path), shown, key.takes, _advice(key, value, shown))
+
+
+def _advice(key: Key, value: object, shown: str) -> str:
+    """What to write instead, where that can be told."""
+    text = str(value).strip().lower()
+    if key.name == "training.precision" and text in _HALF | {"true", "false"} | set(_OTHER_NAMES):
+        instead = "bf16, or fp32 on GPUs older than Ampere"
+        return _OTHER_NAMES.get(text, f"{instead}; fp16 is not offered")
+    if value is None:
+        return f"leave it out: the default is {key.default}" if not key.required else ""
+    if key.text and isinstance(value, int | float):
+        return f'put it in quotes: "{shown}"'
+    if isinstance(value, str):
+        number = yaml12.parse(value.replace("_", "")).value
+        is_number = isinstance(number, int | float) and "number" in key.takes
+        return f"{value.replace('_', '')}, without quotes or underscores" if is_number else ""
+    if isinstance(value, float) and value.is_integer() and "whole" in key.takes:
+        return f"{int(value)}"
+    return ""
+
+
+def _shown(value: object) -> str:
+    """A value as it would stand in a message: one line, at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:59] + "…"

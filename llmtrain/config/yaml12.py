@@ -1,0 +1,160 @@
+"""YAML 1.2 for configs: PyYAML reads 1.1, where `3e-4` is a text, `12:30` is 750 and `on` is true.
+
+PyYAML splits the text into nodes; what a plain scalar means is decided here, by the core schema of
+YAML 1.2. Only null, bool, int, float, text, lists and mappings come out. The trap: a duplicate key
+is legal for PyYAML (the last one wins without a word), so mappings are built here too.
+
+    seq_len: 1e3     →  {"seq_len": 1000.0}, and source[("seq_len",)] == "1e3"
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import yaml
+
+from llmtrain.errors import Problem
+
+Path = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_DEEPEST = 32
+_MOST_NODES = 100_000
+_SCALARS = {
+    "null": re.compile(r"(?:~|null|Null|NULL|)$"),
+    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
+    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    "float": re.compile(
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Splits text into nodes and gives plain scalars the tags of YAML 1.2."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write every value out: a file says what it means where it means it."""
+        return True
+
+
+_Loader.yaml_implicit_resolvers = {}  # those of 1.1 are inherited
+for _name, _pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(_TAG + _name, _pattern, None)
+    _Dumper.add_implicit_resolver(_TAG + _name, _pattern, None)
+
+
+@dataclass(slots=True)
+class Document:
+    """What a text says.
+
+    value: the outermost value · source: path → a scalar as it was written · problems: what to put
+    right; the values around a problem are read all the same.
+    """
+
+    value: object = None
+    source: dict[Path, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    nodes: int = 0
+
+
+def parse(text: str) -> Document:
+    """Read one YAML document. Never raises for bad text: see `Document.problems`."""
+    document = Document()
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        document.value = None if node is None else _build(node, (), document)
+    except yaml.MarkedYAMLError as error:
+        document.problems.append(Problem(_place(error), None, "valid YAML", _reason(error)))
+    except yaml.reader.ReaderError as error:
+        place = f"character {error.position + 1}"
+        document.problems.append(Problem(place, None, "valid YAML", error.reason))
+    except (RecursionError, _TooMuchError):
+        expected = f"at most {_DEEPEST} levels and {_MOST_NODES:,} values"
+        document.problems.append(Problem("nesting", None, expected))
+    return document
+
+
+def write(value: object) -> str:
+    """Text that `parse` reads back as `value`, and YAML 1.1 readers too."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def dotted(path: Path) -> str:
+    """A path as people write it: `data.sources.0.path`."""
+    return ".".join(str(part) for part in path)
+
+
+class _TooMuchError(Exception):
+    """An alias that contains itself, or a nest that no config needs."""
+
+
+def _build(node: yaml.Node, path: Path, document: Document) -> object:
+    document.nodes += 1
+    if len(path) > _DEEPEST or document.nodes > _MOST_NODES:
+        raise _TooMuchError
+    if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+        return _mapping(node, path, document)
+    if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+        return [_build(item, (*path, i), document) for i, item in enumerate(node.value)]
+    if isinstance(node, yaml.ScalarNode):
+        document.source[path] = node.value
+        try:
+            return _scalar(node.tag.removeprefix(_TAG), node.value)
+        except ValueError:
+            pass  # reported below: the tag is not ours, or contradicts the text
+    where = f"{dotted(path) or 'the file'} (line {node.start_mark.line + 1})"
+    document.problems.append(Problem(where, node.tag, "plain values", "leave the YAML tag out"))
+    return None
+
+
+def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str, object]:
+    built: dict[str, object] = {}
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
+            shown = getattr(key_node, "value", "")
+            key = dotted((*path, shown if isinstance(shown, str) else "?"))
+            remedy = "put it in quotes if it is meant"
+            document.problems.append(Problem(key, None, f"a text as key (line {line})", remedy))
+            continue
+        key = key_node.value
+        if key in lines:
+            expected = f"every key once; it stands on line {lines[key]} and on line {line}"
+            document.problems.append(Problem(dotted((*path, key)), None, expected, "remove one"))
+        lines.setdefault(key, line)
+        built[key] = _build(value_node, (*path, key), document)
+    return built
+
+
+def _scalar(kind: str, text: str) -> object:
+    """The value of a scalar. Raises ValueError for a tag that does not fit."""
+    if kind == "str":
+        return text
+    if kind not in _SCALARS or not _SCALARS[kind].match(text):
+        raise ValueError(kind)
+    match kind:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        case _:
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+
+
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    return ", ".join(part for part in (error.context, error.problem) if part)
