@@ -1,0 +1,262 @@
+"""`report.html`: one file that opens anywhere, without a network, light or dark.
+
+Everything a run wrote is text to the page: Jinja escapes it, the figures' numbers stand in a JSON
+block, and the content security policy runs our two scripts, by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from llmtrain.metrics.progress import duration
+from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
+from llmtrain.report.figures import Drawn, Plan, draw, plan_figures
+
+FILE_NAME = "report.html"
+
+_TABLE_ROWS = 60
+_SAMPLES = 40
+_EVENTS = 200
+_TEXT_CHARACTERS = 4000
+_CONFIG_CHARACTERS = 100_000
+
+# Not set_log_level: that one writes a line to the console itself, and so does level info.
+_START = """
+"use strict";
+Bokeh.logger.set_level("error");
+const figures = JSON.parse(document.getElementById("figures").textContent);
+Bokeh.embed.embed_items({figures: figures.document}, [
+  {docid: "figures", roots: figures.roots, root_ids: Object.keys(figures.roots)},
+]);
+"""
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run and return its path (`report.html` in the run directory).
+
+    Raises UserError if the directory holds no run, OSError if the file cannot be written.
+    """
+    path = out or run_dir / FILE_NAME
+    page = render(collect(run_dir))
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def render(tables: Tables) -> str:
+    """The page of a run."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    plans = plan_figures(tables)
+    restarts = tuple(start["step"] for start in tables.starts[1:])
+    drawn = draw(plans, restarts)
+    scripts = [_bokeh(), _START] if plans else []
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"duration": duration, "compact": compact, "clip": _clip}
+    environment.filters |= {"number": number, "count": count, "size": size, "when": when}
+    # The only texts that are not escaped: BokehJS, the lines above, and JSON without a bracket.
+    return environment.from_string(template).render(
+        run=tables,
+        state=str(tables.status.get("state", "unknown")),
+        verdict=verdict(tables),
+        warnings=warnings(tables),
+        cards=cards(tables),
+        figures={plan.name: _figure(plan, drawn) for plan in plans},
+        restarts=restarts,
+        samples=_newest(tables.samples, _SAMPLES),
+        events=_newest(tables.events, _EVENTS),
+        config=_clip(tables.config, _CONFIG_CHARACTERS),
+        data=Markup(_json(drawn)),
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+    )
+
+
+def verdict(tables: Tables) -> list[str]:
+    """What became of the run, in sentences."""
+    sentences = [_state(tables)]
+    if losses := column(tables.train, "loss"):
+        (first, high), (last, low) = losses[0], losses[-1]
+        sentences.append(
+            f"The training loss went from {number(high)} at step {count(first)} "
+            f"to {number(low)} nats per token at step {count(last)}."
+        )
+    if heldout := column(tables.evaluations, "loss"):
+        best, lowest = min(heldout, key=lambda point: point[1])
+        sentences.append(
+            f"Held-out loss: {number(heldout[0][1])} at step {count(heldout[0][0])}, "
+            f"{number(heldout[-1][1])} at step {count(heldout[-1][0])}; "
+            f"the best is {number(lowest)} at step {count(best)}."
+        )
+    return sentences
+
+
+def warnings(tables: Tables) -> list[str]:
+    """What a person should look at."""
+    found = []
+    if skipped := sum(event.get("event") == "skipped_update" for event in tables.events):
+        updates = _plural(skipped, "update was", "updates were")
+        found.append(f"{updates} skipped: the loss or the norm was not finite.")
+    if (restarts := len(tables.starts) - 1) > 0:
+        found.append(f"{_plural(restarts, 'restart', 'restarts')}: dashed in the figures.")
+    heldout = column(tables.evaluations, "loss")
+    if heldout and heldout[-1][1] > 1.01 * min(value for _, value in heldout):
+        found.append("The held-out loss is rising again: the best checkpoint is not the last.")
+    waits = column(tables.train, "data_wait_seconds")
+    share = sum(wait for _, wait in waits) / max(1e-9, _total(tables.train, "seconds"))
+    if share > 0.05:
+        found.append(f"The run waited for data {share:.0%} of the time: raise data.workers.")
+    return found
+
+
+def cards(tables: Tables) -> list[tuple[str, str]]:
+    """The key figures: a name and a value each."""
+    found: list[tuple[str, str]] = []
+
+    def add(name: str, lines: Iterable[Line], key: str, unit: str = "") -> None:
+        if values := column(tuple(lines), key):
+            found.append((name, f"{number(values[-1][1])}{unit}"))
+
+    add("held-out loss", tables.evaluations, "loss")
+    add("bits per byte", tables.evaluations, "bits_per_byte")
+    add("perplexity", tables.evaluations, "perplexity")
+    if tokens := column(tables.train, "tokens"):
+        found.append(("tokens", _short(tokens[-1][1])))
+    if speeds := sorted(value for _, value in column(tables.train, "tokens_per_second")):
+        found.append(("tokens per s", _short(speeds[len(speeds) // 2])))
+    if start := tables.starts[-1:]:
+        found.append(("parameters", _short(float(start[0].get("parameters") or 0))))
+        found.append(("processes", str(start[0].get("world_size", "?"))))
+    found.append(("time", duration(tables.wall_seconds)))
+    if tables.end and isinstance(goodput := tables.end.get("goodput"), (int, float)):
+        found.append(("goodput", f"{goodput:.0%}"))
+    return found
+
+
+def _state(tables: Tables) -> str:
+    known = tables.status
+    last = max([known.get("step") or 0, *(line["step"] for line in tables.train[-1:])])
+    where = f"step {count(last)}" + (f" of {count(tables.steps)}" if tables.steps else "")
+    reason = f" ({_clip(str(known['reason']), 500)})" if known.get("reason") else ""
+    match known.get("state"):
+        case "finished":
+            return f"Finished at {where}{reason}."
+        case "stopped":
+            return f"Stopped at {where}{reason}. The same command goes on."
+        case "failed":
+            return f"Failed at {where} with exit code {known.get('exit_code')}{reason}."
+        case "running":
+            return f"Running, or cut off without a word: the last news is of {where}."
+        case _:
+            return f"The run directory has no status; the last line is of {where}."
+
+
+def number(value: object) -> str:
+    """Five significant digits at most, and thousands apart; nothing for what is no number."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "–"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) < 1 else f"{value:.5g}"
+
+
+def count(value: object) -> str:
+    """A whole number, thousands apart."""
+    return f"{value:,}" if isinstance(value, int) else "–"
+
+
+def size(value: object) -> str:
+    """Bytes for people, in powers of 1,024."""
+    if not isinstance(value, (int, float)):
+        return "–"
+    amount = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
+        amount /= 1024
+    return f"{amount:,.1f} TiB"
+
+
+def when(value: object) -> str:
+    """A time stamp in UTC."""
+    if not isinstance(value, (int, float)):
+        return "–"
+    return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _figure(plan: Plan, drawn: Drawn) -> dict[str, Any]:
+    """What the template needs of a figure: where it goes, and its numbers as a table."""
+    tables = [
+        (series.label, thin(list(zip(curve.steps, curve.mean, strict=True)), _TABLE_ROWS))
+        for series in plan.series
+        if (curve := series.curve).steps
+    ]
+    return {
+        "id": f"figure-{plan.name}",
+        "title": plan.title,
+        "unit": plan.unit,
+        "root": drawn.roots[plan.name],
+        "tables": [
+            (label, list(zip(curve.steps, curve.mean, strict=True))) for label, curve in tables
+        ],
+    }
+
+
+def _bokeh() -> str:
+    """BokehJS itself, out of Bokeh's Python package; what else Bokeh adds sets the log level."""
+    from bokeh.resources import Resources
+
+    script: str = Resources("inline", components=["bokeh"]).js_raw[0]
+    return script
+
+
+def _json(drawn: Drawn) -> str:
+    """JSON that neither ends a script element nor, as JavaScript, a line."""
+    roots = {root: f"figure-{name}" for name, root in drawn.roots.items()}
+    text = json.dumps({"document": drawn.document, "roots": roots}, separators=(",", ":"))
+    return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
+
+
+def _policy(scripts: list[str]) -> str:
+    """Nothing is loaded from anywhere, and only these scripts run."""
+    hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    allowed = " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in hashes)
+    return (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src {allowed or chr(39) + 'none' + chr(39)}"
+    )
+
+
+def _newest(lines: tuple[Line, ...], most: int) -> Mapping[str, Any]:
+    """The newest first, and how many older ones are left out."""
+    return {"lines": lines[::-1][:most], "left_out": max(0, len(lines) - most)}
+
+
+def _clip(text: object, characters: int = _TEXT_CHARACTERS) -> str:
+    whole = str(text)
+    return whole if len(whole) <= characters else whole[:characters] + " …"
+
+
+def _total(lines: Iterable[Line], name: str) -> float:
+    return sum(value for _, value in column(tuple(lines), name))
+
+
+def _plural(how_many: int, one: str, more: str) -> str:
+    return f"{count(how_many)} {one if how_many == 1 else more}"
+
+
+def _short(value: float) -> str:
+    for unit, sign in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{sign}"
+    return f"{value:.3g}"

@@ -1,0 +1,87 @@
+import pytest
+from helpers import runs
+
+from llmtrain.errors import UserError
+from llmtrain.report.collect import collect, column, final_history, thin
+
+
+def test_lines_written_after_a_resume_count_and_what_they_undid_does_not():
+    straight = final_history(runs.history())
+    resumed = final_history(runs.interrupted_history())
+
+    def losses(lines):
+        return dict(column([line for line in lines if line["kind"] == "train"], "loss"))
+
+    assert losses(resumed) == losses(straight) | {101: runs.loss_at(101)}
+
+
+def test_steps_that_were_lost_and_not_redone_are_not_shown():
+    lines = [
+        runs.start_line(0),
+        *(runs.train_line(step) for step in (10, 20, 30)),
+        runs.checkpoint_line(30),
+        runs.start_line(10),
+        runs.train_line(11),
+    ]
+    kept = [
+        (line["kind"], line["step"]) for line in final_history(lines) if line["kind"] != "start"
+    ]
+    assert kept == [("train", 10), ("train", 11)]
+
+
+def test_events_of_all_starts_are_kept(tmp_path):
+    tables = collect(runs.write_run(tmp_path, runs.interrupted_history()))
+    assert [event["event"] for event in tables.events] == ["restart", "skipped_update"]
+    assert [start["step"] for start in tables.starts] == [0, 100]
+
+
+def test_a_run_that_goes_on_after_its_end_has_no_end_yet(tmp_path):
+    lines = [*runs.history(20), runs.start_line(20)]
+    assert collect(runs.write_run(tmp_path, lines)).end is None
+    assert collect(runs.write_run(tmp_path, runs.history(20))).end["state"] == "finished"
+
+
+def test_a_checkpoint_that_retention_took_is_shown_as_removed(tmp_path):
+    run = runs.write_run(tmp_path, runs.history())
+    (run / "checkpoints" / "step-00000300").mkdir(parents=True)
+    kept = {checkpoint.line["step"]: checkpoint.kept for checkpoint in collect(run).checkpoints}
+    assert kept == {100: False, 200: False, 300: True}
+
+
+def test_a_torn_last_line_and_a_damaged_config_do_not_matter(tmp_path):
+    run = runs.write_run(tmp_path, runs.history(20), config="training: {steps: [")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')
+    assert collect(run).train[-1]["step"] == 20
+    assert collect(run).steps is None
+
+
+def test_a_directory_without_a_run_is_bad_input(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        collect(tmp_path)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 999, 1000, 1001, 2500, 100_000])
+def test_thinning_keeps_range_and_mean_in_at_most_1000_buckets(n):
+    points = [(step, runs.noise(step)) for step in range(n)]
+    curve = thin(points)
+    assert len(curve.steps) <= 1000
+    assert curve.thinned == (n > 1000)
+    assert list(curve.steps) == sorted(set(curve.steps))
+    if n:
+        values = [value for _, value in points]
+        assert (min(curve.low), max(curve.high)) == (min(values), max(values))
+        assert all(
+            low <= mean <= high
+            for low, mean, high in zip(curve.low, curve.mean, curve.high, strict=True)
+        )
+
+
+def test_a_short_column_is_not_changed():
+    points = [(1, 5.0), (2, 4.0), (10, 3.0)]
+    curve = thin(points)
+    assert list(zip(curve.steps, curve.mean, strict=True)) == points
+
+
+def test_null_is_no_number():
+    assert column([{"step": 1, "loss": None}, {"step": 2, "loss": 1.0}], "loss") == [(2, 1.0)]
