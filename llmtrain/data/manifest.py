@@ -43,7 +43,7 @@ class Unit(NamedTuple):
 class Source:
     """One source, and where it lies now.
 
-    root: directory, or the URL that file names are appended to · id_column: None = the text is
+    root: directory, or hf://datasets/ID@COMMIT · id_column: None = the text is
     hashed · a document of a unit in `heldout_units` is held out if its hash is below `threshold`.
     """
 
@@ -61,7 +61,7 @@ class Source:
     threshold: int = 0
 
     def where(self, file: int) -> str:
-        """The path or URL of a file."""
+        """The path or hf:// address of a file."""
         return f"{self.root}/{self.files[file].name}"
 
 

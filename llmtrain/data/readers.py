@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from llmtrain.data.manifest import Source, Unit
-from llmtrain.data.remote import RangeFile, Stopping
+from llmtrain.data.remote import RangeFile, Stopping, web_url
 from llmtrain.data.sources import file_format
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
@@ -120,12 +120,13 @@ class Reader:
     def footer(self, source: Source, file: int) -> pq.FileMetaData:
         """The footer of a parquet file."""
         where = source.where(file)
-        if where not in self._footers:
-            with pq.ParquetFile(self.open(source, file), pre_buffer=False) as opened:
-                self._footers[where] = opened.metadata
+        footer = self._footers.get(where)
+        if footer is None:
+            with pq.ParquetFile(self._arrow_file(source, file), pre_buffer=False) as opened:
+                footer = self._footers[where] = opened.metadata
             if len(self._footers) > OPEN_FOOTERS:
                 self._footers.popitem(last=False)
-        return self._footers[where]
+        return footer
 
     def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
         """A file of a source, here or on the Hub, for reading at any position."""
@@ -133,7 +134,11 @@ class Reader:
             return Path(source.where(file)).open("rb")
         known = source.files[file]
         return RangeFile(
-            source.where(file), known.size, known.etag, timeout=self._timeout, stop=self._stop
+            web_url(source.where(file)),
+            known.size,
+            known.etag,
+            timeout=self._timeout,
+            stop=self._stop,
         )
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
@@ -197,9 +202,13 @@ class Reader:
                     break
         return _columns(source, pa.concat_tables(tables))
 
+    def _arrow_file(self, source: Source, file: int) -> str | pa.PythonFile:
+        """What pyarrow opens, and closes, itself."""
+        return pa.PythonFile(self.open(source, file), "r") if source.remote else source.where(file)
+
     def _parquet(self, source: Source, file: int, buffer_size: int = 0) -> pq.ParquetFile:
         return pq.ParquetFile(
-            self.open(source, file),
+            self._arrow_file(source, file),
             metadata=self.footer(source, file),
             pre_buffer=False,
             buffer_size=buffer_size,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Protocol
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
@@ -242,6 +242,16 @@ def asked_wait(headers: Mapping[str, str]) -> float:
 def _origin(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return parts.scheme, parts.netloc
+
+
+def web_url(address: str) -> str:
+    """Where the bytes of hf://datasets/ID@COMMIT/PATH are, on the endpoint of this process."""
+    quiet_hub()
+    from huggingface_hub import constants
+
+    name, rest = address.removeprefix("hf://datasets/").split("@", 1)
+    commit, path = rest.split("/", 1)
+    return f"{constants.ENDPOINT}/datasets/{name}/resolve/{commit}/{quote(path)}"
 
 
 def quiet_hub() -> None:

@@ -53,7 +53,7 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A source's files, sorted by path bytes; `root` + `/` + name is a file's path or URL."""
+    """A source's files, sorted by path bytes; root + `/` + name is a path or hf:// address."""
 
     root: str
     remote: bool

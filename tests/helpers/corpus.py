@@ -1,0 +1,81 @@
+"""Small corpora in every format, and a tokenizer for them."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from llmtrain.config.schema import Config
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.train_tokenizer import train_bpe
+from llmtrain.data.units import freeze, survey
+
+WORDS = "der river flows past hills where old stones lie under moss and rain falls on quiet towns"
+
+
+def articles(count: int, start: int = 0) -> list[dict]:
+    """Documents of very uneven lengths; each names itself, so no two are equal."""
+    words = WORDS.split()
+    rows = []
+    for n in range(start, start + count):
+        length = (n * n * 7 + 3 * n) % 61 + 1
+        text = " ".join(words[(n * 5 + i * (n % 7 + 1)) % len(words)] for i in range(length))
+        rows.append({"id": str(n), "title": f"Article {n}", "text": f"Article {n}\n{text}."})
+    return rows
+
+
+def write_parquet(path: Path, rows: list[dict], group: int = 10) -> Path:
+    """Rows as a parquet file with row groups of `group` rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group, compression="zstd")
+    return path
+
+
+def write_lines(path: Path, lines: list[bytes], end: bytes = b"\n") -> Path:
+    """Lines, compressed as the suffix says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = b"".join(line + end for line in lines)
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    if path.suffix == ".zst":
+        data = zstandard.ZstdCompressor().compress(data)
+    path.write_bytes(data)
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    """Rows as JSON lines."""
+    return write_lines(path, [json.dumps(row, ensure_ascii=False).encode() for row in rows])
+
+
+def write_tokenizer(directory: Path, entries: int = 300) -> Path:
+    """A byte-level BPE trained on the articles."""
+    directory.mkdir(parents=True)
+    texts = [row["text"] for row in articles(100)]
+    (directory / "tokenizer.json").write_text(train_bpe(texts, entries), "utf-8")
+    settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    return directory
+
+
+def config(*sources: Path | str | dict, **data: object) -> Config:
+    """A config that trains on these sources."""
+    described = [s if isinstance(s, dict) else {"path": str(s)} for s in sources]
+    seed = data.pop("seed", 42)
+    fields = {"seq_len": 16, "heldout": 0.0} | data
+    return Config.model_validate(
+        {
+            "run": {"seed": seed},
+            "data": {"sources": described, **fields},
+            "training": {"steps": 10},
+        }
+    )
+
+
+def manifest_of(tokenizer: Path, *sources: Path | str | dict, **data: object) -> Manifest:
+    """The manifest of a fresh run on these sources."""
+    return freeze(survey(config(*sources, **data), 1), open_tokenizer(tokenizer))

@@ -1,0 +1,317 @@
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import xxhash
+from helpers import corpus, reference_stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtrain.data.lanes import Lane
+from llmtrain.data.readers import Reader
+from llmtrain.data.state import DataState, contribution, merge_cursors, roll
+from llmtrain.data.stream import discard_factor, open_stream
+from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.errors import RunError, UserError
+from llmtrain.types import Cursor
+
+STEPS, BLOCKS = 5, 12
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two sources of uneven units, a tokenizer."""
+    root = tmp_path_factory.mktemp("stream")
+    corpus.write_tokenizer(root / "tokenizer")
+    corpus.write_parquet(root / "a" / "1.parquet", corpus.articles(43))
+    corpus.write_parquet(root / "a" / "2.parquet", corpus.articles(7, 43), group=3)
+    corpus.write_jsonl(root / "b.jsonl", corpus.articles(31, 500))
+    return root
+
+
+@pytest.fixture(scope="module")
+def mixed(place):
+    sources = ({"path": str(place / "a"), "weight": 2.0}, {"path": str(place / "b.jsonl")})
+    return corpus.manifest_of(place / "tokenizer", *sources, lanes=5, heldout=0.1)
+
+
+@pytest.fixture(scope="module")
+def single(place):
+    return corpus.manifest_of(place / "tokenizer", place / "a", lanes=4)
+
+
+def opened(manifest, place, *, rank=0, world_size=1, workers=0, **more):
+    return open_stream(
+        manifest,
+        place / "tokenizer",
+        blocks_per_step=more.pop("blocks_per_step", BLOCKS),
+        rank=rank,
+        world_size=world_size,
+        workers=workers,
+        timeout_seconds=60,
+        **more,
+    )
+
+
+def all_ranks(manifest, place, world_size, steps=STEPS, **more):
+    """The batches of each rank, [rank][step]."""
+    batches = []
+    for rank in range(world_size):
+        stream = opened(manifest, place, rank=rank, world_size=world_size, **more)
+        batches.append([next(stream) for _ in range(steps)])
+        stream.close()
+    return batches
+
+
+def interleaved(batches, world_size, step, blocks=BLOCKS):
+    """The blocks of a step in order of g."""
+    rows = [iter(batches[rank][step].ids.tolist()) for rank in range(world_size)]
+    return [next(rows[(step * blocks + i) % world_size]) for i in range(blocks)]
+
+
+def merged_cursors(manifest, batches, step, old, first_block, blocks=BLOCKS):
+    world_size = len(batches)
+    next_block = first_block + (step + 1) * blocks
+    parts = []
+    for rank in range(world_size):
+        consumed = {}
+        for batch in batches[rank][: step + 1]:
+            consumed |= batch.cursors
+        parts.append(
+            contribution(
+                consumed,
+                old.shape[:2],
+                first_block=first_block,
+                next_block=next_block,
+                rank=rank,
+                world_size=world_size,
+            )
+        )
+    return merge_cursors(old, parts, first_block=first_block, next_block=next_block)
+
+
+def test_the_stream_gives_the_blocks_of_the_slow_reference(mixed, place):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    expected = reference_stream.blocks(mixed, tokenizer.encode, tokenizer.eos, 20 * BLOCKS)
+    stream = opened(mixed, place)
+    found = [row for _ in range(20) for row in next(stream).ids.tolist()]
+    assert found == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
+def test_batches_do_not_depend_on_world_size(mixed, place, world_size):
+    alone = all_ranks(mixed, place, 1)
+    spread = all_ranks(mixed, place, world_size)
+    for step in range(STEPS):
+        assert interleaved(spread, world_size, step) == alone[0][step].ids.tolist()
+        ours = [spread[rank][step] for rank in range(world_size)]
+        assert sum(batch.digest for batch in ours) % 2**64 == alone[0][step].digest
+        assert sum((Counter(b.sources) for b in ours), Counter()) == alone[0][step].sources
+
+
+def test_what_was_met_is_counted_once_whatever_the_world_size(mixed, place):
+    def counted(world_size):
+        total = Counter()
+        for batches in all_ranks(mixed, place, world_size, steps=20):
+            for batch in batches:
+                for label, met in batch.counts.items():
+                    total.update({(label, what): n for what, n in met.items()})
+        return total
+
+    assert counted(1) == counted(3)
+    assert counted(1)["a", "heldout"] > 0
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 2), (2, 1)])
+def test_batches_do_not_depend_on_workers(mixed, place, world_size, workers):
+    plain = all_ranks(mixed, place, world_size)
+    ahead = all_ranks(mixed, place, world_size, workers=workers)
+    for rank in range(world_size):
+        for one, other in zip(plain[rank], ahead[rank], strict=True):
+            assert one.digest == other.digest
+            assert one.cursors == other.cursors
+            assert np.array_equal(one.ids, other.ids)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_resume_at_any_step_with_any_world_size_goes_on_the_same(mixed, place, data):
+    steps = 30
+    straight = all_ranks(mixed, place, 1, steps)[0]
+    done, next_block = 0, 0
+    cursors = DataState.fresh(mixed).cursors
+    while done < steps:
+        world_size = data.draw(st.integers(1, 6), "world size")
+        count = data.draw(st.integers(1, steps - done), "steps")
+        start = {"next_block": next_block, "cursors": cursors}
+        batches = all_ranks(mixed, place, world_size, count, **start)
+        for step in range(count):
+            expected = straight[done + step].ids.tolist()
+            assert interleaved(batches, world_size, step) == expected
+        cursors = merged_cursors(mixed, batches, count - 1, cursors, next_block)
+        done, next_block = done + count, next_block + count * BLOCKS
+
+
+def test_lanes_without_a_block_since_the_resume_keep_their_cursors(single, place):
+    stream = opened(single, place, blocks_per_step=3)
+    batch = next(stream)
+    old = DataState.fresh(single).cursors
+    merged = merged_cursors(single, [[batch]], 0, old, 0, blocks=3)
+    assert sorted(batch.cursors) == [0, 1, 2]
+    assert merged[3].tolist() == [[0, 0, 0, 0]]
+    assert all(merged[lane, 0, 3] > 0 or merged[lane, 0, 2] > 0 for lane in range(3))
+    again = opened(single, place, blocks_per_step=3, next_block=3, cursors=merged)
+    assert np.array_equal(next(again).ids, next(stream).ids)
+
+
+def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
+    tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(60)
+    tokens = Counter()
+    for index in range(single.lanes):
+        lane = Lane(single, tokenizer, reader, index, index, [Cursor(0, 0, 0, 0)])
+        ids = []
+        while lane.cursors[0].epoch == 0:
+            ids += lane.take().ids[:-1].tolist()
+        for name, _ in reference_stream.lane_documents(single, 0, index, 0):
+            tokens[name] += 1
+        text = tokenizer.decode(ids)
+        for _, document in reference_stream.lane_documents(single, 0, index, 0):
+            assert text.count(document + "<|endoftext|>") == 1
+    assert tokens == Counter(row["id"] for row in corpus.articles(50))
+
+
+def test_no_held_out_document_is_trained_on(mixed, place):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    stream = opened(mixed, place)
+    seen = "".join(tokenizer.decode(row[:-1]) for _ in range(60) for row in next(stream).ids)
+    source = mixed.sources[0]
+    held = [
+        text
+        for u, unit in enumerate(source.units)
+        for name, text in reference_stream.unit_rows(source, unit)
+        if reference_stream.is_heldout(source, u, name, mixed.seed)
+    ]
+    assert held
+    assert not any(text.split("\n")[0] + "\n" in seen for text in held)
+
+
+def test_blocks_are_the_articles_own_text_special_token_strings_too(tmp_path):
+    corpus.write_tokenizer(tmp_path / "tokenizer")
+    text = "before <|endoftext|> after"
+    path = corpus.write_jsonl(tmp_path / "one.jsonl", [{"text": text}])
+    manifest = corpus.manifest_of(tmp_path / "tokenizer", path, lanes=1)
+    tokenizer = open_tokenizer(tmp_path / "tokenizer")
+    stream = opened(manifest, tmp_path, blocks_per_step=6)
+    ids = next(stream).ids[:, :-1].ravel()
+    pieces = np.split(ids, np.flatnonzero(ids == tokenizer.eos) + 1)
+    assert len(pieces) > 2
+    assert all(tokenizer.decode(piece) == text + "<|endoftext|>" for piece in pieces[:-1])
+
+
+def test_one_document_feeds_every_lane(tmp_path):
+    corpus.write_tokenizer(tmp_path / "tokenizer")
+    path = corpus.write_parquet(tmp_path / "one.parquet", corpus.articles(1))
+    manifest = corpus.manifest_of(tmp_path / "tokenizer", path, lanes=7)
+    tokenizer = open_tokenizer(tmp_path / "tokenizer")
+    expected = reference_stream.blocks(manifest, tokenizer.encode, tokenizer.eos, 24)
+    stream = opened(manifest, tmp_path)
+    assert [row for _ in range(2) for row in next(stream).ids.tolist()] == expected
+
+
+def test_the_digest_is_the_sum_of_the_blocks_hashes(single, place):
+    stream = opened(single, place, rank=1, world_size=2)
+    next(stream)
+    batch = next(stream)
+    expected = 0
+    for row, g in enumerate(range(BLOCKS + 1, 2 * BLOCKS, 2)):
+        data = b"".join(int(i).to_bytes(4, "little") for i in batch.ids[row])
+        expected += xxhash.xxh3_64_intdigest(data, seed=g)
+    assert batch.digest == expected % 2**64
+    assert batch.first_block == BLOCKS
+    assert batch.trained_tokens == batch.labels.size == 6 * single.seq_len
+    assert np.array_equal(batch.labels, batch.ids[:, 1:])
+
+
+def reads_of_two_steps(manifest, place, cursors, next_block, monkeypatch):
+    counts = []
+    original = Reader.rows
+
+    def counting(self, *arguments):
+        counts.append(arguments)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Reader, "rows", counting)
+    stream = opened(manifest, place, next_block=next_block, cursors=cursors)
+    next(stream)
+    return len(counts)
+
+
+def test_opening_far_into_the_run_reads_no_more_units_than_at_its_start(single, place, monkeypatch):
+    stream = opened(single, place)
+    batches = [next(stream) for _ in range(10)]
+    old = DataState.fresh(single).cursors
+    early = merged_cursors(single, [batches], 9, old, 0)
+    late = early.copy()
+    late[:, :, 0] += 1_000_000
+    late[:, :, 1:] = 0
+    blocks = BLOCKS * 10
+    few = reads_of_two_steps(single, place, early, blocks, monkeypatch)
+    many = reads_of_two_steps(single, place, late, blocks * 10**6, monkeypatch)
+    assert many <= few + single.lanes
+
+
+def test_a_bad_line_ends_the_workers_stream_with_the_same_error(tmp_path):
+    corpus.write_tokenizer(tmp_path / "tokenizer")
+    lines = [*[b'{"text": "fine words in a line of the first range"}'] * 400, b"[1]"]
+    path = corpus.write_lines(tmp_path / "bad.jsonl", lines)
+    manifest = corpus.manifest_of(tmp_path / "tokenizer", path, lanes=1)
+    for workers in (0, 1):
+        stream = opened(manifest, tmp_path, workers=workers, blocks_per_step=64)
+        try:
+            with pytest.raises(UserError, match=r"bad\.jsonl, line 401"):
+                for _ in range(100):
+                    next(stream)
+        finally:
+            stream.close()
+
+
+def test_a_worker_that_died_is_a_failure_that_a_restart_cures(single, place):
+    stream = opened(single, place, workers=1, blocks_per_step=4000)
+    try:
+        worker = stream._items._workers[0]
+        worker.kill()
+        with pytest.raises(RunError) as raised:
+            for _ in range(100):
+                next(stream)
+        assert raised.value.exit_code == 75
+    finally:
+        stream.close()
+
+
+def test_another_tokenizer_than_the_manifests_is_refused(single, place, tmp_path):
+    corpus.write_tokenizer(tmp_path / "tokenizer", entries=290)
+    with pytest.raises(UserError, match="tokenizer digest"):
+        next(opened(single, tmp_path))
+
+
+def test_the_cost_of_a_world_size_that_does_not_divide_the_lanes_is_known():
+    assert discard_factor(4, 0, 24) == 1
+    assert discard_factor(2, 3, 24) == 1
+    assert discard_factor(5, 1, 24) == 5
+    assert discard_factor(9, 0, 24) == 3
+
+
+def test_a_data_worker_needs_neither_transformers_nor_accelerate():
+    code = (
+        "import sys, llmtrain.data.stream as s\n"
+        "bad = {'transformers', 'accelerate', 'datasets', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_rolling_digest_is_the_hash_of_both_numbers():
+    both = bytes([1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0])
+    assert roll(1, 2) == xxhash.xxh3_64_intdigest(both)
