@@ -33,6 +33,7 @@ Reason = tuple[str, str]  # name of a checkpoint, what is wrong with it
 
 TRIES = 3
 WAIT_SECONDS = 15.0
+READ_BYTES = form.EXTENT_BYTES
 _DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
@@ -299,8 +300,8 @@ def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
     import torch
 
     data = piece.data.detach().view(torch.uint8)
-    for offset in range(0, data.numel(), form.EXTENT_BYTES):
-        block = data[offset : offset + form.EXTENT_BYTES]
+    for offset in range(0, data.numel(), READ_BYTES):
+        block = data[offset : offset + READ_BYTES]
         host = block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
         yield offset, host.numpy().data
         if host is not block:

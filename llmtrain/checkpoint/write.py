@@ -204,7 +204,8 @@ def _blocks(begun: Begun, piece: Piece) -> Iterator[tuple[str, int, memoryview]]
         raise ValueError(f"{piece.name} is not in the spec")
     item, dtype = form.DTYPES[place.tensor.dtype]
     end = (piece.start + piece.data.numel()) * item
-    if str(piece.data.dtype) != dtype or not 0 <= end <= form.tensor_bytes(place.tensor):
+    within = piece.start >= 0 and end <= form.tensor_bytes(place.tensor)
+    if str(piece.data.dtype) != dtype or not within:
         raise ValueError(f"{piece.name}: {piece.data.dtype} up to byte {end} is not {place.tensor}")
     data = piece.data.detach().view(torch.uint8)
     start = place.offset + piece.start * item

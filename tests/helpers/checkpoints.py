@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 
 from llmtrain.checkpoint import format as form
@@ -71,10 +74,12 @@ def tensors(spec: Spec, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = np.random.default_rng(seed)
     found = {}
     for name, tensor in (item for part in spec.values() for item in part.items()):
+        value = torch.empty(tensor.shape, dtype=TORCH[tensor.dtype])
         bits = generator.integers(0, 2, form.tensor_bytes(tensor), dtype=np.uint8)
         if tensor.dtype != "BOOL":
             bits *= generator.integers(1, 60, bits.size, dtype=np.uint8)  # no NaN
-        found[name] = torch.from_numpy(bits).view(TORCH[tensor.dtype]).view(tensor.shape)
+        value.view(-1).view(torch.uint8).numpy()[:] = bits
+        found[name] = value
     return found
 
 
@@ -110,3 +115,27 @@ def save(
     except Exception as caught:
         error = caught
     return write.commit(begun, extents, error, ranks)
+
+
+class Killed(BaseException):
+    """Ends a save at once, as a kill does: nothing catches it, nothing cleans up after it."""
+
+
+@contextmanager
+def broken_disk(nth: int, error: BaseException) -> Iterator[list[str]]:
+    """The nth call (from 0) that touches the disk raises; yields the calls made so far."""
+    calls: list[str] = []
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == nth + 1:
+                raise error
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "close", "pwrite", "fsync", "posix_fallocate", "mkdir", "rename"):
+            patch.setattr(os, name, counted(name, getattr(os, name)))
+        yield calls

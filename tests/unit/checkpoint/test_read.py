@@ -1,0 +1,338 @@
+import errno
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import RUN, SPEC, on_ranks, save, tensors, whole
+from xxhash import xxh3_128_hexdigest
+
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read
+from llmtrain.errors import RunError, UserError
+from llmtrain.types import Alone, Piece, TensorSpec
+
+NEWEST = "step-00000008"
+MODEL = "model.safetensors"
+FILES = [*SPEC, "config.json", form.STATE, form.MANIFEST]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Two checkpoints, of steps 4 and 8."""
+    save(tmp_path, 4)
+    save(tmp_path, 8)
+    return tmp_path
+
+
+def flip(path, position, bit=0):
+    body = bytearray(path.read_bytes())
+    body[position] ^= 1 << bit
+    path.write_bytes(body)
+
+
+DAMAGES = {
+    "first bit flipped": lambda path: flip(path, 0),
+    "middle bit flipped": lambda path: flip(path, path.stat().st_size // 2, 3),
+    "last bit flipped": lambda path: flip(path, -1, 7),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "appended": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+    "a link": lambda path: path.symlink_to(path.rename(path.parent.parent / "elsewhere")),
+}
+
+
+def found(root, world_size=1, run_id=RUN):
+    searches = on_ranks(world_size, lambda ranks: read.find(root, run_id, ranks, wait=waited([])))
+    assert all(search == searches[0] for search in searches)
+    return searches[0]
+
+
+def waited(times):
+    return times.append
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_newest_is_found_by_number_on_all_ranks(root, world_size):
+    os.utime(root / "step-00000004", (2e9, 2e9))
+    search = found(root, world_size)
+    assert search.quarantined == ()
+    assert (search.found.name, search.found.step) == (NEWEST, 8)
+    assert search.found.path == root / NEWEST
+    assert search.found.state["run_id"] == RUN
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_nothing_is_found_in_a_new_run(tmp_path, make):
+    root = tmp_path / "checkpoints"
+    if make:
+        root.mkdir()
+    assert found(root, 2) == read.Search(None, ())
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_damage_is_named_set_aside_and_the_older_one_used(root, file, damage):
+    DAMAGES[damage](root / NEWEST / file)
+    assert file in read.verify(root / NEWEST)[0]
+    search = found(root)
+    assert search.found.step == 4
+    [(name, reason)] = search.quarantined
+    assert name == NEWEST
+    assert file in reason
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == [
+        "step-00000004",
+        "step-00000008.damaged",
+    ]
+
+
+def test_damage_in_any_share_is_found_by_all_ranks(root):
+    flip(root / NEWEST / "optimizer-00001-of-00001.safetensors", -1)
+    search = found(root, 3)
+    assert search.found.step == 4
+    assert "optimizer-00001-of-00001.safetensors: the digest of bytes" in search.quarantined[0][1]
+
+
+def test_a_name_that_is_taken_gets_a_number(root):
+    (root / f"{NEWEST}.damaged").mkdir()
+    (root / f"{NEWEST}.damaged-2").mkdir()
+    (root / NEWEST / "config.json").unlink()
+    found(root)
+    assert (root / f"{NEWEST}.damaged-3").is_dir()
+
+
+def test_all_damaged_is_an_error_that_lists_each_and_deletes_nothing(root):
+    (root / NEWEST / "config.json").unlink()
+    flip(root / "step-00000004" / MODEL, -1)
+    for world_size in (2, 1):  # the second start says it again
+        with pytest.raises(UserError) as caught:
+            found(root, world_size)
+        first, second = caught.value.problems
+        assert "step-00000004.damaged" in first.key
+        assert MODEL in str(first.value)
+        assert "step-00000008.damaged" in second.key
+        assert "config.json" in str(second.value)
+    assert (root / "step-00000004.damaged" / MODEL).exists()
+
+
+def sign(directory, **fields):
+    path = directory / form.MANIFEST
+    rest = json.loads(path.read_bytes()) | fields
+    del rest["self"]
+    path.write_bytes(form.canonical({**rest, "self": xxh3_128_hexdigest(form.canonical(rest))}))
+
+
+def test_a_newer_format_is_refused_and_left_in_place(root):
+    sign(root / NEWEST, format=2)
+    with pytest.raises(UserError, match="format 2"):
+        found(root, 2)
+    assert (root / NEWEST).is_dir()
+
+
+def test_another_runs_checkpoints_are_not_looked_at(root):
+    save(root, 99_999_999, run_id="another")
+    sign(root / "step-99999999", format=2)
+    save(root, 12, run_id="another")
+    (root / "step-00000012" / MODEL).unlink()
+    save(root, 16, run_id="another")
+    (root / "step-00000016" / form.MANIFEST).unlink()  # its state still says whose it is
+    for name in ("step-9", "step-10", "step-00000020.partial", ".trash-24"):
+        (root / name).mkdir()
+    before = sorted(path.name for path in root.iterdir())
+    assert found(root).found.step == 8
+    assert sorted(path.name for path in root.iterdir()) == before
+
+
+def test_without_a_run_id_the_newest_of_any_run_is_found(root):
+    save(root, 12, run_id="another")
+    assert found(root, run_id=None).found.state["run_id"] == "another"
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(root):
+    (root / NEWEST).rename(root / "step-00000012")
+    search = found(root)
+    assert search.found.step == 4
+    assert "step 8" in search.quarantined[0][1]
+
+
+def test_a_signed_file_that_is_no_safetensors_is_damaged(root):
+    body = b"\xff" * 40
+    (root / NEWEST / MODEL).write_bytes(body)
+    extents = form.extents_of(body)
+    files = json.loads((root / NEWEST / form.MANIFEST).read_bytes())["files"]
+    sign(root / NEWEST, files=files | {MODEL: {"size": 40, "extents": extents}})
+    assert found(root).quarantined[0][1].startswith(MODEL)
+
+
+def failing(monkeypatch, error, times, only=MODEL):
+    """`open` of one file fails so many times."""
+    left, real = [times], Path.open
+
+    def opened(self, *args, **kwargs):
+        if self.name == only and left[0]:
+            left[0] -= 1
+            raise OSError(error, os.strerror(error), str(self))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_disk_that_answers_at_the_third_try_is_no_trouble(root, monkeypatch, error):
+    failing(monkeypatch, error, times=2)
+    times = []
+    search = read.find(root, RUN, Alone(), wait=waited(times))
+    assert (search.found.step, search.quarantined) == (8, ())
+    assert times == [15.0, 15.0]
+
+
+@pytest.mark.parametrize("file", [MODEL, form.MANIFEST])
+def test_a_disk_that_does_not_answer_ends_the_start_and_renames_nothing(root, monkeypatch, file):
+    failing(monkeypatch, errno.EIO, times=10**9, only=file)
+    with pytest.raises(RunError, match="Input/output error") as caught:
+        found(root, 2)
+    assert caught.value.exit_code == 74
+    monkeypatch.undo()
+    assert found(root).found.step == 8
+
+
+def test_a_file_that_only_another_rank_cannot_see_is_trouble(root, monkeypatch):
+    real = read._check_extent
+    manifest = form.load(root / NEWEST)
+    count = len([extent for entry in manifest.files.values() for extent in entry.extents])
+    seen = []
+
+    def check(path, name, extent):
+        if not seen:
+            seen.append(name)
+            return real(path, name, extent)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path / name))
+
+    monkeypatch.setattr(read, "_check_extent", check)
+    assert count > 1
+    with pytest.raises(RunError, match="No such file"):
+        found(root, 2)
+    assert (root / NEWEST).is_dir()
+
+
+def test_our_own_mistake_is_no_damage(root, monkeypatch):
+    monkeypatch.setattr(read, "_check_extent", lambda *_: {}["missing"])
+    with pytest.raises(RunError, match="KeyError") as caught:
+        found(root, 2)
+    assert caught.value.exit_code == 1
+    assert (root / NEWEST).is_dir()
+
+
+def test_what_was_written_is_read_back_bit_for_bit(root):
+    into = tensors(SPEC, seed=77)
+    read.fill(found(root).found, SPEC, whole(SPEC, into), Alone())
+    assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
+
+
+def test_ranges_are_read_into_the_pieces_of_each_rank(root):
+    into = tensors(SPEC, seed=77)
+    search = found(root)
+
+    def fill(ranks):
+        pieces = (
+            Piece(name, start, value.view(-1)[start : start + 2])
+            for name, value in into.items()
+            for start in range(0, value.numel(), 2)
+            if start // 2 % 2 == ranks.rank
+        )
+        read.fill(search.found, SPEC, pieces, ranks)
+
+    on_ranks(2, fill)
+    assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
+
+
+def test_tensors_may_be_cut_into_files_otherwise(root):
+    one = {"all": {**SPEC[MODEL], **SPEC["optimizer-00001-of-00001.safetensors"]}}
+    into = tensors(one, seed=77)
+    read.fill(found(root).found, one, whole(one, into), Alone())
+    assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
+
+
+def test_blocks_of_a_large_tensor_follow_each_other(root, monkeypatch):
+    monkeypatch.setattr(read, "READ_BYTES", 8)
+    into = tensors(SPEC, seed=77)
+    read.fill(found(root).found, SPEC, whole(SPEC, into), Alone())
+    assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
+
+
+def test_other_tensors_are_refused_with_the_first_five(root):
+    part = {f"b{i}": TensorSpec("F32", (2,)) for i in range(4)}
+    spec = {MODEL: {"a.weight": TensorSpec("F32", (5, 4)), **SPEC[MODEL], **part}}
+    spec[MODEL]["a.weight"] = TensorSpec("F32", (5, 4))
+    values = {name: value.clone() for name, value in tensors(spec).items()}
+
+    def fill(ranks):
+        read.fill(search.found, spec, whole(spec, values), ranks)
+
+    search = found(root)
+    with pytest.raises(UserError) as caught:
+        on_ranks(2, fill)
+    assert "6 of 9 tensors" in str(caught.value)
+    assert [problem.key for problem in caught.value.problems] == [
+        "a.weight",
+        "b0",
+        "b1",
+        "b2",
+        "b3",
+    ]
+    assert caught.value.problems[0].value == "F32 [5, 3]"
+    assert "F32 [5, 4]" in caught.value.problems[0].expected
+    assert caught.value.problems[1].value == "absent"
+    assert all(torch.equal(values[name], value) for name, value in tensors(spec).items())
+
+
+def test_a_tensor_that_the_model_does_not_have_is_refused(root):
+    spec = {MODEL: SPEC[MODEL]}
+    with pytest.raises(UserError, match=r"a\.weight\.exp_avg") as caught:
+        read.fill(found(root).found, spec, whole(spec, tensors(spec)), Alone())
+    assert "absent" in str(caught.value)
+
+
+def test_a_disk_that_does_not_answer_while_filling_ends_all_ranks(root, monkeypatch):
+    search = found(root)
+    into = tensors(SPEC)
+    failing(monkeypatch, errno.EIO, times=10**9)
+    with pytest.raises(RunError, match="Input/output error") as caught:
+        on_ranks(
+            2,
+            lambda ranks: read.fill(search.found, SPEC, whole(SPEC, into), ranks, wait=waited([])),
+        )
+    assert caught.value.exit_code == 74
+
+
+def test_verify_lists_everything_that_is_wrong(root):
+    (root / NEWEST / "config.json").unlink()
+    flip(root / NEWEST / MODEL, -1)
+    assert [line.partition(":")[0] for line in read.verify(root / NEWEST)] == ["config.json", MODEL]
+    assert read.verify(root / "step-00000004") == []
+
+
+pickled = []
+sys.addaudithook(lambda event, _: pickled.append(event) if event == "pickle.find_class" else None)
+
+
+def test_nothing_is_unpickled_by_a_search_and_a_load(root):
+    pickled.clear()
+    into = tensors(SPEC)
+    read.fill(found(root).found, SPEC, whole(SPEC, into), Alone())
+    assert pickled == []
+
+
+def test_the_package_holds_no_pickle():
+    package = Path(form.__file__).parents[1]
+    forbidden = re.compile(
+        r"^\s*(import|from) (pickle|cPickle|dill)\b|torch\.(save|load)\(|"
+        r"\b(allow_pickle|trust_remote_code)=True|\b(gather|broadcast)_object",
+        re.MULTILINE,
+    )
+    hits = [path for path in package.rglob("*.py") if forbidden.search(path.read_text())]
+    assert hits == []

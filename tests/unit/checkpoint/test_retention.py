@@ -1,0 +1,145 @@
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from helpers.checkpoints import RUN, save
+
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import retention
+from llmtrain.checkpoint.retention import Policy
+from llmtrain.errors import UserError
+
+TWO = Policy(keep_last=2, keep_every=0, keep_best=0)
+
+
+def steps(root):
+    return sorted(form.step_of(name) for name in form.complete_names(root))
+
+
+def names(root):
+    return {path.name for path in root.iterdir()}
+
+
+def filled(root, losses):
+    for step, loss in losses.items():
+        save(root, step, loss=loss)
+    return root
+
+
+def test_the_newest_by_number_stay_whatever_the_disk_says(tmp_path):
+    filled(tmp_path, dict.fromkeys([9, 10, 100, 11]))
+    for age, step in enumerate([100, 11, 10, 9]):
+        os.utime(tmp_path / form.directory_name(step), (age, age))
+    assert retention.apply(tmp_path, TWO, RUN, None) == ["step-00000009", "step-00000010"]
+    assert steps(tmp_path) == [11, 100]
+    assert sorted(names(tmp_path)) == ["step-00000011", "step-00000100"]
+
+
+def test_multiples_of_keep_every_stay_for_ever(tmp_path):
+    filled(tmp_path, dict.fromkeys(range(2, 22, 2)))
+    retention.apply(tmp_path, Policy(2, 6, 0), RUN, None)
+    assert steps(tmp_path) == [6, 12, 18, 20]
+
+
+def test_the_best_by_held_out_loss_stay(tmp_path):
+    losses = {2: 3.0, 4: 1.5, 6: None, 8: 2.0, 10: float("inf"), 12: 2.5, 14: 2.6}
+    filled(tmp_path, {step: loss for step, loss in losses.items() if loss != float("inf")})
+    retention.apply(tmp_path, Policy(2, 0, 2), RUN, None)
+    assert steps(tmp_path) == [4, 8, 12, 14]
+
+
+def test_of_two_with_one_evaluation_the_older_is_the_best(tmp_path):
+    filled(tmp_path, {2: 1.0, 4: 1.0, 6: 2.0, 8: 2.0})
+    retention.apply(tmp_path, Policy(2, 0, 1), RUN, None)
+    assert steps(tmp_path) == [2, 6, 8]
+
+
+def test_the_one_resumed_from_stays_until_two_newer_are_there(tmp_path):
+    filled(tmp_path, dict.fromkeys([2, 4, 6]))
+    for lost in (4, 6):  # an older one was chosen, newer ones are gone
+        shutil.rmtree(tmp_path / form.directory_name(lost))
+    policy = Policy(1, 0, 0)
+    save(tmp_path, 8)
+    assert retention.apply(tmp_path, policy, RUN, "step-00000002") == []
+    save(tmp_path, 10)
+    gone = retention.apply(tmp_path, policy, RUN, "step-00000002")
+    assert gone == ["step-00000002", "step-00000008"]
+
+
+def test_only_intact_checkpoints_of_this_run_are_touched(tmp_path, caplog):
+    filled(tmp_path, dict.fromkeys([2, 4, 6, 8]))
+    save(tmp_path, 99_999_999, run_id="another")
+    save(tmp_path, 1, run_id="another")
+    (tmp_path / "step-00000002" / form.MANIFEST).write_bytes(b"{}")
+    for name in ("step-9", "step-10", "step-00000003.damaged", "step-00000005.partial", "mine"):
+        (tmp_path / name).mkdir()
+    assert retention.apply(tmp_path, TWO, RUN, None) == ["step-00000004"]
+    assert steps(tmp_path) == [1, 2, 6, 8, 99_999_999]
+    assert {"step-9", "step-10", "step-00000003.damaged", "mine"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert "step-00000002" in caplog.text
+
+
+def test_what_cannot_be_deleted_is_logged_and_tried_again(tmp_path, monkeypatch, caplog):
+    filled(tmp_path, dict.fromkeys([2, 4, 6]))
+
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        assert retention.apply(tmp_path, TWO, RUN, None) == ["step-00000002"]
+        assert retention.clean(tmp_path) == []
+    assert "Permission denied" in caplog.text
+    assert steps(tmp_path) == [4, 6]  # its name is gone already
+    assert retention.clean(tmp_path) == [".trash-2"]
+
+
+def test_a_start_clears_away_what_was_left_unfinished(tmp_path):
+    filled(tmp_path, {2: None})
+    for name in ("step-00000004.partial", ".trash-1", "step-00000006.damaged", "x.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x")
+    assert retention.clean(tmp_path) == [".trash-1", "step-00000004.partial"]
+    assert sorted(names(tmp_path)) == [
+        "step-00000002",
+        "step-00000006.damaged",
+        "x.partial",
+    ]
+    assert retention.clean(tmp_path / "absent") == []
+
+
+def test_space_is_what_the_policy_keeps_and_two_more_less_what_is_there(tmp_path):
+    policy = Policy(3, 0, 1)
+    assert retention.space_needed(tmp_path / "absent", policy, 1000, 10) == 60
+    assert retention.space_needed(tmp_path, Policy(3, 300, 1), 1000, 10) == 90
+    filled(tmp_path, dict.fromkeys([2, 4]))
+    assert retention.space_needed(tmp_path, policy, 1000, 10) == 40
+    assert retention.space_needed(tmp_path, Policy(2, 0, 0), 1000, 10) == 20
+    filled(tmp_path, dict.fromkeys([6, 8, 10]))
+    assert retention.space_needed(tmp_path, Policy(2, 0, 0), 1000, 10) == 10
+
+
+def disk(monkeypatch, **fields):
+    said = {"f_bavail": 2**40, "f_frsize": 1, "f_files": 10**6, "f_favail": 10**6} | fields
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**said))
+
+
+def test_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    disk(monkeypatch, f_bavail=5000)
+    root = tmp_path / "not" / "there" / "yet"
+    retention.check_space(root, Policy(2, 0, 0), 100, 1250, 12)
+    with pytest.raises(UserError) as caught:
+        retention.check_space(root, Policy(2, 0, 0), 100, 1251, 12)
+    assert "5004 and 5000 bytes" in str(caught.value)
+    assert caught.value.problems[0].key == "run.dir"
+
+
+def test_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
+    disk(monkeypatch, f_favail=55)
+    with pytest.raises(UserError, match=r"56 files \(inodes\), not 55"):
+        retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)
+    disk(monkeypatch, f_files=0, f_favail=0)  # a file system without such a limit
+    retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)

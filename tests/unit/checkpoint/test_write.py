@@ -1,0 +1,284 @@
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import (
+    RUN,
+    SPEC,
+    TORCH,
+    Killed,
+    broken_disk,
+    on_ranks,
+    save,
+    tensors,
+    whole,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read, write
+from llmtrain.types import Alone, Piece, TensorSpec
+
+MODEL = "model.safetensors"
+
+
+def files(directory):
+    """Every file below a directory with its bytes, the manifest apart."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != form.MANIFEST
+    }
+
+
+def test_a_commit_leaves_one_complete_directory(tmp_path):
+    committed = save(tmp_path, 300, small={"extra/template.jinja": b"{{ x }}"})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000300"]
+    directory = tmp_path / "step-00000300"
+    assert committed.name == directory.name
+    assert committed.bytes == sum(path.stat().st_size for path in directory.rglob("*.*"))
+    assert committed.seconds > 0
+    assert (directory / "extra" / "template.jinja").read_bytes() == b"{{ x }}"
+    assert read.verify(directory) == []
+
+
+def test_the_files_hold_the_tensors(tmp_path):
+    save(tmp_path, 300)
+    values = tensors(SPEC, 300)
+    for file, part in SPEC.items():
+        found = load_file(tmp_path / "step-00000300" / file)
+        assert found.keys() == part.keys()
+        assert all(torch.equal(found[name], values[name]) for name in part)
+
+
+def test_the_manifest_names_every_file_but_itself(tmp_path):
+    save(tmp_path, 300)
+    directory = tmp_path / "step-00000300"
+    manifest = json.loads((directory / form.MANIFEST).read_bytes())
+    assert manifest["files"].keys() == files(directory).keys()
+    assert (manifest["format"], manifest["run_id"], manifest["step"]) == (1, RUN, 300)
+
+
+@st.composite
+def divided(draw):
+    """A spec, and for each of up to three ranks the ranges of its tensors that it writes."""
+    dtypes = draw(st.lists(st.sampled_from(list(TORCH)), min_size=1, max_size=5))
+    dtypes.sort(key=lambda dtype: -form.DTYPES[dtype][0])
+    shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+    part = {f"t{i}": TensorSpec(dtype, draw(shapes)) for i, dtype in enumerate(dtypes)}
+    spec = {"a.safetensors": part, "b.safetensors": {"u": TensorSpec("F32", draw(shapes))}}
+    values = tensors(spec, draw(st.integers(0, 9)))
+    ranks = [[] for _ in range(draw(st.integers(1, 3)))]
+    for name, value in values.items():
+        count = value.numel()
+        cuts = sorted(draw(st.sets(st.integers(0, count), max_size=3)) | {0, count})
+        for start, end in zip(cuts, [*cuts[1:], count], strict=True):
+            piece = Piece(name, start, value.view(-1)[start:end])
+            draw(st.sampled_from(ranks)).append(piece)
+    return spec, values, ranks
+
+
+@settings(deadline=None)
+@given(divided())
+def test_the_bytes_do_not_depend_on_how_tensors_are_split(tmp_path_factory, case):
+    spec, values, ranks = case
+    root = tmp_path_factory.mktemp("root")
+    save(root / "whole", 1, spec, whole(spec, values))
+    saved = on_ranks(
+        len(ranks), lambda own: save(root / "split", 1, spec, ranks[own.rank], ranks=own)
+    )
+    assert {type(outcome) for outcome in saved} == {write.Committed}
+    assert files(root / "split/step-00000001") == files(root / "whole/step-00000001")
+    assert read.verify(root / "split" / "step-00000001") == []
+
+
+def test_ranges_that_follow_each_other_are_one_extent(tmp_path):
+    save(tmp_path, 1)
+    entry = form.load(tmp_path / "step-00000001").files[MODEL]
+    head = len(form.header(SPEC[MODEL]))
+    assert [extent.offset for extent in entry.extents] == [0, head]
+
+
+def test_no_extent_is_longer_than_64_mib(tmp_path, monkeypatch):
+    monkeypatch.setattr(form, "EXTENT_BYTES", 64)
+    monkeypatch.setattr(form, "BLOCK_BYTES", 16)
+    spec = {"model.safetensors": {"a": TensorSpec("F32", (101, 3))}}
+    save(tmp_path, 1, spec)
+    entry = form.load(tmp_path / "step-00000001").files[MODEL]
+    assert max(extent.length for extent in entry.extents) == 64
+    assert read.verify(tmp_path / "step-00000001") == []
+
+
+def test_an_older_partial_is_removed(tmp_path):
+    (tmp_path / "step-00000004.partial").mkdir()
+    (tmp_path / "step-00000004.partial" / "x").write_bytes(b"x")
+    save(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_what_fails_on_one_rank_fails_the_save_on_all(tmp_path, caplog):
+    save(tmp_path, 4)
+    before = files(tmp_path)
+
+    def fail(ranks):
+        pieces = whole(SPEC, tensors(SPEC)) if ranks.rank == 0 else [Piece("?", 0, torch.ones(1))]
+        return save(tmp_path, 8, pieces=pieces, ranks=ranks)
+
+    outcomes = on_ranks(3, fail)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert [(failed.rank, failed.kind) for failed in outcomes[0].failures] == [
+        (1, "ValueError"),
+        (2, "ValueError"),
+    ]
+    assert files(tmp_path) == before
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_a_range_that_nobody_wrote_fails_the_save(tmp_path):
+    pieces = [piece for piece in whole(SPEC, tensors(SPEC)) if piece.name != "a.bias"]
+    outcome = save(tmp_path, 4, pieces=pieces)
+    assert isinstance(outcome, write.Failed)
+    assert "model.safetensors" in str(outcome.failures[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_is_there_is_not_written_over(tmp_path):
+    save(tmp_path, 4)
+    before = files(tmp_path)
+    outcome = save(tmp_path, 4, pieces=whole(SPEC, tensors(SPEC, 99)))
+    assert outcome.failures[0].errno == errno.EEXIST
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["manifest.json", MODEL, "../x", "/x"])
+def test_a_small_file_must_have_a_name_of_its_own(tmp_path, name):
+    outcome = save(tmp_path, 4, small={name: b""})
+    assert outcome.failures[0].kind == "ValueError"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece("unknown", 0, torch.ones(1)),
+        Piece("a.bias", 0, torch.ones(3, dtype=torch.int32)),
+        Piece("a.bias", 1, torch.ones(3)),
+        Piece("a.bias", -1, torch.ones(3)),
+    ],
+)
+def test_a_piece_that_is_not_of_the_spec_is_refused(tmp_path, piece):
+    begun = write.begin(tmp_path, 4, SPEC, {}, Alone(), RUN)
+    with pytest.raises(ValueError, match=piece.name):
+        write.pieces(begun, [piece])
+
+
+def test_a_write_that_takes_less_at_a_time_is_finished(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:7], at))
+    save(tmp_path, 4)
+    assert read.verify(tmp_path / "step-00000004") == []
+
+
+def test_without_fallocate_files_still_get_their_size(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    assert isinstance(save(tmp_path / "a", 4), write.Committed)
+    monkeypatch.delattr(os, "posix_fallocate")
+    assert isinstance(save(tmp_path / "b", 4), write.Committed)
+
+
+def calls_of_a_save(root):
+    with broken_disk(10**9, Killed()) as calls:
+        save(root, 4)
+    return calls
+
+
+def test_a_disk_that_fails_at_any_call_leaves_the_old_checkpoint_and_no_partial(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL)
+    calls = calls_of_a_save(tmp_path / "count")
+    for nth, call in enumerate(calls):
+        root = tmp_path / str(nth)
+        save(root, 2)
+        with broken_disk(nth, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+            outcome = save(root, 4)
+        names = sorted(path.name for path in root.iterdir())
+        both = ["step-00000002", "step-00000004"]
+        if isinstance(outcome, write.Committed):  # mkdir of what exists may fail
+            assert (call, names) == ("mkdir", both)
+            continue
+        assert outcome.failures[0].errno == errno.ENOSPC, (nth, call)
+        # Only after the last rename is the checkpoint complete; it stays then.
+        late = nth > len(calls) - 1 - calls[::-1].index("rename")
+        assert names == (both if late else both[:1]), (nth, call)
+        assert all(read.verify(root / name) == [] for name in names)
+        assert isinstance(save(root, 6), write.Committed)
+
+
+def test_a_kill_at_any_call_leaves_a_valid_newest_checkpoint(tmp_path):
+    for nth, call in enumerate(calls_of_a_save(tmp_path / "count")):
+        root = tmp_path / str(nth)
+        save(root, 2)
+        with broken_disk(nth, Killed()), pytest.raises(Killed):
+            save(root, 4)
+        search = read.find(root, RUN, Alone())
+        assert search.quarantined == (), (nth, call)
+        assert search.found.step in (2, 4), (nth, call)
+        assert isinstance(save(root, 6), write.Committed), (nth, call)
+        assert not list(root.glob("*.partial"))
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from helpers.checkpoints import SPEC, save
+from llmtrain.types import TensorSpec
+root = Path(sys.argv[1])
+save(root, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+large = {"model.safetensors": {"a": TensorSpec("F32", (100_000,))}}
+print(save(root, 4, large).failures[0].errno)
+"""
+
+
+def test_a_file_that_the_system_refuses_to_grow_is_a_failed_save(tmp_path):
+    helpers = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": helpers},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) == errno.EFBIG
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert read.verify(tmp_path / "step-00000002") == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_a_checkpoint_as_its_own_hugging_face_format(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    save(tmp_path, 4)
+    values = tensors(SPEC, 4)
+    into = {name: torch.zeros_like(value) for name, value in values.items()}
+    reader = dcp.HuggingFaceStorageReader(str(tmp_path / "step-00000004"))
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(into[name], values[name]) for name in values)
+
+
+def test_numpy_opens_a_checkpoint_without_torch(tmp_path):
+    save(tmp_path, 4)
+    with safe_open(tmp_path / "step-00000004" / MODEL, "np") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert (file.get_tensor("a.weight") == tensors(SPEC, 4)["a.weight"].numpy()).all()
