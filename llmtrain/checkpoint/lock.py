@@ -148,8 +148,11 @@ class RunLock:
                 logger.warning("could not write the beat to %s: %s", self._path, error)
 
     def _write(self) -> None:
-        """The JSON in place (the inode carries the lock), in one write of constant length."""
-        body = json.dumps(asdict(self._holder)).encode().ljust(512) + b"\n"
+        """The JSON in place, since the inode carries the lock.
+
+        Padded before its last brace: whoever reads half of a beat still reads JSON.
+        """
+        body = json.dumps(asdict(self._holder))[:-1].encode().ljust(510) + b"}\n"
         os.pwrite(self._descriptor, body, 0)
         os.fsync(self._descriptor)
 
@@ -157,9 +160,10 @@ class RunLock:
 def read(path: Path) -> Holder | None:
     """Who stands in a lock file; None if it is missing, empty or not readable as a holder."""
     try:
-        return Holder(**json.loads(path.read_bytes()))
+        holder = Holder(**json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    return holder if isinstance(holder.pid, int) else None
 
 
 def boot_id() -> str | None:

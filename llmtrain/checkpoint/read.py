@@ -383,6 +383,7 @@ def _as_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _noted(error: Exception) -> Exception:
-    """The same error, with its traceback in this rank's log."""
-    logger.warning("reading a checkpoint failed on this rank", exc_info=error)
+    """The same error, in this rank's log; with its traceback unless it is plain damage."""
+    traceback = None if isinstance(error, DamagedError) else error
+    logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
     return error

@@ -156,7 +156,18 @@ def test_a_beat_that_cannot_be_written_is_logged_and_goes_on(tmp_path, monkeypat
     assert "could not write the beat" in caplog.text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"pid": 3}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"pid": 3}',
+        b'{"host":"h","boot_id":null,"pid":"x","started":null,"run_id":"r"}',
+        b"\xff\xfe",
+    ],
+)
 def test_a_file_that_names_nobody_is_no_obstacle(tmp_path, body):
     (tmp_path / "lock").write_bytes(body)
     with RunLock(tmp_path, "ours") as held:

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -314,6 +315,24 @@ def test_verify_lists_everything_that_is_wrong(root):
     flip(root / NEWEST / MODEL, -1)
     assert [line.partition(":")[0] for line in read.verify(root / NEWEST)] == ["config.json", MODEL]
     assert read.verify(root / "step-00000004") == []
+
+
+TORCH_FREE = """
+import sys
+from pathlib import Path
+from llmtrain.checkpoint import format, lock, read, retention
+from llmtrain.types import Alone
+root = Path(sys.argv[1])
+assert read.verify(root / "step-00000008") == []
+assert read.find(root, None, Alone()).found.step == 8
+retention.apply(root, retention.Policy(2, 0, 1), "x", None)
+print([name for name in ("torch", "transformers", "accelerate") if name in sys.modules])
+"""
+
+
+def test_searching_verifying_and_clearing_need_no_torch(root):
+    command = [sys.executable, "-c", TORCH_FREE, str(root)]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
 
 
 pickled = []
