@@ -186,25 +186,27 @@ def guess(name: str) -> Guess:
     return Guess("", _neighbours(plain))
 
 
+def _candidates(plain: str) -> list[str]:
+    """Our keys; those of a source only where one may be meant (`optimizer.name` is none)."""
+    anywhere = "." not in plain or plain.startswith("data.")
+    return [key.name for key in all_keys() if anywhere or ITEM not in key.name]
+
+
 def _same_last(plain: str, last: str) -> Guess | None:
-    anywhere = plain == last or plain.startswith("data.")  # `optimizer.name` is no source's name
-    names = [
-        key.name
-        for key in all_keys()
-        if key.name.rpartition(".")[2] == last and (anywhere or ITEM not in key.name)
-    ]
+    names = [name for name in _candidates(plain) if name.rpartition(".")[2] == last]
     near = difflib.get_close_matches(plain, names, n=1, cutoff=0.0)
     return Guess(near[0]) if near else None
 
 
 def _near(plain: str, last: str) -> Guess | None:
-    """The nearest of our last parts, other trainers' names and our full names, in this order."""
+    """The nearest of our last parts and other trainers' names, else of our full names."""
     section = plain.rpartition(".")[0]
-    ours = {key.name.rpartition(".")[2]: key.name for key in reversed(all_keys())}
-    ours |= {k.name.rpartition(".")[2]: k.name for k in all_keys() if k.name.startswith(section)}
+    names = _candidates(plain)
+    beside = [name for name in names if name.startswith(f"{section}.")]
+    ours = {name.rpartition(".")[2]: name for name in [*reversed(names), *beside]}
     for match in difflib.get_close_matches(last, [*ours, *FOREIGN], n=1, cutoff=0.75):
         return Guess(ours[match]) if match in ours else Guess(*FOREIGN[match])
-    for match in difflib.get_close_matches(plain, [key.name for key in all_keys()], 1, 0.8):
+    for match in difflib.get_close_matches(plain, names, n=1, cutoff=0.8):
         return Guess(match)
     return None
 

@@ -1,0 +1,112 @@
+import pytest
+from helpers.config import loaded, problems
+
+from llmtrain.config.checks import check, check_batch
+from llmtrain.config.schema import Config
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("{from: gpt2}", set()),
+        ("{from: gpt2, tokenizer: sample, revision: main}", set()),
+        ("{config: {model_type: llama}, tokenizer: {train: 300}}", set()),
+        ("{tokenizer: sample}", {"model"}),
+        ("{}", {"model", "model.tokenizer"}),
+        ("{from: gpt2, config: {model_type: llama}}", {"model.from"}),
+        ("{config: {model_type: llama}}", {"model.tokenizer"}),
+        ("{config: {model_type: 3}, tokenizer: sample}", {"model.config.model_type"}),
+        ("{config: {model_type: ' '}, tokenizer: sample}", {"model.config.model_type"}),
+        ("{config: {model_type: llama}, tokenizer: sample, revision: x}", {"model.revision"}),
+        (
+            "{config: {model_type: llama, a: [{b: .nan}]}, tokenizer: sample}",
+            {"model.config.a.0.b"},
+        ),
+    ],
+)
+def test_model_and_tokenizer_come_from_one_place(tmp_path, text, keys):
+    assert set(problems(tmp_path, f"model={text}")) == keys
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_blocks_longer_than_the_model_are_refused(tmp_path, name):
+    assert problems(tmp_path, f"model.config.{name}=128", "data.seq_len=128") == {}
+    found = problems(tmp_path, f"model.config.{name}=128", "data.seq_len=129")
+    assert f"{name} 128" in found["data.seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "nearest"),
+    [(10, 4, "8 or 12"), (3, 4, "4"), (8, 4, None), (8, "auto", None)],
+)
+def test_a_batch_is_whole_micro_batches(tmp_path, total, micro, nearest):
+    found = problems(
+        tmp_path, f"training.global_batch_size={total}", f"training.micro_batch_size={micro}"
+    )
+    assert (nearest is None) == (found == {})
+    assert nearest is None or nearest in found["training.global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "world", "advice"),
+    [
+        (250, 4, 8, "224 or 256"),
+        (30, 8, 2, "16 or 32"),
+        (24, 8, 2, "training.micro_batch_size=6"),
+        (24, "auto", 3, None),
+        (24, 4, 3, None),
+        (10, "auto", 3, "9 or 12"),
+        (16, 4, 1, None),
+        (2, "auto", 3, "3"),
+    ],
+)
+def test_a_batch_is_split_over_processes_and_micro_batches(tmp_path, total, micro, world, advice):
+    config = loaded(tmp_path, f"training.global_batch_size={total}")
+    training = config.training.model_copy(update={"micro_batch_size": micro})
+    found = check_batch(config.model_copy(update={"training": training}), world)
+    assert (advice is None) == (found == [])
+    assert advice is None or advice in str(found[0])
+
+
+def test_the_advised_micro_batch_splits_the_batch(tmp_path):
+    for total in range(1, 40):
+        for micro in range(1, 12):
+            for world in (1, 2, 3, 4):
+                config = loaded_batch(total, micro)
+                for problem in check_batch(config, world):
+                    head, _, size = problem.remedy.partition(", or training.micro_batch_size=")
+                    for number in head.split(" or "):
+                        assert check_batch(loaded_batch(int(number), micro), world) == []
+                    if size:
+                        assert check_batch(loaded_batch(total, int(size)), world) == []
+
+
+def loaded_batch(total: int, micro: int) -> Config:
+    return Config.model_validate(
+        {
+            "data": {"sources": [{"path": "sample"}]},
+            "training": {"steps": 1, "global_batch_size": total, "micro_batch_size": micro},
+        }
+    )
+
+
+@pytest.mark.parametrize(("steps", "fine"), [(0.03, True), (1, True), (100, True), (12.5, False)])
+def test_warmup_is_whole_steps_or_a_share(tmp_path, steps, fine):
+    assert (problems(tmp_path, f"optimizer.warmup_steps={steps}") == {}) == fine
+
+
+def test_a_warmup_longer_than_the_run_is_allowed(tmp_path):
+    assert problems(tmp_path, "training.steps=3") == {}
+
+
+@pytest.mark.parametrize(("every", "keep", "fine"), [(5, 0, True), (5, 10, True), (5, 12, False)])
+def test_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every, keep, fine):
+    overrides = (f"checkpoint.every_steps={every}", f"checkpoint.keep_every={keep}")
+    assert (problems(tmp_path, *overrides) == {}) == fine
+
+
+def test_a_config_made_in_python_is_checked_alike():
+    config = Config.model_validate(
+        {"data": {"sources": [{"path": "sample"}]}, "training": {"steps": 1}}
+    )
+    assert {problem.key for problem in check(config)} == {"model", "model.tokenizer"}

@@ -1,0 +1,51 @@
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config.keys import all_keys, golden
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "config_keys.txt"
+COMMAND = (
+    "python -c 'from llmtrain.config.keys import golden; print(golden(), end=\"\")' "
+    "> tests/golden/config_keys.txt"
+)
+
+
+def test_keys_types_and_defaults_are_the_agreed_ones():
+    assert golden() == GOLDEN.read_text(encoding="utf-8"), f"if this is meant: {COMMAND}"
+
+
+def test_every_key_is_explained():
+    for key in all_keys():
+        assert key.description.endswith("."), key.name
+
+
+def test_only_what_the_design_calls_expert_is():
+    expert = {key.name for key in all_keys() if key.expert}
+    assert expert == {"checkpoint.shard_gb", "training.max_skipped_in_a_row"}
+
+
+@cache
+def attributes() -> frozenset[str]:
+    """Every attribute that the package reads outside its config folder."""
+    return frozenset(_attributes())
+
+
+def _attributes() -> Iterator[str]:
+    for path in (ROOT / "llmtrain").rglob("*.py"):
+        if (ROOT / "llmtrain" / "config") in path.parents:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                yield node.attr
+
+
+@pytest.mark.parametrize("key", [key.name for key in all_keys()])
+def test_every_key_is_read_somewhere(key):
+    last = key.rpartition(".")[2]
+    assert (f"{last}_" if last == "from" else last) in attributes()

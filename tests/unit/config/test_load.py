@@ -1,0 +1,218 @@
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.config import SMALLEST, loaded, problems, written
+
+from llmtrain.config.load import load_config
+from llmtrain.errors import UserError
+
+
+def test_a_small_file_is_a_config_with_defaults(tmp_path):
+    config = loaded(tmp_path)
+    assert config.training.steps == 10
+    assert config.training.global_batch_size == 256
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.model.config == {"model_type": "llama", "hidden_size": 8}
+
+
+def test_the_run_directory_is_named_after_the_file(tmp_path):
+    assert loaded(tmp_path).run.dir == "runs/my"
+    assert loaded(tmp_path, "run.dir=elsewhere").run.dir == "elsewhere"
+
+
+def test_overrides_are_read_as_yaml_and_reach_into_lists(tmp_path):
+    config = loaded(
+        tmp_path,
+        "optimizer.learning_rate=3e-4",
+        "data.sources.0.weight=0.7",
+        "model.config.hidden_size=16",
+        "model.tokenizer={train: 300}",
+        'evaluation.prompts=["The planet", on]',
+        "training.max_grad_norm=null",
+        "run.dir=",
+    )
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.data.sources[0].weight == 0.7
+    assert config.model.config["hidden_size"] == 16
+    assert config.model.tokenizer.train == 300
+    assert config.evaluation.prompts == ("The planet", "on")
+    assert config.training.max_grad_norm is None
+    assert config.run.dir == "runs/my"
+
+
+def test_the_last_of_two_overrides_counts(tmp_path):
+    assert loaded(tmp_path, "training.steps=3", "training.steps=4").training.steps == 4
+
+
+def test_a_section_that_is_all_comments_has_its_defaults(tmp_path):
+    assert (
+        loaded(tmp_path, text=SMALLEST + "logging:\n  # every_steps: 3\n").logging.every_steps == 10
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("training.steps", "override training.steps"),
+        ("=3", "override =3"),
+        ("training..steps=3", "override training..steps=3"),
+        ("data.sources.1.path=x", "data.sources.1.path"),
+        ("data.sources.first.path=x", "data.sources.first.path"),
+        ("training.steps.more=3", "training.steps.more"),
+        ("model.tokenizer.train=300", "model.tokenizer.train"),
+        ("data.sources.0.path=*.parquet", "data.sources.0.path"),
+        ("data.sources=[", "data.sources"),
+    ],
+)
+def test_an_override_that_leads_nowhere_is_a_problem(tmp_path, override, key):
+    assert list(problems(tmp_path, override)) == [key]
+
+
+def test_every_mistake_is_told_at_once(tmp_path):
+    text = """\
+model: {config: {model_type: llama, max_position_embeddings: 64}, tokenizer: sample}
+data: {sources: [{path: sample, pth: x}, {weight: -1}], seq_len: 128.0}
+training: {lerning_rate: 1e-3, global_batch_size: 10, micro_batch_size: 4}
+optimizer: {warmup_steps: 12.5}
+checkpoint: {keep_every: 7}
+"""
+    assert set(problems(tmp_path, text=text)) == {
+        "data.sources.0.pth",
+        "data.sources.1.path",
+        "data.sources.1.weight",
+        "data.seq_len",
+        "training.steps",
+        "training.lerning_rate",
+        "optimizer.warmup_steps",
+        "checkpoint.keep_every",
+    }
+
+
+def test_rules_between_keys_hold_beside_a_mistake_elsewhere(tmp_path):
+    found = problems(
+        tmp_path,
+        "model.config.max_position_embeddings=64",
+        "data.seq_len=128",
+        "training.global_batch_size=10",
+        "training.micro_batch_size=4",
+        "loging.every_steps=3",
+    )
+    assert set(found) == {"loging", "data.seq_len", "training.global_batch_size"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.precision=fp16", "fp32 on GPUs older than Ampere"),
+        ("training.precision=bfloat16", "bf16"),
+        ("data.sources.0.revision=12345e6", 'put it in quotes: "12345e6"'),
+        ("data.sources.0.revision=0012", 'put it in quotes: "0012"'),
+        ("model.tokenizer=5", 'put it in quotes: "5"'),
+        ("optimizer.learning_rate='3e-4'", "3e-4, without quotes"),
+        ("training.steps=1_000", "1000, without quotes or underscores"),
+        ("training.steps=1e3", "try:      1000"),
+        ("training.steps=true", "a whole number ≥ 1"),
+        ("optimizer.learning_rate=true", "a number > 0"),
+        ("optimizer.learning_rate=.inf", "a number > 0"),
+        ("optimizer.learning_rate=.nan", "a number > 0"),
+        ("optimizer.weight_decay=null", "the default is 0.1"),
+        ("checkpoint.keep_last=1", "a whole number ≥ 2"),
+        ("data.lanes=many", "a whole number ≥ 1 or auto"),
+        ("data.sources=sample", "a list"),
+        ("data.sources=[]", "a list"),
+        ("evaluation.prompts=['  ']", "not blank"),
+        ("evaluation.prompts=The planet", "a list"),
+        ("evaluation.prompts=[1]", "a list"),
+        ("optimizer.betas=[0.9]", "a list of 2"),
+        ("optimizer.betas=[0.9, '0.95']", "a list of 2"),
+        ("training=3", "a mapping"),
+        ("run.dir=''", "a text (not blank)"),
+        ("run.seed=9223372036854775808", "≤ 9223372036854775807"),
+        ("model.config.rope_theta=.inf", "a finite number"),
+        ("logging.trackers=[mlflow]", "tensorboard or wandb"),
+        ("distributed.strategy=fsdp2", "auto or ddp"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_would_be_right(tmp_path, override, message):
+    found = problems(tmp_path, override)
+    (text,) = found.values()
+    assert message in text
+    assert next(iter(found)).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize("key", ["model.from_", "model.from_=x"])
+def test_the_field_names_of_the_code_are_no_keys(tmp_path, key):
+    assert problems(tmp_path, f"{key.partition('=')[0]}=x")["model.from_"]
+
+
+def test_an_item_that_is_no_mapping_is_told_once(tmp_path):
+    assert list(problems(tmp_path, "data.sources=[sample]")) == ["data.sources.0"]
+
+
+def test_an_unknown_key_is_told_with_the_key_that_was_meant(tmp_path):
+    found = problems(tmp_path, "training.lerning_rate=1e-3", "per_device_train_batch_size=4")
+    assert "unknown key; did you mean optimizer.learning_rate?" in found["training.lerning_rate"]
+    assert "did you mean training.micro_batch_size?" in found["per_device_train_batch_size"]
+
+
+def test_a_file_that_does_not_exist_is_told_with_its_neighbours(tmp_path):
+    written(tmp_path)
+    with pytest.raises(UserError, match="one of my\\.yaml"):
+        load_config(tmp_path / "other.yaml")
+
+
+def test_a_run_directory_is_told_where_its_config_is(tmp_path):
+    (tmp_path / "config.yaml").write_text(SMALLEST)
+    with pytest.raises(UserError, match="config\\.yaml"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"run: {dir: \xe9}\n")
+    with pytest.raises(UserError, match="UTF-8; byte 11"):
+        load_config(path)
+
+
+def test_a_file_that_cannot_be_read_is_refused():
+    with pytest.raises(UserError, match="Input/output error"):
+        load_config("/proc/self/mem")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just words", "3"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    assert "a mapping of sections" in problems(tmp_path, text=text)["the file"]
+
+
+def test_an_empty_file_lacks_what_has_no_default(tmp_path):
+    assert set(problems(tmp_path, text="")) >= {"data", "training", "model"}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    assert loaded(tmp_path, text="\ufeff" + SMALLEST).training.steps == 10
+
+
+def test_values_that_overrides_replace_are_shown_as_given(tmp_path):
+    text = SMALLEST.replace("steps: 10", "steps: 0x10")
+    assert "[3, 4]" in problems(tmp_path, "training.steps=[3, 4]", text=text)["training.steps"]
+
+
+def test_a_config_error_needs_no_torch_and_little_time(tmp_path):
+    path = written(tmp_path, "training: {lerning_rate: 1}\n")
+    code = (
+        "import sys\n"
+        "from llmtrain.config.load import load_config\n"
+        "from llmtrain.errors import UserError\n"
+        "try: load_config(sys.argv[1])\n"
+        "except UserError: pass\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'accelerate', 'datasets', 'rich', 'pyarrow'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, cwd=Path.cwd())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds <= 0.35

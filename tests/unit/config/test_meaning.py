@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+
+import pytest
+from helpers.config import loaded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtrain.config.keys import ITEM, all_keys
+from llmtrain.config.load import load_config
+from llmtrain.config.meaning import config_digest_values, differences, dump
+from llmtrain.config.schema import Config
+
+
+def test_every_key_has_its_value(tmp_path):
+    values = config_digest_values(loaded(tmp_path))
+    names = {key.name.replace(ITEM, "0") for key in all_keys()} - {"data.sources", "model.config"}
+    assert names <= values.keys()
+    assert json.loads(json.dumps(values)) == values
+    assert values["model.config.hidden_size"] == 8
+    assert values["optimizer.betas"] == [0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.config.hidden_size=16",
+        "model.config.new=1",
+        "model.tokenizer={train: 300}",
+        "data.sources.0.path=other",
+        "data.sources=[{path: sample}, {path: other}]",
+        "data.seq_len=8",
+        "data.lanes=3",
+        "data.heldout=0.1",
+        "run.seed=1",
+        "training.global_batch_size=8",
+        "training.precision=fp32",
+        "training.max_grad_norm=null",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.schedule=wsd",
+        "evaluation.max_documents=3",
+    ],
+)
+def test_what_changes_a_run_is_a_difference(tmp_path, override):
+    changed = differences(loaded(tmp_path), loaded(tmp_path, override))
+    assert changed
+    assert all(key.startswith(override.partition("=")[0]) for key, _, _ in changed)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=elsewhere",
+        "data.workers=2",
+        "data.sources.0.weight=0.5",
+        "training.steps=20",
+        "training.micro_batch_size=2",
+        "training.on_nonfinite=stop",
+        "training.max_skipped_in_a_row=9",
+        "distributed.timeout_minutes=1",
+        "distributed.strategy=ddp",
+        "checkpoint.every_steps=7",
+        "checkpoint.shard_gb=1",
+        "evaluation.every_steps=7",
+        "evaluation.prompts=[a]",
+        "logging.trackers=[tensorboard]",
+    ],
+)
+def test_what_leaves_finished_steps_as_they_are_is_none(tmp_path, override):
+    assert differences(loaded(tmp_path), loaded(tmp_path, override)) == []
+
+
+def test_a_difference_names_both_values(tmp_path):
+    old, new = loaded(tmp_path), loaded(tmp_path, "data.seq_len=8")
+    assert differences(old, new) == [("data.seq_len", 1024, 8)]
+    removed = loaded(tmp_path, "model.config={model_type: llama}")
+    assert differences(old, removed) == [("model.config.hidden_size", 8, None)]
+
+
+names = st.text(min_size=1).filter(lambda text: text.strip() and text != "auto")
+
+
+@settings(deadline=None)
+@given(directory=names, revision=names, prompts=st.lists(names), rate=st.floats(1e-9, 1e3))
+def test_a_written_config_is_the_same_config(tmp_path_factory, directory, revision, prompts, rate):
+    config = Config.model_validate(
+        {
+            "run": {"dir": directory},
+            "model": {"config": {"model_type": "llama", "note": prompts}, "tokenizer": revision},
+            "data": {"sources": [{"path": directory, "revision": revision}]},
+            "training": {"steps": 3},
+            "optimizer": {"learning_rate": rate},
+            "evaluation": {"prompts": prompts},
+        }
+    )
+    again = tmp_path_factory.getbasetemp() / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8", newline="")
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize("revision", ["12345e6", "on", "12:30", "null", "0o17", "1e5"])
+def test_texts_that_look_like_numbers_stay_texts(tmp_path, revision):
+    config = loaded(tmp_path, f"data.sources.0.revision='{revision}'")
+    again = Path(tmp_path) / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8")
+    assert load_config(again).data.sources[0].revision == revision
