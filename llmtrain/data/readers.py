@@ -21,7 +21,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,6 +37,7 @@ CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
 LINE_MARGIN = 64 * 1024
+ZSTD_CHUNK = 64 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
 
@@ -185,13 +185,17 @@ class Reader:
 
     def _group(self, source: Source, unit: Unit) -> Rows:
         with self._parquet(source, unit.file) as file:
-            return _columns(source, file.read_row_group(unit.group, columns=_wanted(source)))
+            wanted = _wanted(source)
+            table = file.read_row_group(unit.group, columns=wanted, use_threads=False)
+        return _columns(source, table)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
         """Rows [start, stop) of a group, without ever holding all of it."""
         with self._parquet(source, unit.file, buffer_size=MIB) as file:
             tables, position = [], 0
-            batches = file.iter_batches(1000, row_groups=[unit.group], columns=_wanted(source))
+            batches = file.iter_batches(
+                1000, row_groups=[unit.group], columns=_wanted(source), use_threads=False
+            )
             for batch in batches:
                 first, last = unit.start - position, unit.stop - position
                 position += len(batch)
@@ -313,25 +317,36 @@ def _behind(end_of_line: re.Pattern[bytes], data: bytes, start: int, complete: b
     return found.end() if found and found.end() < len(data) else None
 
 
-def decompress(
-    file: io.RawIOBase | io.BufferedReader, compression: str, where: str, limit: int = DECODED_LIMIT
-) -> bytes:
-    """The whole content. Raises UserError over `limit` bytes."""
+def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
+    """The whole content. Raises UserError over DECODED_LIMIT bytes, EOFError if it is cut off."""
     if compression == "gz":
         with gzip.GzipFile(fileobj=file) as stream:
-            data = stream.read(limit + 1)
+            data = stream.read(DECODED_LIMIT + 1)
     else:
-        import zstandard
-
-        try:
-            decoder = zstandard.ZstdDecompressor()
-            with decoder.stream_reader(cast("IO[bytes]", file), read_across_frames=True) as stream:
-                data = stream.read(limit + 1)
-        except zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-    if len(data) > limit:
+        data = _unpack_zstd(file)
+    if len(data) > DECODED_LIMIT:
         raise UserError(too_large(where))
     return data
+
+
+def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
+    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
+    import zstandard
+
+    data = bytearray()
+    decoder = None
+    try:
+        while len(data) <= DECODED_LIMIT and (chunk := file.read(ZSTD_CHUNK)):
+            while chunk:
+                if decoder is None or decoder.eof:
+                    decoder = zstandard.ZstdDecompressor().decompressobj()
+                data += decoder.decompress(chunk)
+                chunk = decoder.unused_data
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from error
+    if len(data) <= DECODED_LIMIT and decoder is not None and not decoder.eof:
+        raise EOFError("the file ends early")
+    return bytes(data)
 
 
 def decoded_size(reader: Reader, source: Source, file: int) -> int:

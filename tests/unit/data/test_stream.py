@@ -234,6 +234,11 @@ def test_the_digest_is_the_sum_of_the_blocks_hashes(single, place):
     assert np.array_equal(batch.labels, batch.ids[:, 1:])
 
 
+def exhaust(stream, steps=100):
+    for _ in range(steps):
+        next(stream)
+
+
 def reads_of_two_steps(manifest, place, cursors, next_block, monkeypatch):
     counts = []
     original = Reader.rows
@@ -271,8 +276,7 @@ def test_a_bad_line_ends_the_workers_stream_with_the_same_error(tmp_path):
         stream = opened(manifest, tmp_path, workers=workers, blocks_per_step=64)
         try:
             with pytest.raises(UserError, match=r"bad\.jsonl, line 401"):
-                for _ in range(100):
-                    next(stream)
+                exhaust(stream)
         finally:
             stream.close()
 
@@ -283,8 +287,7 @@ def test_a_worker_that_died_is_a_failure_that_a_restart_cures(single, place):
         worker = stream._items._workers[0]
         worker.kill()
         with pytest.raises(RunError) as raised:
-            for _ in range(100):
-                next(stream)
+            exhaust(stream)
         assert raised.value.exit_code == 75
     finally:
         stream.close()

@@ -1,0 +1,215 @@
+import io
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from email.utils import formatdate
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import corpus, hub
+
+from llmtrain.data import remote
+from llmtrain.errors import RunError, UserError
+
+CONTENT = bytes(range(256)) * 40
+NAME = "data/part.bin"
+
+
+class Patience:
+    """Takes the place of the event that waits are made on: remembers them, and never waits."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait(self, timeout):
+        self.waited.append(timeout)
+        return False
+
+
+@pytest.fixture
+def server():
+    with hub.serving({NAME: CONTENT}) as serving:
+        yield serving
+
+
+def fetched(server, start=10, end=500, timeout=60, stop=None):
+    return remote.fetch(
+        server.url(NAME),
+        start,
+        end,
+        etag=hub.etag(CONTENT),
+        size=len(CONTENT),
+        timeout=timeout,
+        stop=stop or Patience(),
+    )
+
+
+def test_a_range_is_exactly_what_was_asked_for(server):
+    assert fetched(server) == CONTENT[10:500]
+    assert server.requests["range"] == 1
+
+
+def test_a_long_range_goes_in_pieces(server, monkeypatch):
+    monkeypatch.setattr(remote, "PIECE_BYTES", 100)
+    assert fetched(server, 0, 950) == CONTENT[:950]
+    assert server.requests["range"] == 10
+
+
+def test_an_empty_range_is_never_asked_for(server):
+    assert fetched(server, 7, 7) == b""
+    assert not server.requests
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "408", "short", "shifted", "whole", "reset"])
+def test_what_passes_is_tried_again(server, fault):
+    patience = Patience()
+    server.faults.extend([fault, fault])
+    assert fetched(server, stop=patience) == CONTENT[10:500]
+    assert server.requests["range"] == 3
+    assert len(patience.waited) == 2
+    assert patience.waited[0] <= 1
+    assert patience.waited[1] <= 2
+
+
+def test_the_wait_that_the_server_asks_for_is_kept(server):
+    patience = Patience()
+    server.faults.append("429 7")
+    assert fetched(server, stop=patience) == CONTENT[10:500]
+    assert patience.waited == [7.0]
+
+
+def test_a_longer_wait_than_peers_have_ends_the_run_at_once(server):
+    server.faults.append("429 500")
+    with pytest.raises(RunError, match="asks to wait 500 s") as raised:
+        fetched(server)
+    assert raised.value.exit_code == 75
+
+
+def test_a_network_that_stays_away_is_a_failure_that_a_restart_cures(server):
+    server.faults.extend(["503"] * 100)
+    with pytest.raises(RunError, match="HTTP 503") as raised:
+        fetched(server, timeout=0)
+    assert raised.value.exit_code == 75
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410, 416])
+def test_what_the_hub_refuses_is_said_at_once(server, status):
+    server.faults.append(str(status))
+    with pytest.raises(UserError, match=f"HTTP {status}"):
+        fetched(server)
+    assert server.requests["range"] == 1
+
+
+def test_a_file_that_was_replaced_is_refused(server):
+    server.faults.append("changed")
+    with pytest.raises(UserError, match="etag f00"):
+        fetched(server)
+
+
+def test_a_whole_file_may_come_without_a_range(server):
+    server.faults.append("whole")
+    assert fetched(server, 0, len(CONTENT)) == CONTENT
+    assert server.requests["range"] == 1
+
+
+def test_a_redirect_is_followed_without_the_token(server, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with hub.serving({NAME: CONTENT}) as store:
+        server.faults.append(f"redirect {store.endpoint}")
+        assert fetched(server) == CONTENT[10:500]
+        assert store.requests["elsewhere"] == 1
+        assert store.tokens == [None]
+    fetched(server)
+    assert server.tokens == ["Bearer hf_secret"]
+
+
+def test_a_process_that_shall_end_does_not_wait(server):
+    class Ending:
+        def wait(self, timeout):
+            return True
+
+    server.faults.append("503")
+    with pytest.raises(RunError, match="stopped"):
+        fetched(server, stop=Ending())
+
+
+def test_retry_after_may_be_a_date_or_a_limit():
+    assert remote.asked_wait({"retry-after": "12"}) == 12
+    assert (
+        50
+        < remote.asked_wait({"retry-after": formatdate(60 + datetime.now(UTC).timestamp())})
+        <= 60
+    )
+    assert remote.asked_wait({"ratelimit": '"api";r=0;t=55'}) == 55
+    assert remote.asked_wait({"ratelimit": '"api";r=9;t=55'}) == 0
+    assert remote.asked_wait({}) == 0
+
+
+def test_a_range_file_reads_like_a_file(server):
+    file = remote.RangeFile(
+        server.url(NAME), len(CONTENT), hub.etag(CONTENT), timeout=60, stop=Patience()
+    )
+    assert file.seek(-5, io.SEEK_END) == len(CONTENT) - 5
+    assert file.read(100) == CONTENT[-5:]
+    assert file.read(1) == b""
+    file.seek(3)
+    assert (file.read(4), file.tell()) == (CONTENT[3:7], 7)
+    assert file.readall() == CONTENT[7:]
+
+
+def test_errors_pass_through_pyarrow_as_they_are(server):
+    server.faults.extend(["404"] * 3)
+    file = remote.RangeFile(server.url(NAME), len(CONTENT), "", timeout=60, stop=Patience())
+    with pytest.raises(UserError, match="HTTP 404"):
+        pq.ParquetFile(pa.PythonFile(file, "r"))
+
+
+READ_ALL = """
+import json, sys
+from llmtrain.config.schema import Config
+from llmtrain.data.readers import Reader
+from llmtrain.data.units import survey
+data = {"sources": [json.loads(sys.argv[1])], "heldout": 0.0, "lanes": 2}
+found = survey(Config.model_validate({"data": data, "training": {"steps": 1}}), 1)
+reader, (source,) = Reader(60), found.sources
+rows = [reader.rows(source, unit) for unit in source.units]
+texts = [part.text(row)[0] for part in rows for row in range(len(part))]
+print(json.dumps({"revision": source.revision, "label": source.label, "texts": texts}))
+"""
+
+
+def read_all(endpoint, home, source):
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, json.dumps(source)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done
+
+
+def test_a_data_set_of_the_hub_gives_the_documents_of_the_local_files(tmp_path):
+    rows = corpus.articles(50)
+    corpus.write_parquet(tmp_path / "hub" / "data" / "train-0.parquet", rows[:30], group=7)
+    corpus.write_parquet(tmp_path / "hub" / "data" / "train-1.parquet", rows[30:], group=7)
+    with hub.serving(hub.read_files(tmp_path / "hub")) as server:
+        server.listing_faults.extend(["503"])
+        server.faults.extend(["503", "short", "", "429 0", "reset"])
+        done = read_all(server.endpoint, tmp_path / "home", {"path": hub.ID})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["texts"] == [row["text"] for row in rows]
+    assert (found["revision"], found["label"]) == (hub.SHA, "encyclopedia")
+
+
+def test_a_data_set_that_does_not_exist_is_a_mistake_of_the_user(tmp_path):
+    with hub.serving({}) as server:
+        done = read_all(server.endpoint, tmp_path, {"path": "someone/elses"})
+    assert "UserError" in done.stderr
+    assert "data.sources[0].path = someone/elses" in done.stderr
