@@ -137,7 +137,9 @@ def commit(
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
     """The partial directory with small files, headers and room for the tensors, all durable."""
     _check_names(spec, small)
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        form.sync_directory(root.parent)
     remove_partials(root)
     final = root / form.directory_name(step)
     if final.exists():  # renaming onto it would fail, after all the writing

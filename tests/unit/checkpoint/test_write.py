@@ -198,6 +198,52 @@ def test_without_fallocate_files_still_get_their_size(tmp_path, monkeypatch):
     assert isinstance(save(tmp_path / "b", 4), write.Committed)
 
 
+def test_all_is_durable_before_it_has_its_name_and_the_name_before_the_answer(
+    tmp_path, monkeypatch
+):
+    paths, events = {}, []
+    real_open, real_fsync, real_rename = os.open, os.fsync, os.rename
+
+    def opened(path, *args, **kwargs):
+        descriptor = real_open(path, *args, **kwargs)
+        paths[descriptor] = Path(path).name
+        return descriptor
+
+    def fsync(descriptor):
+        events.append(paths[descriptor])
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append(("rename", Path(target).name))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save(tmp_path / "root", 4, small={"sub/x": b"x"})
+    monkeypatch.undo()
+    assert events[-5:] == [
+        "manifest.json.tmp",
+        ("rename", "manifest.json"),
+        "step-00000004.partial",
+        ("rename", "step-00000004"),
+        "root",
+    ]
+    # Tensor files twice: once made, once written.
+    assert sorted(events[:-5]) == sorted(
+        [
+            tmp_path.name,
+            *SPEC,
+            *SPEC,
+            "config.json",
+            form.STATE,
+            "x",
+            "sub",
+            "step-00000004.partial",
+        ]
+    )
+
+
 def calls_of_a_save(root):
     with broken_disk(10**9, Killed()) as calls:
         save(root, 4)
