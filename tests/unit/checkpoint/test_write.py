@@ -245,6 +245,7 @@ def test_all_is_durable_before_it_has_its_name_and_the_name_before_the_answer(
 
 
 def calls_of_a_save(root):
+    save(root, 2)
     with broken_disk(10**9, Killed()) as calls:
         save(root, 4)
     return calls
