@@ -104,8 +104,9 @@ def verdict(tables: Tables) -> list[str]:
 def warnings(tables: Tables) -> list[str]:
     """What a person should look at."""
     found = []
-    if skipped := sum(event.get("event") == "skipped_update" for event in tables.events):
-        updates = _plural(skipped, "update was", "updates were")
+    skipped = {event["step"] for event in tables.events if event.get("event") == "update_skipped"}
+    if skipped:
+        updates = _plural(len(skipped), "update was", "updates were")
         found.append(f"{updates} skipped: the loss or the norm was not finite.")
     if (restarts := len(tables.starts) - 1) > 0:
         found.append(f"{_plural(restarts, 'restart', 'restarts')}: dashed in the figures.")

@@ -174,7 +174,7 @@ def interrupted_history() -> list[dict]:
         for line in first
     ]
     again = [line for line in whole if line["step"] > 100]
-    events = [event_line(100, "restart", reason="killed"), event_line(150, "skipped_update")]
+    events = [event_line(100, "restart", reason="killed"), event_line(150, "update_skipped")]
     return [*lost, start_line(100, "step-00000100"), *events, train_line(101), *again]
 
 

@@ -31,7 +31,7 @@ def test_steps_that_were_lost_and_not_redone_are_not_shown():
 
 def test_events_of_all_starts_are_kept(tmp_path):
     tables = collect(runs.write_run(tmp_path, runs.interrupted_history()))
-    assert [event["event"] for event in tables.events] == ["restart", "skipped_update"]
+    assert [event["event"] for event in tables.events] == ["restart", "update_skipped"]
     assert [start["step"] for start in tables.starts] == [0, 100]
 
 

@@ -1,0 +1,169 @@
+"""The papers of the project agree with each other."""
+
+import ast
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DIRECT = PROJECT["dependencies"]
+EXTRAS = [one for extra in PROJECT["optional-dependencies"].values() for one in extra]
+
+
+def normal(requirement):
+    name = re.match(r"[A-Za-z0-9._-]+", requirement).group()
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.]+", line) for line in pinned)
+    return dict(line.split("==") for line in pinned)
+
+
+def tracked():
+    """The project's text files that git knows, and their text."""
+    git = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if git.returncode:
+        pytest.skip("not a git checkout: which files are the project's is not known")
+    for path in (ROOT / name for name in git.stdout.decode().split("\0") if name):
+        if path.is_file() and b"\0" not in (data := path.read_bytes()[:100_000]):
+            yield path, data.decode("utf-8", errors="replace")
+
+
+def test_the_base_installation_has_at_most_19_direct_dependencies():
+    assert len(DIRECT) <= 19
+
+
+def test_every_dependency_has_a_lower_bound():
+    unbounded = [one for one in DIRECT if ">=" not in one]
+    assert unbounded == []
+
+
+def test_every_dependency_is_pinned():
+    missing = {normal(one) for one in [*DIRECT, *EXTRAS]} - pins().keys()
+    assert missing == set()
+
+
+def test_pins_satisfy_the_bounds():
+    from packaging.requirements import Requirement
+
+    pinned = pins()
+    outside = [
+        str(requirement)
+        for requirement in map(Requirement, [*DIRECT, *EXTRAS])
+        if not requirement.specifier.contains(pinned[normal(requirement.name)], prereleases=True)
+    ]
+    assert outside == []
+    assert pinned["torch"] == "2.13.0"  # without a local part: any build of it will do
+
+
+def test_every_dependency_has_its_reason_in_the_decisions():
+    text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    table = text[text.index("## Dependencies") :]
+    named = {normal(name) for row in table.splitlines() for name in names_of(row)}
+    assert {normal(one) for one in [*DIRECT, *EXTRAS]} - named == set()
+
+
+def names_of(row):
+    if not row.startswith("| ") or row.startswith("| package"):
+        return []
+    first = re.sub(r"\(.*?\)", "", row.split("|")[1])
+    return [name.strip() for name in first.split(",") if name.strip()]
+
+
+def test_no_tracked_file_names_a_place_of_one_machine_or_a_package_host():
+    # Written in pieces, or this file would find itself.
+    patterns = [
+        r"/(?:work|home|root|Users)" + r"/\w",
+        r"pypi\." + "org",
+        "/opt/" + "(?:pypi|wheels)",
+    ]
+    patterns += [r"pythonhosted\." + "org", r"download\.pytorch\." + "org", "artifact" + "ory"]
+    places = re.compile("|".join(patterns))
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path, text in tracked()
+        if (match := places.search(text))
+    ]
+    assert found == []
+
+
+def test_nothing_pickled_is_written_or_read():
+    banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+    calls = {"torch.save", "torch.load"}
+    found = []
+    for path in sorted((ROOT / "llmtrain").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Import(names=names):
+                    used = {alias.name.split(".")[0] for alias in names} & banned
+                case ast.ImportFrom(module=str(module), names=names):
+                    full = {f"{module}.{alias.name}" for alias in names}
+                    used = ({module.split(".")[0]} & banned) | (full & calls)
+                case ast.Attribute():
+                    used = {ast.unparse(node)} & calls
+                case _:
+                    continue
+            found += [f"{path.name}:{node.lineno} {name}" for name in used]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md"])
+def test_files_that_a_page_names_are_there(page):
+    path = ROOT / page
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    files = re.findall(r"\b(?:configs|accelerate_configs|scripts)/[\w./-]+\.(?:yaml|py)\b", text)
+    missing = [link for link in links if not (path.parent / link).exists()]
+    missing += [file for file in files if not (ROOT / file).exists()]
+    assert missing == []
+
+
+def test_the_changelog_has_its_four_parts():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = PROJECT["version"]
+    newest = text[text.index("\n## ") :]
+    assert newest.strip().startswith(f"## {version}")
+    assert re.findall(r"^### (\w+)", newest, flags=re.M)[:4] == [
+        "Added",
+        "Changed",
+        "Fixed",
+        "Numerics",
+    ]
+
+
+def test_the_ci_gives_the_command_that_people_give():
+    ci = ROOT / ".ci" / "run"
+    assert ci.stat().st_mode & 0o111
+    assert ci.read_text().rstrip().endswith("exec make check")
+
+
+@pytest.mark.parametrize("target", ["quickstart", "test", "check", "docs", "format", "help"])
+def test_the_makefile_offers(target):
+    assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
+
+
+def test_make_says_what_is_missing_when_there_is_no_python(tmp_path):
+    command = ["make", "test", "PYTHON=/nonexistent/python", f"VENV={tmp_path / 'venv'}"]
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "needs Python 3.11 or newer" in result.stderr
+    assert "/nonexistent/python" in result.stderr
+
+
+def test_hooks_are_local_and_need_no_network():
+    import yaml
+
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
+    assert {hook["language"] for hook in hooks["repos"][0]["hooks"]} == {"system"}
