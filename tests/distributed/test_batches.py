@@ -1,0 +1,46 @@
+"""The same batches and losses, however a step is dealt out over processes and workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.ranks import Server
+from helpers.tiny import lines, tiny_config, write_config
+
+# (processes, data workers, micro-batch)
+LAYOUTS = [(1, 0, 24), (1, 2, 4), (2, 0, 4), (2, 1, 3), (3, 0, 8), (3, 2, 2), (4, 0, 2), (4, 1, 6)]
+
+
+@pytest.fixture(scope="module")
+def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """One process, one micro-batch, no worker."""
+    return train(server, tmp_path_factory.mktemp("reference"), *LAYOUTS[0])
+
+
+def train(server: Server, folder: Path, world_size: int, workers: int, micro: int) -> list[dict]:
+    run_dir = folder / "run"
+    config = tiny_config(run_dir, data__workers=workers, training__micro_batch_size=micro)
+    path = write_config(folder, config)
+    codes = server.run(["train", str(path)], world_size, folder)
+    assert codes == [0] * world_size, (folder / "output.txt").read_text()
+    return lines(run_dir, "train")
+
+
+@pytest.mark.parametrize(("world_size", "workers", "micro"), LAYOUTS[1:])
+def test_steps_do_not_depend_on_processes_workers_or_micro_batch(
+    server: Server,
+    tmp_path: Path,
+    reference: list[dict],
+    world_size: int,
+    workers: int,
+    micro: int,
+) -> None:
+    found = train(server, tmp_path, world_size, workers, micro)
+    assert len(found) == len(reference) == 20
+    for one, other in zip(found, reference, strict=True):
+        assert one["batch_digest"] == other["batch_digest"]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert one["tokens"] == other["tokens"]
+        assert one["sources"] == other["sources"]

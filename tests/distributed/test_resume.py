@@ -1,0 +1,148 @@
+"""Killed or stopped anywhere, the same command goes on, and ends where a straight run ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from helpers.ranks import Server, until
+from helpers.tiny import lines, status, tiny_config, weights, write_config
+
+from llmtrain.hashing import mix
+
+STEPS = 24
+
+
+def dropout_config(run_dir: Path, world_size: int) -> dict:
+    """Accumulation 2, dropout 0.1, a checkpoint every 4 steps."""
+    config = tiny_config(
+        run_dir,
+        training__steps=STEPS,
+        training__global_batch_size=4 * world_size,
+        checkpoint__every_steps=4,
+        evaluation__every_steps=8,
+    )
+    config["model"]["config"] = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 32,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    }
+    return config
+
+
+def straight(server: Server, folder: Path, world_size: int) -> Path:
+    run_dir = folder / "run"
+    path = write_config(folder, dropout_config(run_dir, world_size))
+    assert server.run(["train", str(path)], world_size, folder) == [0] * world_size
+    return run_dir
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_three_kills_end_in_the_bits_of_a_straight_run(
+    server: Server, tmp_path: Path, world_size: int
+) -> None:
+    expected = straight(server, tmp_path / "straight", world_size)
+    folder = tmp_path / "killed"
+    run_dir = folder / "run"
+    path = write_config(folder, dropout_config(run_dir, world_size))
+    seed = time.time_ns()
+    for kill in range(3):
+        after = mix(seed, kill) % (STEPS // 3 - 1) + 1  # steps of this start before the kill
+        before = len(starts(run_dir))
+        ranks = server.start(["train", str(path)], world_size, folder)
+        until(lambda: len(starts(run_dir)) > before, "a start")  # noqa: B023
+        first = starts(run_dir)[-1]
+        until(lambda: newest(run_dir) >= first + after, f"{after} steps")  # noqa: B023
+        time.sleep(mix(seed, kill, 1) % 1000 / 100_000)  # anywhere in a step or a save
+        ranks.kill()
+    assert server.run(["train", str(path)], world_size, folder) == [0] * world_size, (
+        f"seed {seed}: " + (folder / "output.txt").read_text()
+    )
+    assert status(run_dir)["state"] == "finished"
+    assert status(run_dir)["restarts"] == 3
+    assert weights(run_dir, STEPS) == weights(expected, STEPS), f"seed {seed}"
+    digests = [line["batch_digest"] for line in lines(run_dir, "train")]
+    assert digests == [line["batch_digest"] for line in lines(expected, "train")]
+    left = [p.name for p in (run_dir / "checkpoints").iterdir() if not p.name.startswith("step-")]
+    assert left == []
+    assert not list(run_dir.rglob("*.partial"))
+
+
+def starts(run_dir: Path) -> list[int]:
+    """The steps at which the starts so far began, in order."""
+    return [line["step"] for line in lines(run_dir, "start")]
+
+
+def newest(run_dir: Path) -> int:
+    """The newest step that was logged, by any start."""
+    return max((line["step"] for line in lines(run_dir, "train")), default=0)
+
+
+def test_another_number_of_processes_sees_the_same_batches(server: Server, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "a" / "run", training__steps=32, checkpoint__every_steps=12)
+    path = write_config(tmp_path / "a", config)
+    assert server.run(["train", str(path)], 2, tmp_path / "a") == [0, 0]
+
+    moved = tiny_config(tmp_path / "b" / "run", training__steps=32, checkpoint__every_steps=12)
+    path = write_config(tmp_path / "b", moved)
+    ranks = server.start(["train", str(path)], 2, tmp_path / "b")
+    saved = tmp_path / "b" / "run" / "checkpoints" / "step-00000012"
+    until(saved.is_dir, "a checkpoint")
+    ranks.kill()
+    assert server.run(["train", str(path)], 3, tmp_path / "b") == [0, 0, 0]
+
+    expected, found = (lines(tmp_path / name / "run", "train") for name in "ab")
+    resumed = lines(tmp_path / "b" / "run", "start")[-1]
+    assert resumed["resumed_from"] == "step-00000012"
+    assert len(found) == len(expected) == 32
+    for one, other in zip(found, expected, strict=True):
+        assert one["batch_digest"] == other["batch_digest"]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    events = {line["event"] for line in lines(tmp_path / "b" / "run", "event")}
+    assert "rng_reseeded" in events
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    server: Server, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = tiny_config(run_dir, training__steps=8, checkpoint__every_steps=4)
+    path = write_config(tmp_path, config)
+    assert server.run(["train", str(path)], 1, tmp_path) == [0]
+    expected = weights(run_dir, 8)
+    damaged = run_dir / "checkpoints" / "step-00000008" / "model.safetensors"
+    body = bytearray(damaged.read_bytes())
+    body[-5] ^= 1
+    damaged.write_bytes(body)
+
+    assert server.run(["train", str(path)], 1, tmp_path) == [0]
+    event = [e for e in lines(run_dir, "event") if e["event"] == "checkpoint_quarantined"]
+    assert event[0]["detail"]["checkpoint"] == "step-00000008"
+    assert "model.safetensors" in event[0]["detail"]["reason"]
+    assert (run_dir / "checkpoints" / "step-00000008.damaged").is_dir()
+    assert weights(run_dir, 8) == expected
+
+
+def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_dir = tmp_path / "run"
+    path = write_config(tmp_path, tiny_config(run_dir, training__steps=4))
+    assert server.run(["train", str(path)], 1, tmp_path) == [0]
+    directory = run_dir / "checkpoints" / "step-00000004"
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer("The planet", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "The planet"
+    assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))

@@ -1,0 +1,132 @@
+"""However a run is asked to stop, all ranks end the step, save, and leave with 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.ranks import ROOT, Ranks, Server, until
+from helpers.tiny import lines, status, tiny_config, write_config
+
+STEPS = 100_000  # never reached
+
+
+def endless(folder: Path) -> tuple[Path, Path]:
+    """A run that goes on until it is stopped: (config, run directory)."""
+    config = tiny_config(
+        folder / "run", training__steps=STEPS, training__global_batch_size=8, logging__every_steps=5
+    )
+    return write_config(folder, config), folder / "run"
+
+
+def some_steps(run_dir: Path) -> Callable[[], bool]:
+    return lambda: bool(lines(run_dir, "train")) and lines(run_dir, "train")[-1]["step"] >= 5
+
+
+def stopped_cleanly(run_dir: Path, reason: str) -> None:
+    found = status(run_dir)
+    assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", 0, reason)
+    step = found["step"]
+    assert found["checkpoint"] == f"step-{step:08d}"
+    assert (run_dir / "checkpoints" / found["checkpoint"] / "manifest.json").is_file()
+    steps = [line["step"] for line in lines(run_dir, "train")]
+    assert steps[-1] == step
+    assert len(steps) == len(set(steps))
+    assert (run_dir / "lock").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("ask", "reason"),
+    [
+        (lambda ranks, run: os.kill(ranks.pids[1], signal.SIGUSR1), "signal"),
+        (lambda ranks, run: [os.kill(pid, signal.SIGTERM) for pid in ranks.pids], "signal"),
+        (lambda ranks, run: os.kill(ranks.pids[0], signal.SIGINT), "signal"),
+        (lambda ranks, run: (run / "STOP").touch(), "stop_file"),
+    ],
+    ids=["USR1 to rank 1", "TERM to all", "INT to rank 0", "STOP file"],
+)
+def test_one_request_stops_all_ranks(
+    server: Server, tmp_path: Path, ask: Callable[[Ranks, Path], object], reason: str
+) -> None:
+    path, run_dir = endless(tmp_path)
+    ranks = server.start(["train", str(path)], 2, tmp_path)
+    until(some_steps(run_dir), "some steps")
+    ask(ranks, run_dir)
+    assert ranks.wait() == [0, 0], (tmp_path / "output.txt").read_text()
+    stopped_cleanly(run_dir, reason)
+    assert not (run_dir / "STOP").exists()
+
+
+def test_a_stop_file_left_over_stops_the_next_start_before_its_first_step(
+    server: Server, tmp_path: Path
+) -> None:
+    path, run_dir = endless(tmp_path)
+    run_dir.mkdir()
+    (run_dir / "STOP").touch()
+    assert server.run(["train", str(path)], 2, tmp_path) == [0, 0]
+    assert status(run_dir)["state"] == "stopped"
+    assert status(run_dir)["checkpoint"] is None
+    assert lines(run_dir, "train") == []
+
+
+def launch(path: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """`accelerate launch` with two CPU processes, as the README writes it."""
+    config_file = ROOT / "accelerate_configs" / "cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    script = str(ROOT / "scripts" / "train.py")
+    with (folder / "launcher.txt").open("wb") as output:
+        return subprocess.Popen(
+            [*command, str(config_file), "--main_process_port", "0", script, str(path)],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=folder,
+        )
+
+
+def rank_pids(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def gone(pids: list[int]) -> Callable[[], bool]:
+    return lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGTERM, "signal"), (signal.SIGINT, "signal"), (signal.SIGKILL, "launcher_lost")],
+    ids=["TERM", "Ctrl-C", "KILL"],
+)
+def test_what_happens_to_the_launcher_stops_the_run_and_leaves_no_orphan(
+    tmp_path: Path, number: int, reason: str
+) -> None:
+    path, run_dir = endless(tmp_path)
+    launcher = launch(path, tmp_path)
+    until(some_steps(run_dir), "some steps")
+    pids = rank_pids(launcher.pid)
+    assert len(pids) == 2
+    os.kill(launcher.pid, number)
+    launcher.wait()  # its own code is torch's
+    until(gone(pids), "the ranks are gone")
+    stopped_cleanly(run_dir, reason)
+
+
+def test_llmtrain_train_returns_the_code_of_the_run(tmp_path: Path) -> None:
+    path, run_dir = endless(tmp_path)
+    command = [sys.executable, "-m", "llmtrain", "train", str(path), "--processes", "2"]
+    with (tmp_path / "launcher.txt").open("wb") as output:
+        train = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        )
+    until(some_steps(run_dir), "some steps")
+    train.send_signal(signal.SIGTERM)
+    assert train.wait() == 0, (tmp_path / "launcher.txt").read_text()
+    stopped_cleanly(run_dir, "signal")
+    assert json.loads((run_dir / "status.json").read_text())["world_size"] == 2

@@ -1,0 +1,58 @@
+"""A process that has imported the libraries, and forks ranks: imports cost seconds, a fork none.
+
+It reads one JSON command a line: {"start": [{"argv", "env", "cwd", "output"}, …]} answers the pids;
+{"wait": pid} answers the exit code once that rank has ended (negative: the signal that ended it).
+"""
+
+import json
+import os
+import signal
+import sys
+
+
+def start(one: dict) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # as torch's launcher does
+    output = os.open(one["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(one["cwd"])
+    os.environ.clear()
+    os.environ.update(one["env"])
+    sys.argv = ["llmtrain", *one["argv"]]
+    from llmtrain.cli.main import main
+
+    try:
+        main(one["argv"])
+    finally:
+        os._exit(99)  # main never returns
+
+
+def wait(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def answer(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import llmtrain.training.loop  # noqa: F401  # what the forks must not import again
+
+    answer("ready")
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "start" in command:
+            answer(json.dumps([start(one) for one in command["start"]]))
+        else:
+            answer(json.dumps(wait(command["wait"])))
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,71 @@
+"""A run that is small enough for a test: the built-in sample and a model of 0.1 M parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmtrain.metrics import jsonl
+
+
+def tiny_config(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A config as a dict; changes are `section__key=value`."""
+    config: dict[str, Any] = {
+        "run": {"dir": str(run_dir)},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "tie_word_embeddings": True,
+            },
+            "tokenizer": "sample",
+        },
+        "data": {"sources": [{"path": "sample"}], "seq_len": 32},
+        "training": {
+            "steps": 20,
+            "global_batch_size": 24,
+            "micro_batch_size": 2,
+            "precision": "fp32",
+        },
+        "optimizer": {"learning_rate": 2e-3, "warmup_steps": 5},
+        "checkpoint": {"every_steps": 1000},
+        "evaluation": {"every_steps": 1000, "max_documents": 8},
+        "logging": {"every_steps": 1},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        config[section][key] = value
+    return config
+
+
+def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml") -> Path:
+    """Write it where a run can read it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind, oldest first; of a step that was trained again, the last."""
+    found = [line for line in jsonl.read(run_dir / jsonl.FILE_NAME) if line["kind"] == kind]
+    if kind != "train":
+        return found
+    last = {line["step"]: line for line in found}
+    return [last[step] for step in sorted(last)]
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def weights(run_dir: Path, step: int) -> dict[str, bytes]:
+    """The bytes of the weight and optimizer files of a checkpoint."""
+    directory = run_dir / "checkpoints" / f"step-{step:08d}"
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
