@@ -1,6 +1,6 @@
 """What a run shows while it trains: one line that moves on a terminal, plain lines elsewhere.
 
-    step 1,240/5,000 ━━━━━━━━━━ 25 %  loss 3.412 ▼  12.4 k tok/s  wait 0.3 %  left 2 h 10 m
+    step 1,240/5,000 ━━━━━ 25 %  loss 3.412 ▼  12.4 k tok/s  wait 0.3 %  left 2 h 10 m
 
 Not a terminal (a batch queue, CI): one `key=value` line for each line of `metrics.jsonl`, without
 control characters. The trap: the loop calls `training` at every step, so a call that draws nothing
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_DRAWS = 0.25
-_BAR = 10
+_BAR = 5
 # All control characters but the newline: a sample or a path must not move somebody's cursor.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -73,7 +73,7 @@ class Progress:
             )
         elif now >= self._next_draw or numbers.step >= self._steps:
             self._next_draw = now + _SECONDS_BETWEEN_DRAWS
-            self._draw(self._moving_line(numbers, now))
+            self._draw(numbers, now)
 
     def evaluation(self, fields: Mapping[str, object]) -> None:
         """An `eval` line: its step and its numbers."""
@@ -110,7 +110,7 @@ class Progress:
             facts["left"] = duration(left).replace(" ", "")
         return facts
 
-    def _moving_line(self, numbers: Numbers, now: float) -> Text:
+    def _moving_line(self, numbers: Numbers, now: float, width: int) -> Text:
         from rich.text import Text
 
         share = min(1.0, numbers.step / self._steps)
@@ -120,19 +120,25 @@ class Progress:
         line.append("━" * done, style="green").append("━" * (_BAR - done), style="bright_black")
         line.append(f" {share:.0%}".replace("%", " %"))
         line.append(f"  loss {numbers.loss:.3f}{self._trend(numbers.loss)}", style="bold")
-        line.append("  " + "  ".join(self._rest(numbers, now)))
-        return line
+        parts = self._rest(numbers, now)
+        # On a narrow terminal the first ones to go are checkpoint, memory and wait, in this order.
+        for name in ("checkpoint", "memory", "wait"):
+            if line.cell_len + sum(2 + len(part) for part in parts.values()) > width:
+                parts.pop(name, None)
+        return line.append("".join(f"  {part}" for part in parts.values()))
 
-    def _rest(self, numbers: Numbers, now: float) -> list[str]:
-        parts = [f"{_short(numbers.tokens_per_second)} tok/s", f"wait {_wait_share(numbers):.1%}"]
-        parts[1] = parts[1].replace("%", " %")
+    def _rest(self, numbers: Numbers, now: float) -> dict[str, str]:
+        parts = {
+            "speed": f"{_short(numbers.tokens_per_second)} tok/s",
+            "wait": f"wait {_wait_share(numbers):.1%}".replace("%", " %"),
+        }
         if self._memory_gb is not None:
             limit = f"/{self._device_memory_gb:.0f}" if self._device_memory_gb else ""
-            parts.append(f"{self._memory_gb:.1f}{limit} GB")
+            parts["memory"] = f"{self._memory_gb:.1f}{limit} GB"
         if self._checkpoint is not None:
-            parts.append(f"ckpt {self._checkpoint:,}")
+            parts["checkpoint"] = f"ckpt {self._checkpoint:,}"
         if (left := self._seconds_left(numbers.step, now)) is not None:
-            parts.append(f"left {duration(left)}")
+            parts["left"] = f"left {duration(left)}"
         return parts
 
     def _trend(self, loss: float) -> str:
@@ -151,10 +157,11 @@ class Progress:
             return None
         return (now - self._first[1]) / (step - self._first[0]) * max(0, self._steps - step)
 
-    def _draw(self, line: Text) -> None:
+    def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:
             self._live = self._guarded(lambda: _open_live(self._stream))
         if (live := self._live) is not None:
+            line = self._moving_line(numbers, now, live.console.width)
             self._guarded(lambda: live.update(line, refresh=True))
 
     def _print(self, text: str) -> None:

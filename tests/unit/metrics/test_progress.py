@@ -73,6 +73,21 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     assert "left 2 m 30 s" in last  # 150 steps at one a second
 
 
+def test_a_narrow_terminal_keeps_what_matters_most(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    clock = iter([0.0, 10.0])
+    progress = Progress(100_000, terminal, clock=lambda: next(clock))
+    progress.checkpoint(40_000)
+    progress.training(numbers(41_000))
+    progress.training(numbers(42_000), memory_gb=70.5)
+    progress.close()
+    last = visible(terminal.getvalue()).splitlines()[-1].split("\r")[-1]
+    assert "step 42,000/100,000" in last
+    assert "left 9 m 40 s" in last
+    assert "ckpt" not in last
+    assert len(last) <= 80
+
+
 def test_a_terminal_is_drawn_at_most_four_times_a_second(terminal):
     now = [0.0]
     progress = Progress(10**6, terminal, clock=lambda: now[0])
