@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Tokenizer:
     length: int
     digest: str
     backend: str
-    _tokenizer: tokenizers.Tokenizer
+    _tokenizer: tokenizers.Tokenizer = field(repr=False)
 
     def encode(self, text: str) -> np.ndarray:
         """The text's own ids (n,) int32: no begin or end token, no control tokens."""

@@ -1,4 +1,4 @@
-"""A small Hub on loopback: the API that `datasets` and huggingface_hub ask, with faults on order."""
+"""A small Hub on loopback: what `datasets` and huggingface_hub ask for, with faults on order."""
 
 import hashlib
 import json
@@ -61,14 +61,14 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         """Nothing on the terminal."""
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self.answer(body=False)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.answer(body=True)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.answer(body=True)
 
     def answer(self, *, body: bool) -> None:

@@ -184,14 +184,13 @@ print(json.dumps({"revision": source.revision, "label": source.label, "texts": t
 def read_all(endpoint, home, source):
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     environment.pop("HF_HUB_OFFLINE", None)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", READ_ALL, json.dumps(source)],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    return done
 
 
 def test_a_data_set_of_the_hub_gives_the_documents_of_the_local_files(tmp_path):

@@ -1,9 +1,13 @@
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 import xxhash
 from helpers import corpus, reference_stream
 from hypothesis import given, settings
@@ -318,3 +322,54 @@ def test_a_data_worker_needs_neither_transformers_nor_accelerate():
 def test_the_rolling_digest_is_the_hash_of_both_numbers():
     both = bytes([1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0])
     assert roll(1, 2) == xxhash.xxh3_64_intdigest(both)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_over_ten_thousand_steps(mixed, place):
+    stream = opened(mixed, place, blocks_per_step=2)
+    exhaust(stream, 2000)
+    resident, arrow = resident_bytes(), pa.total_allocated_bytes()
+    exhaust(stream, 10_000)
+    assert resident_bytes() - resident < 8 << 20
+    assert pa.total_allocated_bytes() - arrow < 1 << 20
+
+
+def test_closing_twice_or_after_a_failure_does_no_harm(single, place):
+    stream = opened(single, place, workers=1)
+    workers = stream._items._workers
+    next(stream)
+    stream.close()
+    stream.close()
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_workers_leave_the_global_random_numbers_alone(single, place):
+    before = torch.random.get_rng_state()
+    stream = opened(single, place)
+    next(stream)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+WIKIPEDIA = Path(__file__).parents[4] / "shared" / "data" / "wikipedia" / "20140304.en"
+
+
+@pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason=f"{WIKIPEDIA} is not there")
+def test_a_hundred_blocks_of_wikipedia_are_the_articles_own_text(tmp_path):
+    tokenizer = open_tokenizer(corpus.write_tokenizer(tmp_path / "tokenizer"))
+    manifest = corpus.manifest_of(tmp_path / "tokenizer", WIKIPEDIA, seq_len=256, heldout=0.005)
+    texts = ["<|endoftext|>"]
+    for path in sorted(WIKIPEDIA.glob("*.parquet")):
+        texts += pq.read_table(path, columns=["text"])["text"].to_pylist()
+    everything = b"\0".join(text.encode() for text in texts)
+    stream = opened(manifest, tmp_path, blocks_per_step=100)
+    for row in next(stream).ids:
+        pieces = np.split(row, np.flatnonzero(row == tokenizer.eos) + 1)
+        for piece in pieces:
+            words = piece[:-1] if piece.size and piece[-1] == tokenizer.eos else piece
+            # The first and last token of a block may hold a part of a character.
+            inner = tokenizer.decode(words).strip("\ufffd").encode()
+            assert inner in everything
