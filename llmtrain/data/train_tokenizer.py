@@ -1,0 +1,72 @@
+"""Train a byte-level BPE: texts → the files of a tokenizer directory.
+
+The tokenizer is GPT-2's in form: every byte is a symbol, so no text is unknown and decoding gives
+the very bytes back; GPT-2's pattern cuts words before merging. `<|endoftext|>` takes id 0 and is
+the only special token. The same texts give the same bytes, with any number of threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from llmtrain.errors import Problem, UserError
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 256 + 1  # the byte symbols and the special token
+
+
+def train_bpe(texts: Iterable[str], entries: int) -> str:
+    """Train on `texts` and return the text of a `tokenizer.json` with exactly `entries` entries.
+
+    Memory: one count for each distinct word. Raises UserError if `entries` cannot hold the 256
+    byte symbols and the special token, or if the texts are too small to reach it.
+    """
+    if entries < SMALLEST:
+        raise UserError(Problem("model.tokenizer", _asked(entries), f"at least {SMALLEST} entries"))
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached != entries:
+        raise UserError(_too_little_text(entries, reached))
+    return str(tokenizer.to_str(pretty=False))
+
+
+def tokenizer_config() -> str:
+    """The text of the `tokenizer_config.json` that makes such a tokenizer load with transformers.
+
+    `<|endoftext|>` ends a document and, as no text holds it, also begins one and pads; nothing is
+    added to a text when it is encoded.
+    """
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,  # transformers' own number for "no limit"
+    }
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def _asked(entries: int) -> str:
+    return f"{{train: {entries}}}"
+
+
+def _too_little_text(entries: int, reached: int) -> Problem:
+    return Problem(
+        "model.tokenizer",
+        _asked(entries),
+        f"text enough for {entries} entries; the training text gives {reached}",
+        f"{{train: {reached}}}, or more text",
+    )
