@@ -1,12 +1,12 @@
-"""Does a run learn what a bare PyTorch loop learns? Both, from the same weights, on the same blocks.
+"""Does a run learn what a bare PyTorch loop learns? Same weights, same blocks, both curves.
 
     python benchmarks/convergence.py --data DIRECTORY [--processes 2] [--steps 300] [--json FILE]
 
-The recipe: Llama-style, hidden 256, 6 layers, 4 heads, MLP 704, tied embeddings, a byte-level BPE of
-8,192 trained on the data, updates of 32 × 256 tokens, AdamW 2e-3 with 30 steps of warm-up and cosine
-to 10 %, weight decay 0.1 on matrices, clipping 1.0. The bare loop takes its labels from
-`model(ids, labels=ids)` and clips with `clip_grad_norm_`; its held-out bits per byte come from logits
-and a plain log-softmax. Printed: both curves, and the largest difference of a step's loss.
+The recipe: Llama-style, hidden 256, 6 layers, 4 heads, MLP 704, tied embeddings, a byte-level BPE
+of 8,192 trained on the data, updates of 32 × 256 tokens, AdamW 2e-3 with 30 steps of warm-up and
+cosine to 10 %, weight decay 0.1 on matrices, clipping 1.0. The bare loop takes its labels from
+`model(ids, labels=ids)` and clips with `clip_grad_norm_`; its held-out bits per byte come from
+logits and a plain log-softmax. Printed: both curves, and the largest difference of a step's loss.
 """
 
 from __future__ import annotations

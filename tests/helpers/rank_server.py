@@ -4,10 +4,13 @@ It reads one JSON command a line: {"start": [{"argv", "env", "cwd", "output"}, â
 {"wait": pid} answers the exit code once that rank has ended (negative: the signal that ended it).
 """
 
+import importlib
 import json
 import os
 import signal
 import sys
+import traceback
+from pathlib import Path
 
 
 def start(one: dict) -> int:
@@ -22,13 +25,25 @@ def start(one: dict) -> int:
     os.chdir(one["cwd"])
     os.environ.clear()
     os.environ.update(one["env"])
-    sys.argv = ["llmtrain", *one["argv"]]
+    try:
+        work(one["argv"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(99)  # the command line never returns
+
+
+def work(argv: list[str]) -> None:
+    """A command of llmtrain, or `call MODULE FUNCTION [ARGUMENT â€¦]`."""
+    if argv[0] == "call":
+        getattr(importlib.import_module(argv[1]), argv[2])(*argv[3:])
+        os._exit(0)
+    sys.argv = ["llmtrain", *argv]
     from llmtrain.cli.main import main
 
-    try:
-        main(one["argv"])
-    finally:
-        os._exit(99)  # main never returns
+    main(argv)
 
 
 def wait(pid: int) -> int:
@@ -55,4 +70,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))  # for the functions of `call`
     serve()

@@ -1,0 +1,58 @@
+"""One update: token-weighted over ranks and micro-batches, and the same decision on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import uneven
+from helpers.ranks import Server
+
+
+def train(server: Server, folder: Path, world_size: int, micro: int, *nan: int, **env: str) -> Any:
+    output = folder / "result.json"
+    arguments = ["call", "helpers.uneven", "train", str(output), str(micro), *map(str, nan)]
+    codes = server.run(arguments, world_size, folder, env)
+    assert codes == [0] * world_size, (folder / "output.txt").read_text()
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro"), [(1, 8), (1, 1), (1, 3), (2, 4), (2, 1), (4, 2), (4, 1)]
+)
+def test_uneven_masks_weigh_by_token_on_any_layout(
+    server: Server, tmp_path: Path, world_size: int, micro: int
+) -> None:
+    found = train(server, tmp_path, world_size, micro)
+    numbers, weights = uneven.reference()
+    for one, other in zip(found["numbers"], numbers, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-4)
+    for name, values in weights.items():
+        assert found["weights"][name][1] == pytest.approx(values, abs=1e-4), name
+
+
+def test_an_accumulation_count_in_the_environment_changes_nothing(
+    server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    plain = train(server, tmp_path / "a", 2, 2)
+    asked = train(server, tmp_path / "b", 2, 2, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="8")
+    assert asked == plain
+
+
+def test_a_nan_on_one_rank_skips_the_update_on_all(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    straight = train(server, tmp_path / "a", 2, 2)
+    last = uneven.STEPS - 1
+    found = train(server, tmp_path / "b", 2, 2, 1, last)
+    others = json.loads((tmp_path / "b" / "result.json.1").read_text())
+    assert found["weights"] == others
+    assert found["weights"] != straight["weights"]
+    assert found["steps"] == [last]  # the optimizer did not count it
+    assert found["numbers"][-1]["norm"] != found["numbers"][-1]["norm"]  # NaN
+    assert found["numbers"][:-1] == straight["numbers"][:-1]

@@ -1,0 +1,139 @@
+"""Updates on made-up blocks whose masks are uneven: what `update` does with them on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmtrain.config.schema import OptimizerConfig
+from llmtrain.data import manifest as manifests
+from llmtrain.distributed.accelerator import close, make_accelerator
+from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.distributed.state import create_state
+from llmtrain.model.loss import LossModule
+from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.run import Run
+from llmtrain.training.step import update
+from llmtrain.types import Batch, Flags, StepVector
+
+STEPS, ROWS, SEQ_LEN, VOCABULARY = 6, 8, 16, 64
+RATE = 1e-2
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(shape).train()
+
+
+def blocks(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """ids (ROWS, S + 1) and labels (ROWS, S): the first row has one trained token, others more."""
+    draw = np.random.default_rng(step)
+    ids = draw.integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1), dtype=np.int64).astype(np.int32)
+    labels = ids[:, 1:].astype(np.int64)
+    for row in range(ROWS):
+        trained = 1 + (row * 5 + step) % SEQ_LEN
+        labels[row, trained:] = -100
+    return ids, labels
+
+
+def train(output: str, micro_batch_size: str, nan_rank: str = "-1", nan_step: str = "-1") -> None:
+    """On every rank: STEPS updates; rank 0 writes numbers and the final weights' digests."""
+    launched = make_accelerator("fp32", 2.0)
+    manifests.DOCUMENT_MASK = True  # blocks are not full: their trained tokens are counted
+    bare = model()
+    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=RATE))
+    prepared = launched.engine.prepare(LossModule(bare), optimizer)
+    create_state(optimizer, 0)
+    sent: list[Any] = []
+    run = SimpleNamespace(
+        ranks=launched.ranks,
+        device=launched.device,
+        engine=launched.engine,
+        model=prepared,
+        micro_batch_size=int(micro_batch_size),
+        max_grad_norm=1.0,
+        labels=("all",),
+        data_failed=False,
+        flags=Flags,
+        meter=SimpleNamespace(send=lambda sums, norm: sent.append((sums, float(norm)))),
+        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
+    )
+    run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
+    run.micro_batches = lambda batch: Run.micro_batches(run, batch)
+    for step in range(STEPS):
+        if launched.ranks.rank == int(nan_rank) and step == int(nan_step):
+            poison(bare)
+        update(run, share(step, launched.ranks.rank, launched.ranks.world_size), 1.0)
+    if launched.ranks.rank == 0:
+        numbers = [
+            {
+                "loss": float(sums["loss_sum"] / sums.tokens),
+                "norm": norm,
+                "tokens": int(sums.tokens),
+            }
+            for sums, norm in sent
+        ]
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        written = {"numbers": numbers, "weights": digests(bare), "steps": sorted(steps)}
+        Path(output).write_text(json.dumps(written))
+    else:
+        Path(f"{output}.{launched.ranks.rank}").write_text(json.dumps(digests(bare)))
+    close()
+
+
+def poison(bare: LlamaForCausalLM) -> None:
+    """The next gradient of one parameter is not finite, on this rank alone."""
+    weight = bare.model.layers[0].mlp.up_proj.weight
+    handle = weight.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
+
+
+def share(step: int, rank: int, world_size: int) -> Batch:
+    """Rank r's rows of a step, as the stream deals them out."""
+    ids, labels = (part[rank::world_size] for part in blocks(step))
+    tokens = int((labels != -100).sum())
+    return Batch(ids, labels, tokens, {}, 0, 0, {"all": tokens}, {}, 0.0)
+
+
+def digests(bare: LlamaForCausalLM) -> dict[str, Any]:
+    """Name → digest of the bits, and the values rounded for a comparison with tolerance."""
+    found = {name: p.detach().numpy() for name, p in bare.named_parameters()}
+    return {
+        name: [xxhash.xxh3_64_hexdigest(v.tobytes()), v.ravel()[:50].astype(float).tolist()]
+        for name, v in found.items()
+    }
+
+
+def reference() -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """Plain PyTorch: the mean over all trained tokens of a step, in one batch."""
+    bare = model()
+    decayed = [p for n, p in bare.named_parameters() if p.ndim == 2 and "embed" not in n]
+    rest = [p for n, p in bare.named_parameters() if p.ndim < 2 or "embed" in n]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+    numbers = []
+    for step in range(STEPS):
+        ids, labels = (torch.from_numpy(part).long() for part in blocks(step))
+        logits = bare(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append({"loss": loss.item(), "norm": norm.item()})
+    weights = {n: p.detach().ravel()[:50].tolist() for n, p in bare.named_parameters()}
+    return numbers, weights
