@@ -43,9 +43,11 @@ def train(config: Config) -> Result:
     Raises UserError for what a person can put right, RunError for what the machine did.
     """
     from llmtrain.distributed.launch import check_environment
+    from llmtrain.metrics.trackers import check_installed
     from llmtrain.training import stop
 
     check_environment(os.environ, config)
+    check_installed(config.logging.trackers)
     with stop.catching():  # before torch is imported, which takes seconds
         from llmtrain.training.loop import train as run
 

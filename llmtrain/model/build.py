@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -50,6 +49,8 @@ def _fresh(config: Any) -> PreTrainedModel:
 
 
 def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
+    from safetensors import SafetensorError
+
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -138,11 +139,14 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
         "eos_token_id": tokens.eos,
         "pad_token_id": tokens.pad,
     }
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return CONFIG_MAPPING[model_type](**{**ours, **given})
-    except (TypeError, ValueError, AttributeError) as error:
+    except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
+        said = " ".join(str(error).split())
         raise UserError(
-            Problem("model.config", None, f"fields that {model_type} accepts: {error}")
+            Problem("model.config", None, f"fields that {model_type} accepts: {said}")
         ) from error
 
 

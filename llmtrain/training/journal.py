@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from llmtrain.config.meaning import config_digest_values
@@ -211,4 +210,6 @@ def memory_gb(device: torch.device) -> float:
     """This process's peak on its device, or on a CPU its resident memory; GiB."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    import psutil
+
     return float(psutil.Process().memory_info().rss) / 2**30

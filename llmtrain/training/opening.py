@@ -16,10 +16,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found, Search
@@ -49,6 +49,9 @@ from llmtrain.training.place import Auto, Place
 from llmtrain.training.stop import Signals
 from llmtrain.training.trial import discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
@@ -43,6 +43,9 @@ from llmtrain.training.opening import DataSide, ModelSide, Processes
 from llmtrain.training.place import Auto, Place, claim
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.types import Batch, Cursor, Flags, Spec, StepVector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 

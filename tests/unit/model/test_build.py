@@ -1,0 +1,128 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from llmtrain.config.schema import ModelConfig
+from llmtrain.errors import UserError
+from llmtrain.model.build import build, model_config, resolve_revision
+from llmtrain.model.tokenizer import SpecialTokens
+
+TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+
+
+def refusal(fields: dict, seq_len: int = 16) -> str:
+    with pytest.raises(UserError) as raised:
+        model_config(ModelConfig(config=fields), TOKENS, seq_len)
+    return str(raised.value)
+
+
+def test_vocabulary_and_special_tokens_come_from_the_tokenizer() -> None:
+    config = model_config(ModelConfig(config=LLAMA), TOKENS, 16)
+    assert config.vocab_size == 300
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, 0)
+    assert config.use_cache is False
+    assert (
+        model_config(ModelConfig(config={**LLAMA, "vocab_size": 512}), TOKENS, 16).vocab_size == 512
+    )
+
+
+def test_an_unknown_architecture_is_refused_with_near_names() -> None:
+    message = refusal({"model_type": "lama"})
+    assert "model.config.model_type = lama" in message
+    assert "llama" in message
+
+
+def test_a_misspelt_field_is_refused_instead_of_ignored() -> None:
+    message = refusal({**LLAMA, "hiden_size": 32})
+    assert "model.config.hiden_size = 32" in message
+    assert "did you mean hidden_size?" in message
+
+
+def test_an_encoder_is_no_causal_language_model() -> None:
+    assert "causal" in refusal({"model_type": "t5"})
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
+    message = refusal({**LLAMA, "vocab_size": 299})
+    assert "model.config.vocab_size = 299" in message
+    assert "300" in message
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused() -> None:
+    message = refusal({**LLAMA, "max_position_embeddings": 15})
+    assert "data.seq_len = 16" in message
+    assert "max_position_embeddings 15" in message
+
+
+def test_fields_of_the_wrong_kind_are_the_users_to_mend() -> None:
+    assert "hidden_size" in refusal({**LLAMA, "hidden_size": "wide"})
+
+
+def test_a_fresh_model_is_in_fp32_in_training_mode_and_decided_by_the_seed() -> None:
+    asked = ModelConfig(config=LLAMA)
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(build(model_config(asked, TOKENS, 16), asked, None))
+    heads = [model.lm_head.weight for model in models]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert models[0].training
+    assert {p.dtype for p in models[0].parameters()} == {torch.float32}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    shape = {k: v for k, v in LLAMA.items() if k != "model_type"}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape)).to(torch.bfloat16).save_pretrained(
+        tmp_path / "base"
+    )
+    return tmp_path / "base"
+
+
+def load(path: Path) -> torch.nn.Module:
+    asked = ModelConfig.model_validate({"from": str(path)})
+    return build(model_config(asked, TOKENS, 16), asked, resolve_revision(str(path), None))
+
+
+def test_weights_of_a_directory_are_loaded_in_fp32(saved: Path) -> None:
+    model = load(saved)
+    expected = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert model.training
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_truncated_file_of_weights_is_refused(saved: Path) -> None:
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.from"):
+        load(saved)
+
+
+def test_pickled_weights_are_not_opened(saved: Path) -> None:
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        load(saved)
+
+
+def test_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight"):
+        load(saved)

@@ -1,0 +1,80 @@
+from helpers.tiny import tiny_config
+
+from llmtrain.config.schema import Config
+from llmtrain.distributed.ranks import Single
+from llmtrain.training.due import Due, agreed_stop
+from llmtrain.types import Flags, Numbers
+
+
+def due(first: int = 0, evaluated: int | None = None, *, heldout: bool = True) -> Due:
+    config = tiny_config(
+        "run",
+        training__steps=50,
+        evaluation__every_steps=20,
+        checkpoint__every_steps=15,
+        logging__every_steps=10,
+    )
+    return Due(Config.model_validate(config), first, evaluated, heldout=heldout)
+
+
+def numbers(step: int, *stops: str) -> Numbers:
+    return Numbers(step, 1.0, 1.0, 1.0, 1, 1, 1.0, 0.0, 0, False, {}, False, stops)
+
+
+def test_the_base_line_the_period_and_the_end_are_evaluated() -> None:
+    one = due()
+    assert [step for step in range(51) if one.evaluation(step)] == [0, 20, 40, 50]
+    one.evaluated(20)
+    assert not one.evaluation(20)
+    assert not any(due(heldout=False).evaluation(step) for step in range(51))
+
+
+def test_what_a_stop_cut_off_is_evaluated_by_the_next_start() -> None:
+    assert due(first=20, evaluated=0).evaluation(20)
+    assert not due(first=20, evaluated=20).evaluation(20)
+
+
+def test_a_checkpoint_is_due_at_the_period_the_end_and_a_stop_but_never_twice() -> None:
+    one = due()
+    assert [step for step in range(51) if one.checkpoint(step)] == [15, 30, 45, 50]
+    one.saved(30)
+    assert not one.checkpoint(30)
+    assert not due(first=30).checkpoint(30)
+    one.learn(numbers(36, "signal"))
+    assert one.checkpoint(37)
+    assert one.stop(37)
+
+
+def test_a_stop_suppresses_evaluations_and_asks_for_the_last_line() -> None:
+    one = due()
+    assert not one.line(37)
+    one.learn(numbers(36, "stop_file"))
+    assert one.stop_reason == "stop_file"
+    assert not one.evaluation(40)
+    assert one.line(37)
+    assert one.anything(37)
+
+
+def test_a_lost_launcher_outranks_the_signal_that_comes_with_it() -> None:
+    one = due()
+    one.learn(numbers(3, "launcher_lost", "signal"))
+    assert one.stop_reason == "launcher_lost"
+
+
+def test_lines_come_at_the_period_the_first_step_of_a_start_and_the_last() -> None:
+    one = due(first=13)
+    assert [step for step in range(14, 51) if one.line(step)] == [14, 20, 30, 40, 50]
+
+
+def test_a_run_is_finished_when_nothing_is_missing() -> None:
+    one = due()
+    assert not one.finished(50)
+    one.evaluated(50)
+    assert one.finished(50)
+    assert not one.finished(49)
+
+
+def test_outside_a_step_ranks_agree_on_the_reason_that_outranks_others() -> None:
+    assert agreed_stop(Single(), Flags()) == ()
+    assert agreed_stop(Single(), Flags(signal=True, stop_file=True)) == ("signal",)
+    assert agreed_stop(Single(), Flags(signal=True, lost_launcher=True)) == ("launcher_lost",)

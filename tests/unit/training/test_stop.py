@@ -1,0 +1,61 @@
+import os
+import signal
+import subprocess
+import sys
+
+from llmtrain.training import stop
+
+
+def test_signals_become_a_reason_and_the_old_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with stop.catching() as signals:
+        assert signals.reason is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.reason == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_fifty_signals_in_a_second_are_one_request() -> None:
+    with stop.catching() as signals:
+        for _ in range(50):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.reason == "SIGTERM"
+
+
+def test_a_second_call_keeps_the_handlers_that_stand() -> None:
+    with stop.catching() as outer, stop.catching() as inner:
+        assert inner is outer
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop.catching():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
+    program = (
+        "import os, signal, threading\n"
+        "from llmtrain.training.stop import install\n"
+        "signals = install()\n"
+        "with signals.alone(lambda reason: print('stopped by', reason, flush=True)):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    threading.Event().wait()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert ended.stdout == "stopped by SIGTERM\n"
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    program = (
+        "import sys; before = set(sys.modules)\n"
+        "import llmtrain.training.stop\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'accelerate'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
