@@ -1,5 +1,5 @@
 import json
-import random
+import random  # noqa: TID251  # the state that is kept
 
 import numpy as np
 import torch

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +17,7 @@ def test_cosine_warms_up_peaks_and_ends_at_the_floor() -> None:
     assert found[:10] == [pytest.approx(step / 10) for step in range(1, 11)]
     assert found[54] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 45 / 90)) / 2)
     assert found[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(found[9:], found[10:], strict=False))
+    assert all(a > b for a, b in pairwise(found[9:]))
 
 
 def test_linear_falls_by_equal_steps_to_the_floor() -> None:
