@@ -40,8 +40,11 @@ def resolve_hub(source: SourceConfig, key: str) -> Resolved:
     read; RunError (75) if the Hub does not answer.
     """
     quiet_hub()
-    import huggingface_hub
+    from huggingface_hub import HfFileSystem, constants
 
+    if constants.HF_HUB_OFFLINE:
+        expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
+        raise UserError(Problem(key, source.path, expected))
     urls = _retried(lambda: _file_urls(source, key), source.path)
     found = [PREFIX.fullmatch(url) for url in urls]
     inside = [match for match in found if match is not None]
@@ -53,7 +56,7 @@ def resolve_hub(source: SourceConfig, key: str) -> Resolved:
     if unknown:
         expected = "parquet, JSON lines or text; convert it with `llmtrain data repack`"
         raise UserError(*bounded([Problem(key, name, expected) for name in unknown], key))
-    system = huggingface_hub.HfFileSystem()
+    system = HfFileSystem()
     files = sorted((_file(system, match) for match in inside), key=lambda file: file.name.encode())
     name, sha = inside[0]["id"], inside[0]["sha"]
     return Resolved(f"hf://datasets/{name}@{sha}", True, sha, tuple(files))

@@ -19,7 +19,9 @@ import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -36,7 +38,9 @@ DECODED_LIMIT = 64 * MIB  # a compressed file; a row group that is decoded at on
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
+MERGE_BYTES = MIB  # two ranges that are nearer than this are one request
 LINE_MARGIN = 64 * 1024
+GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_CHUNK = 64 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
@@ -101,7 +105,7 @@ class Reader:
 
     def rows(self, source: Source, unit: Unit) -> Rows:
         """The rows of a unit, in file order. Raises UserError for a bad file or line."""
-        try:
+        with _readable(source, unit):
             if unit.group < 0:
                 return self._kept(source, unit)
             footer = self.footer(source, unit.file)
@@ -114,15 +118,14 @@ class Reader:
                 self.reads += 1
                 return self._slice_of_large(source, unit)
             return self._kept(source, unit).slice(unit.start, unit.stop)
-        except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
-            raise _unreadable(source, unit, error) from error
 
     def footer(self, source: Source, file: int) -> pq.FileMetaData:
         """The footer of a parquet file."""
         where = source.where(file)
         footer = self._footers.get(where)
         if footer is None:
-            with pq.ParquetFile(self._arrow_file(source, file), pre_buffer=False) as opened:
+            place = pa.PythonFile(self._ranged(source, file), "r") if source.remote else where
+            with pq.ParquetFile(place, pre_buffer=False) as opened:
                 footer = self._footers[where] = opened.metadata
             if len(self._footers) > OPEN_FOOTERS:
                 self._footers.popitem(last=False)
@@ -132,6 +135,9 @@ class Reader:
         """A file of a source, here or on the Hub, for reading at any position."""
         if not source.remote:
             return Path(source.where(file)).open("rb")
+        return self._ranged(source, file)
+
+    def _ranged(self, source: Source, file: int) -> RangeFile:
         known = source.files[file]
         return RangeFile(
             web_url(source.where(file)),
@@ -146,6 +152,8 @@ class Reader:
         kind, compression = file_format(source.files[unit.file].name) or ("", None)
         with self.open(source, unit.file) as file:
             if compression:
+                if isinstance(file, RangeFile):
+                    file.hold(0, source.files[unit.file].size)
                 data, start = decompress(file, compression, source.where(unit.file)), 0
             else:
                 data, start = owned(file, unit, source.files[unit.file].size, kind)
@@ -160,7 +168,9 @@ class Reader:
     def first_keys(self, source: Source, file: int) -> list[str] | None:
         """The keys of a file's first JSON line; None: it has no line. Raises UserError if bad."""
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
-        for position, line in self.lines(source, unit):
+        with _readable(source, unit):
+            lines = list(self.lines(source, unit))
+        for position, line in lines:
             if line.strip():
                 try:
                     parse(line, source.text_column, None)
@@ -184,7 +194,7 @@ class Reader:
         return rows
 
     def _group(self, source: Source, unit: Unit) -> Rows:
-        with self._parquet(source, unit.file) as file:
+        with self._parquet(source, unit.file, group=unit.group) as file:
             wanted = _wanted(source)
             table = file.read_row_group(unit.group, columns=wanted, use_threads=False)
         return _columns(source, table)
@@ -206,17 +216,19 @@ class Reader:
                     break
         return _columns(source, pa.concat_tables(tables))
 
-    def _arrow_file(self, source: Source, file: int) -> str | pa.PythonFile:
-        """What pyarrow opens, and closes, itself."""
-        return pa.PythonFile(self.open(source, file), "r") if source.remote else source.where(file)
-
-    def _parquet(self, source: Source, file: int, buffer_size: int = 0) -> pq.ParquetFile:
-        return pq.ParquetFile(
-            self._arrow_file(source, file),
-            metadata=self.footer(source, file),
-            pre_buffer=False,
-            buffer_size=buffer_size,
-        )
+    def _parquet(
+        self, source: Source, file: int, group: int | None = None, buffer_size: int = 0
+    ) -> pq.ParquetFile:
+        """A parquet file; on the Hub with the columns of `group` read at once."""
+        footer = self.footer(source, file)
+        opened: str | pa.PythonFile = source.where(file)
+        if source.remote:
+            ranged = self._ranged(source, file)
+            span = None if group is None else column_span(footer.row_group(group), _wanted(source))
+            if span is not None:
+                ranged.hold(*span)
+            opened = pa.PythonFile(ranged, "r")
+        return pq.ParquetFile(opened, metadata=footer, pre_buffer=False, buffer_size=buffer_size)
 
     def _range(self, source: Source, unit: Unit) -> Rows:
         lines = self.lines(source, unit)
@@ -250,7 +262,7 @@ class Reader:
                 return before.count(b"\n") + 1
             count = 1
             while position > 0:
-                chunk = file.read(min(MIB, position)) or b""
+                chunk = _read_exactly(file, min(MIB, position))
                 count, position = count + chunk.count(b"\n"), position - len(chunk)
             return count
 
@@ -357,6 +369,8 @@ def decoded_size(reader: Reader, source: Source, file: int) -> int:
     compression = (file_format(source.files[file].name) or ("", None))[1]
     with reader.open(source, file) as opened:
         if compression == "gz":
+            if opened.read(2) != GZIP_MAGIC:
+                return -1  # reading it says so
             opened.seek(max(0, source.files[file].size - 4))
             return int.from_bytes(opened.read(4) or b"", "little")
         import zstandard
@@ -364,7 +378,7 @@ def decoded_size(reader: Reader, source: Source, file: int) -> int:
         try:
             return int(zstandard.frame_content_size(opened.read(18) or b""))
         except zstandard.ZstdError:
-            return -1  # too short or no zstd: reading it says so
+            return -1
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -389,6 +403,20 @@ def _read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
+
+
+def column_span(group: pq.RowGroupMetaData, wanted: list[str]) -> tuple[int, int] | None:
+    """The bytes of a group that hold these columns; None: too far apart for one request."""
+    spans = []
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema in wanted:
+            first = column.dictionary_page_offset or column.data_page_offset
+            spans.append((first, first + column.total_compressed_size))
+    spans.sort()
+    if any(after[0] - before[1] >= MERGE_BYTES for before, after in pairwise(spans)):
+        return None
+    return (spans[0][0], spans[-1][1]) if spans else None
 
 
 def _wanted(source: Source) -> list[str]:
@@ -424,11 +452,16 @@ def _changed(source: Source, unit: Unit) -> Problem:
     return Problem(_place(source, unit), "fewer rows", expected, "bring the file back")
 
 
-def _unreadable(source: Source, unit: Unit, error: Exception) -> Exception:
-    if isinstance(error, FileNotFoundError) or not getattr(error, "errno", None):
+@contextmanager
+def _readable(source: Source, unit: Unit) -> Iterator[None]:
+    """Bad content is for a person to put right; an error of the system has a number."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+        place = _place(source, unit)
+        if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
+            message = f"{place} cannot be read: {error}"
+            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        problem = Problem(_place(source, unit), reason, "data that can be read", "replace the file")
-        return UserError(problem)
-    return RunError(
-        f"{_place(source, unit)} cannot be read: {error}", RESTARTABLE, "look at the disk"
-    )
+        problem = Problem(place, reason, "data that can be read", "replace the file")
+        raise UserError(problem) from error

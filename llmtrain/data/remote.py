@@ -50,7 +50,7 @@ class AttemptError(Exception):
 
 
 class RangeFile(io.RawIOBase):
-    """A file on the Hub as a file object: every read is one range, nothing is read ahead."""
+    """A file on the Hub as a file object: every read is one range, unless it is already held."""
 
     def __init__(
         self, url: str, size: int, etag: str, *, timeout: float, stop: Stopping | None = None
@@ -61,6 +61,11 @@ class RangeFile(io.RawIOBase):
         self._timeout = timeout
         self._stop = stop
         self._position = 0
+        self._held: tuple[int, bytes] = (0, b"")
+
+    def hold(self, start: int, end: int) -> None:
+        """Read [start, end) at once and keep it for the reads that follow."""
+        self._held = (start, self._fetch(start, end))
 
     def readable(self) -> bool:
         """Always."""
@@ -84,6 +89,12 @@ class RangeFile(io.RawIOBase):
         """The next `size` bytes, fewer only at the end of the file."""
         end = self._size if size is None or size < 0 else min(self._position + size, self._size)
         start, self._position = self._position, max(self._position, end)
+        first, held = self._held
+        if first <= start and end <= first + len(held):
+            return held[start - first : end - first]
+        return self._fetch(start, end)
+
+    def _fetch(self, start: int, end: int) -> bytes:
         return fetch(
             self._url,
             start,

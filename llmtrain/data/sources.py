@@ -78,11 +78,20 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     unknown = [path for path in paths if file_format(path.name) is None]
     if unknown:
         raise UserError(*bounded([_unknown_suffix(path, key) for path in unknown], key))
-    files = tuple(
-        File(path.relative_to(root).as_posix(), path.stat().st_size, edges_digest(path))
-        for path in paths
-    )
-    return Resolved(str(root), False, None, files)
+    files: list[File] = []
+    unreadable: list[Problem] = []
+    for path in paths:
+        try:
+            size, digest = path.stat().st_size, edges_digest(path)
+        except OSError as error:
+            unreadable.append(
+                Problem(key, str(path), f"a file that can be read ({error.strerror})")
+            )
+        else:
+            files.append(File(path.relative_to(root).as_posix(), size, digest))
+    if unreadable:
+        raise UserError(*bounded(unreadable, key))
+    return Resolved(str(root), False, None, tuple(files))
 
 
 def locate(source: SourceConfig, key: str) -> str:

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import formatdate
 
@@ -11,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
-from llmtrain.data import remote
+from llmtrain.data import readers, remote
+from llmtrain.data.readers import Reader
+from llmtrain.data.units import survey
 from llmtrain.errors import RunError, UserError
 
 CONTENT = bytes(range(256)) * 40
@@ -167,6 +170,26 @@ def test_errors_pass_through_pyarrow_as_they_are(server):
         pq.ParquetFile(pa.PythonFile(file, "r"))
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.zst"])
+def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name, monkeypatch):
+    rows = corpus.articles(400)
+    if name.endswith("parquet"):
+        corpus.write_parquet(tmp_path / name, rows, group=50)
+    else:
+        corpus.write_jsonl(tmp_path / name, rows)
+    local = survey(corpus.config(tmp_path / name, lanes=1), 1).sources[0]
+    content = (tmp_path / name).read_bytes()
+    with hub.serving({name: content}) as server:
+        monkeypatch.setattr(readers, "web_url", lambda address: server.url(address.split("/")[-1]))
+        file = local.files[0]._replace(etag=hub.etag(content))
+        away = replace(local, remote=True, root=f"hf://datasets/{hub.ID}@{hub.SHA}", files=(file,))
+        here, there = Reader(60), Reader(60, Patience())
+        for unit in local.units:
+            assert there.rows(away, unit).texts.equals(here.rows(local, unit).texts)
+        footer = name.endswith("parquet")
+        assert server.requests["range"] == len(local.units) + footer
+
+
 READ_ALL = """
 import json, sys
 from llmtrain.config.schema import Config
@@ -178,6 +201,18 @@ reader, (source,) = Reader(60), found.sources
 rows = [reader.rows(source, unit) for unit in source.units]
 texts = [part.text(row)[0] for part in rows for row in range(len(part))]
 print(json.dumps({"revision": source.revision, "label": source.label, "texts": texts}))
+"""
+
+
+README = """---
+configs:
+- config_name: 2023.en
+  data_files:
+  - {split: train, path: 2023.en/train-*}
+- config_name: 2023.vi
+  data_files:
+  - {split: train, path: 2023.vi/train-*}
+---
 """
 
 
@@ -195,16 +230,24 @@ def read_all(endpoint, home, source):
 
 def test_a_data_set_of_the_hub_gives_the_documents_of_the_local_files(tmp_path):
     rows = corpus.articles(50)
-    corpus.write_parquet(tmp_path / "hub" / "data" / "train-0.parquet", rows[:30], group=7)
-    corpus.write_parquet(tmp_path / "hub" / "data" / "train-1.parquet", rows[30:], group=7)
+    corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-0.parquet", rows[:30], group=7)
+    corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-1.parquet", rows[30:], group=7)
+    corpus.write_parquet(tmp_path / "hub" / "2023.vi" / "train-0.parquet", corpus.articles(1))
+    (tmp_path / "hub" / "README.md").write_text(README)
     with hub.serving(hub.read_files(tmp_path / "hub")) as server:
         server.listing_faults.extend(["503"])
         server.faults.extend(["503", "short", "", "429 0", "reset"])
-        done = read_all(server.endpoint, tmp_path / "home", {"path": hub.ID})
+        done = read_all(server.endpoint, tmp_path / "home", {"path": hub.ID, "name": "2023.en"})
+        missing = read_all(server.endpoint, tmp_path / "home", {"path": hub.ID, "name": "2023.de"})
+        no_split = {"path": hub.ID, "name": "2023.en", "split": "test"}
+        other = read_all(server.endpoint, tmp_path / "home", no_split)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["texts"] == [row["text"] for row in rows]
-    assert (found["revision"], found["label"]) == (hub.SHA, "encyclopedia")
+    assert (found["revision"], found["label"]) == (hub.SHA, "encyclopedia/2023.en")
+    assert "UserError" in missing.stderr
+    assert "2023.en" in missing.stderr.splitlines()[-1]
+    assert "expected: one of: train" in other.stderr
 
 
 def test_a_data_set_that_does_not_exist_is_a_mistake_of_the_user(tmp_path):

@@ -128,6 +128,14 @@ def test_a_first_line_that_is_no_document_is_told_before_training(place):
     assert "c.jsonl, line 1 = its keys are 'body'" in message(place / "c.jsonl")
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_file_that_is_none_is_refused_before_training(place, suffix):
+    (place / f"c.jsonl.{suffix}").write_bytes(b"this was never compressed at all")
+    told = message(place / f"c.jsonl.{suffix}")
+    assert f"c.jsonl.{suffix}" in told
+    assert "replace the file" in told
+
+
 @pytest.mark.parametrize("name", ["empty.jsonl", "empty.txt"])
 def test_files_without_a_byte_are_refused(place, name):
     (place / name).write_bytes(b"")
