@@ -214,6 +214,9 @@ def add_facts(rows: dict[str, list[Row]]) -> None:
         row["decade"] = f"{row['year'][:3]}0s"
     for row in rows["tool"]:
         row["place_in"] = TOOL_PLACES.get(row["place"], f"in the {row['place']}")
+    for row in rows["occupation"]:
+        on = row["place"].endswith(("boat", "ship", "farm", "building site", "streets"))
+        row["place_in"] = f"{'on' if on else 'in'} {row['place']}"
     for row in rows["month"]:
         row["short"] = "" if row["days"] else "yes"
         row["long"] = "yes" if row["days"] else ""
