@@ -1,0 +1,130 @@
+"""The command line: parse, call, print.
+
+Only typer is imported here: help takes a tenth of a second, everything else is imported by the
+command that needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from llmtrain.tools.launch import Ended
+
+_SUMMARY = "Train language models: exact, resumable, any number of devices."
+_OPTIONS = "--version  --help  --install-completion"
+
+
+class _Grouped(TyperGroup):
+    """Help with the commands under the headings of their `rich_help_panel`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the whole page; formatter: typer's collector of lines."""
+        formatter.write(f"{_SUMMARY}\n\n")
+        heading = None
+        for name, command in self.commands.items():
+            panel = getattr(command, "rich_help_panel", "")
+            shown = panel if panel != heading else ""
+            formatter.write(f"{shown:<10} {name:<13} {command.help}\n")
+            heading = panel
+        formatter.write(f"\n{'Options':<10} {_OPTIONS}\n")
+
+
+app = typer.Typer(
+    cls=_Grouped, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"llmtrain {version('llmtrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(rich_help_panel="Start", help="train a small model on the built-in sample, 2 minutes")
+def quickstart(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Run directory instead of runs/quickstart."),
+    ] = None,
+) -> None:
+    """Train on the built-in sample with two CPU processes."""
+    from llmtrain.tools.quickstart import quickstart as start
+
+    _end(start(out))
+
+
+@app.command(rich_help_panel="Train", help="run a config; the same command resumes")
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    ] = None,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start accelerate launch with this file."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Start accelerate launch with N processes."),
+    ] = None,
+) -> None:
+    """Train in this process, or start several that do."""
+    if accelerate is None and processes is None:
+        from llmtrain.cli.rank import train_here
+
+        train_here(config, overrides or [])
+    else:
+        from llmtrain.tools.launch import launch
+
+        _end(launch(config, overrides or [], accelerate, processes))
+
+
+@app.command(rich_help_panel="Train", help="write report.html")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead of RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write the report of a run and print its path."""
+    from llmtrain.report.page import write_report
+
+    print(write_report(run, out))
+
+
+def _end(ended: Ended) -> NoReturn:
+    """The last words of a launched run come after those of its launcher."""
+    if ended.message:
+        print(ended.message, file=sys.stderr)
+    raise typer.Exit(ended.exit_code)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; never returns. arguments: without the program's name; None = sys.argv."""
+    try:
+        app(args=arguments, prog_name="llmtrain")
+    except Exception as error:
+        from llmtrain.cli.rank import described
+
+        code, message = described(error)
+        print(message, file=sys.stderr)
+        sys.exit(code)

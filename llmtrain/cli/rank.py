@@ -1,0 +1,92 @@
+"""One training process, from the config to its exit code: the edge where errors become messages.
+
+The trap: a process that has trained with gloo must not finalise the interpreter. A worker thread of
+gloo may still need the lock of an interpreter that is going away, and aborts the process after its
+work was done. So a rank flushes what it has and leaves by `os._exit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from llmtrain.errors import RunError, UserError
+from llmtrain.tools.mark import leave
+
+
+def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
+    """Train in this process, which may be one of several that a launcher started; then leave."""
+    log: Path | None = None
+    try:
+        import llmtrain
+        from llmtrain.training.stop import install
+
+        config = llmtrain.load_config(config_file, overrides)
+        log = Path(config.run.dir or "") / "logs" / f"rank-{_rank()}.log"
+        install()  # until the end: a signal while the report is written finds the run ended
+        result = llmtrain.train(config)
+        if _rank() == 0:
+            from llmtrain.report.page import write_report
+
+            print(write_report(result.run_dir))
+        code, message = result.exit_code, ""
+    except Exception as error:
+        _tell_launcher(error)
+        code, message = described(error, log)
+    _leave(code, message)
+
+
+def described(error: Exception, log: Path | None = None) -> tuple[int, str]:
+    """The exit code of an error and what to say about it ("": nothing). A defect is shown at once.
+
+    log: the log file of this process, if it has one. What a person can put right is the same on
+    every rank, and is said by rank 0 alone.
+    """
+    who = f"rank {_rank()}: " if _rank() else ""
+    if isinstance(error, UserError):
+        return error.exit_code, "" if who else f"error: {error}"
+    if isinstance(error, RunError):
+        return error.exit_code, f"{who}error: {error}"
+    traceback.print_exception(error)
+    where = f"; more in {log}" if log is not None and log.is_file() else ""
+    return 1, (
+        f"{who}error: {type(error).__name__}: a defect of llmtrain or of a library\n"
+        f"    next:     the traceback above says where{where}"
+    )
+
+
+def _rank() -> int:
+    """The rank as the environment has it: there may be no process group, or none any more."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _tell_launcher(error: Exception) -> None:
+    """Give torch's launcher the error itself, so that its own summary names it."""
+    # Without torch in memory the error is a wrong config, and worth no seconds of imports.
+    if "torch" not in sys.modules or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if isinstance(error, UserError | RunError):
+        error.__cause__ = None  # what is said to a person has no traceback, there neither
+        error.__suppress_context__ = True
+        error.__traceback__ = None
+    get_error_handler().record_exception(error)
+
+
+def _leave(code: int, message: str) -> NoReturn:
+    """Say the last words, flush and end, without finalising the interpreter."""
+    with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody is left to be told
+        if not leave(os.environ, code, message) and message:
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)

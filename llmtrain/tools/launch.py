@@ -1,0 +1,227 @@
+"""Start `accelerate launch` around a config, pass signals on, and find out how the run ended.
+
+The launcher's own exit code says little: it is 1 for every failing rank, and 1 after a SIGTERM that
+all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`tools/mark.py`); without one
+(rank 0 died) `status.json` is asked.
+
+    this process ── accelerate launch (its own session) ── rank 0, rank 1, …
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from llmtrain.config.checks import check_batch
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.config.yaml12 import write
+from llmtrain.distributed.launch import check_environment
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.metrics.status import FILE_NAME, read_status
+from llmtrain.tools.launch_file import LaunchFile, read_launch_file
+from llmtrain.tools.mark import found
+from llmtrain.training.stop import LAUNCHED
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launched run ended: the code of the run itself, not of its launcher.
+
+    message: what is left to say to a person, "" if the run has said it all.
+    """
+
+    exit_code: int
+    message: str
+
+
+def launch(
+    config_file: str,
+    overrides: Sequence[str] = (),
+    accelerate_file: Path | None = None,
+    processes: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Train in several processes, and wait for them.
+
+    accelerate_file: a config of accelerate; None = this machine, GPUs if it has any · processes: in
+    place of the file's number · env: the environment of the ranks, None = this process's.
+    Raises UserError before anything is started.
+    """
+    env = dict(os.environ if env is None else env)
+    _refuse_nested(env)
+    config = load_config(config_file, overrides)
+    file = _launch_file(accelerate_file, processes, env, config)
+    problems = check_batch(config, file.processes)
+    if problems:
+        raise UserError(*problems, where=f"{config_file} with {file.processes} processes")
+    run_dir = Path(config.run.dir or "")
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        if file.path is None:
+            file = file.written_to(Path(folder) / "accelerate.yaml", write)
+        mark = Path(folder) / "ended"
+        env[LAUNCHED] = str(mark)
+        if file.on_cpu:
+            env["ACCELERATE_USE_CPU"] = "true"  # torch's launcher does not export it
+        return run_launcher(_command(file, config_file, overrides), env, mark, run_dir)
+
+
+def _refuse_nested(env: Mapping[str, str]) -> None:
+    """A launcher inside a launcher would start the square of the processes."""
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
+        if name in env:
+            expected = "no launcher around this process: it starts one itself"
+            remedy = "leave --accelerate and --processes out"
+            raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
+
+
+def _launch_file(
+    path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
+) -> LaunchFile:
+    if path is not None:
+        file = read_launch_file(path, processes)
+        check_environment({**env, "ACCELERATE_MIXED_PRECISION": file.precision}, config)
+        return file
+    check_environment(env, config)
+    on_cpu = not has_gpu(env)
+    fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
+    return LaunchFile(None, processes or 1, on_cpu, "no" if fp32 else "bf16", {})
+
+
+def has_gpu(env: Mapping[str, str]) -> bool:
+    """Whether a GPU is there and visible, without importing torch for the answer."""
+    hidden = env.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    asked_cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return there and not hidden and not asked_cpu
+
+
+def _command(file: LaunchFile, config_file: str, overrides: Sequence[str]) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    options = ["--config_file", str(file.path), "--num_processes", str(file.processes)]
+    if file.machines == 1 and not file.has_port:
+        options += ["--main_process_port", "0"]  # a free one: two runs on a machine do not meet
+    if file.machines > 1:
+        # accelerate 1.15 reads this key of its file, and then takes its own default, static.
+        options += ["--rdzv_backend", file.rendezvous]
+    return [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
+
+
+def run_launcher(
+    command: Sequence[str], env: Mapping[str, str], mark: Path, run_dir: Path
+) -> Ended:
+    """Start a launcher, wait for it and for ranks that outlive it, and say how the run ended.
+
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach the launcher meanwhile.
+    """
+    before = _identity(run_dir)
+    with _passing_signals_on() as forward:
+        # A session of its own: Ctrl-C reaches the launcher once, through us, and not a second time
+        # from the terminal.
+        child = subprocess.Popen(
+            command, env=env, start_new_session=True, preexec_fn=_follow_parent
+        )
+        forward.child = child
+        if forward.asked is not None:
+            child.send_signal(forward.asked)
+        launcher = child.wait()
+        _wait_for_ranks(mark)
+    left = found(mark)
+    if left is not None:
+        return Ended(*left)
+    changed = _identity(run_dir) != before
+    code = _exit_code(run_dir if changed else None, launcher, forward.asked is not None)
+    return Ended(code, _silent(run_dir) if code else "")
+
+
+class _Forward:
+    """What the handlers share: the child to tell, and what was asked for so far."""
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self.asked: signal.Signals | None = None
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        # USR1 would kill torch's launcher and orphan its ranks; TERM means the same stop.
+        interrupt = number == signal.SIGINT
+        self.asked = signal.SIGINT if interrupt else signal.SIGTERM
+        if self.child is not None:
+            self.child.send_signal(self.asked)
+
+
+@contextmanager
+def _passing_signals_on() -> Iterator[_Forward]:
+    forward = _Forward()
+    old = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            old[number] = signal.signal(number, forward)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks of a launcher that was killed become our children
+    try:
+        yield forward
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _follow_parent() -> None:
+    """In the child, before it becomes the launcher: if we are killed, it is told to stop."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _wait_for_ranks(mark: Path) -> None:
+    """A launcher that died by a signal leaves ranks behind, which stop and save by themselves."""
+    while not mark.exists():
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            time.sleep(0.1)
+
+
+def _identity(run_dir: Path) -> tuple[int, int] | None:
+    """Which version of `status.json` lies there."""
+    try:
+        found = (run_dir / FILE_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:
+    """The run's code without a mark. run_dir: None if this start left `status.json` as it was."""
+    if run_dir is not None:
+        status = read_status(run_dir)
+        ended = status.get("state") != "running"
+        return int(status.get("exit_code") or 0) if ended else RESTARTABLE
+    if stopped and launcher < 0:
+        return 0  # asked to stop before there was a rank
+    return launcher if launcher in _CODES else 1
+
+
+def _silent(run_dir: Path) -> str:
+    return (
+        "error: rank 0 ended without a word; the lines above say what is known\n"
+        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
+    )

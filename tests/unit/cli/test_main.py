@@ -1,0 +1,165 @@
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.config import written
+
+from llmtrain.cli import main as module
+from llmtrain.cli.main import app, main
+
+ROOT = Path(__file__).parents[3]
+CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmtrain", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=CLEAN | (env or {}), check=False
+    )
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """The least of three measurements: what else runs here only adds to it."""
+    return min(_cpu_seconds(*arguments) for _ in range(3))
+
+
+def _cpu_seconds(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Packages in memory after a command."""
+    code = (
+        "import sys\n"
+        "from llmtrain.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: print('IN MEMORY', *sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=CLEAN)
+    return set(done.stdout.rpartition("IN MEMORY")[2].split())
+
+
+def test_help_shows_the_commands_in_groups():
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert shown.stdout == (
+        "Train language models: exact, resumable, any number of devices.\n"
+        "\n"
+        "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
+        "Train      train         run a config; the same command resumes\n"
+        "           report        write report.html\n"
+        "\n"
+        "Options    --version  --help  --install-completion\n"
+    )
+
+
+def test_help_takes_little_time_and_no_torch():
+    assert cpu_seconds("--help") <= 0.15
+    heavy = {"torch", "pydantic", "yaml", "rich", "numpy", "accelerate", "transformers"}
+    assert not heavy & imported_by("--help")
+
+
+def test_a_config_error_takes_little_time_and_no_torch(tmp_path):
+    path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
+    assert cpu_seconds("train", path, "--processes", "2") <= 0.35
+    assert cpu_seconds("train", path) <= 0.35
+    assert "torch" not in imported_by("train", path, "--processes", "2")
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "report"])
+def test_every_command_explains_itself(command):
+    shown = run(command, "--help")
+    assert shown.returncode == 0
+    assert f"Usage: llmtrain {command}" in shown.stdout
+
+
+def test_the_version_is_that_of_the_package():
+    assert re.fullmatch(r"llmtrain \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train", "x.yaml", "--process", "2"], "No such option: --process"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["train", "x.yaml", "--processes", "0"], "--processes"),
+        (["report"], "Missing argument 'RUN'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_message_and_code_2(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_a_config_error_is_one_message_and_code_2(tmp_path, more):
+    path = written(tmp_path, "training: {lerning_rate: 1}\n")
+    done = run("train", str(path), "run.sed=3", *more)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: 6 problems in {path}\n")
+    assert "did you mean optimizer.learning_rate?" in done.stderr
+    assert "did you mean run.seed?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_script_says_the_same(tmp_path):
+    path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), path]
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, check=False)
+    assert (done.returncode, done.stderr) == (2, run("train", path).stderr)
+
+
+def test_a_config_error_is_said_by_rank_0_alone(tmp_path):
+    path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
+    done = run("train", path, env={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("option", [["--processes", "2"], ["--accelerate", "x.yaml"]])
+def test_a_launch_inside_a_launch_is_refused(tmp_path, option):
+    done = run("train", str(written(tmp_path)), *option, env={"LOCAL_RANK": "0"})
+    assert done.returncode == 2
+    assert "LOCAL_RANK" in done.stderr
+
+
+def test_a_report_of_no_run_is_refused(tmp_path):
+    done = run("report", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, monkeypatch, capsys):
+    from llmtrain.tools import launch as tools
+
+    seen = []
+
+    def note(*arguments):
+        seen.append(arguments)
+        return tools.Ended(75, "error: a peer is gone")
+
+    monkeypatch.setattr(tools, "launch", note)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "a.yaml", "run.seed=1", "--processes", "2", "--accelerate", "b.yaml"])
+    assert ended.value.code == 75
+    assert capsys.readouterr().err == "error: a peer is gone\n"
+    assert seen == [("a.yaml", ["run.seed=1"], Path("b.yaml"), 2)]
+
+
+def test_every_command_of_the_program_has_a_place_in_the_help():
+    for command in app.registered_commands:
+        assert command.rich_help_panel in ("Start", "Train")
+    assert module.app.pretty_exceptions_enable is False

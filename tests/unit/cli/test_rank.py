@@ -1,0 +1,117 @@
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.config import written
+
+import llmtrain
+from llmtrain.cli import rank as module
+from llmtrain.cli.rank import described, train_here
+from llmtrain.errors import Problem, RunError, UserError
+from llmtrain.report import page
+from llmtrain.training import stop
+
+
+class LeftError(Exception):
+    """Where the process would have ended."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Run `train_here` up to its last statement; `train` is played by a function."""
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    def run(folder: Path, train, text: str | None = None) -> int:
+        monkeypatch.setattr(module.os, "_exit", leave)
+        monkeypatch.setattr(module.logging, "shutdown", lambda: None)
+        monkeypatch.setattr(stop, "install", lambda: None)
+        monkeypatch.setattr(llmtrain, "train", train)
+        monkeypatch.setattr(page, "write_report", lambda run_dir: run_dir / "report.html")
+        with pytest.raises(LeftError) as left:
+            train_here(str(written(folder) if text is None else written(folder, text)), [])
+        return left.value.args[0]
+
+    for name in ("RANK", "LLMTRAIN_LAUNCHED", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return run
+
+
+def finished(config):
+    return SimpleNamespace(exit_code=0, run_dir=Path(config.run.dir))
+
+
+def test_the_last_line_is_the_path_of_the_report(tmp_path, ends, capsys):
+    assert ends(tmp_path, finished) == 0
+    assert capsys.readouterr().out == "runs/my/report.html\n"
+
+
+def test_only_rank_0_writes_the_report(tmp_path, ends, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert ends(tmp_path, finished) == 0
+    assert capsys.readouterr().out == ""
+
+
+def raising(error: Exception):
+    def train(config):
+        raise error
+
+    return train
+
+
+def test_bad_input_is_a_message_and_code_2(tmp_path, ends, capsys):
+    assert ends(tmp_path, raising(UserError(Problem("data.x", 3, "something else")))) == 2
+    err = capsys.readouterr().err
+    assert err == "error: 1 problem\n  data.x = 3\n    expected: something else\n"
+
+
+def test_a_failure_of_the_machine_has_its_own_code(tmp_path, ends, capsys):
+    assert ends(tmp_path, raising(RunError("disk full", 74, "make room"))) == 74
+    assert capsys.readouterr().err == "error: disk full\n    next:     make room\n"
+
+
+def test_a_defect_is_a_traceback_and_code_1(tmp_path, ends, capsys):
+    assert ends(tmp_path, raising(ValueError("oops"))) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ValueError: oops" in err
+    assert err.splitlines()[-1].lstrip().startswith("next:")
+
+
+def test_a_defect_names_the_log_file_if_there_is_one(tmp_path):
+    log = tmp_path / "rank-0.log"
+    log.write_text("")
+    assert str(log) in described(ValueError(), log)[1]
+
+
+def test_other_ranks_say_only_what_rank_0_may_not_know(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert described(UserError(Problem("a", 1, "b"))) == (2, "")
+    assert described(RunError("gone", 75, "again"))[1].startswith("rank 3: error: gone")
+
+
+def test_under_our_own_launch_the_message_is_left_to_the_launcher(
+    tmp_path, ends, capsys, monkeypatch
+):
+    mark = tmp_path / "ended"
+    monkeypatch.setenv("LLMTRAIN_LAUNCHED", str(mark))
+    assert ends(tmp_path, finished, text="training: {steps: x}\n") == 2
+    assert capsys.readouterr().err == ""
+    assert "training.steps" in mark.read_text(encoding="utf-8")
+
+
+def test_the_launcher_of_torch_hears_of_an_error_without_a_traceback(
+    tmp_path, ends, monkeypatch, capsys
+):
+    pytest.importorskip("torch")
+    assert "torch" in sys.modules
+    heard = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(heard))
+    ends(tmp_path, raising(UserError(Problem("data.x", 3, "something else"))))
+    text = heard.read_text(encoding="utf-8")
+    assert "data.x = 3" in text
+    assert "Traceback" not in text
+    ends(tmp_path, raising(ValueError("oops")))
+    assert "Traceback" in heard.read_text(encoding="utf-8")

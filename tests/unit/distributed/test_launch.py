@@ -1,0 +1,182 @@
+"""The environments are those that accelerate 1.15 was seen to make by the launch beside them.
+
+Only what decides something is kept of them.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.config import loaded
+
+from llmtrain.distributed import launch
+from llmtrain.distributed.launch import check_environment, verify_launch, world_size
+from llmtrain.errors import UserError
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+NO = {"ACCELERATE_MIXED_PRECISION": "no"}
+
+FINE = {
+    "plain python": {},
+    "torchrun --nproc_per_node 2": TORCHRUN,
+    "MULTI_GPU + use_cpu": TORCHRUN | NO,
+    "MULTI_GPU + use_cpu, ACCELERATE_USE_CPU=true": TORCHRUN | NO | {"ACCELERATE_USE_CPU": "true"},
+    "MULTI_GPU, mixed_precision bf16": TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    "distributed_type NO": NO | {"ACCELERATE_USE_CPU": "True"},
+    "no config file": NO | {"ACCELERATE_USE_CPU": "False"},
+    "MULTI_GPU inside srun": TORCHRUN | NO | {"PMI_SIZE": "4"},
+}
+REFUSED = {
+    "--cpu --num_processes 2": (
+        NO | {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "MASTER_ADDR",
+    ),
+    "YAML MULTI_CPU": (
+        NO | {"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "MASTER_ADDR",
+    ),
+    "YAML FSDP": (
+        TORCHRUN | NO | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+        "ACCELERATE_USE_FSDP",
+    ),
+    "--use_fsdp over YAML DEEPSPEED": (
+        TORCHRUN | NO | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+        "ACCELERATE_USE_FSDP",
+    ),
+    "YAML DEEPSPEED": (TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
+    "YAML MEGATRON_LM": (
+        TORCHRUN | {"ACCELERATE_USE_MEGATRON_LM": "true"},
+        "ACCELERATE_USE_MEGATRON_LM",
+    ),
+    "mixed_precision fp16": (
+        TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp16"},
+        "mixed_precision",
+    ),
+    "mixed_precision fp8": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision"),
+    "parallelism_config with tp": (
+        TORCHRUN
+        | {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
+            "PARALLELISM_CONFIG_TP_SIZE": "2",
+            "PARALLELISM_CONFIG_CP_SIZE": "1",
+        },
+        "parallelism_config",
+    ),
+    "stale WORLD_SIZE": ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
+    "PMI_SIZE, one process": ({"PMI_SIZE": "2"}, "PMI_SIZE"),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
+    "mvapich": ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
+    "WORLD_SIZE is no number": ({"WORLD_SIZE": "two"}, "WORLD_SIZE"),
+}
+
+
+def refused(env, config, processes=None) -> dict[str, str]:
+    with pytest.raises(UserError) as caught:
+        check_environment(env, config, processes)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("how", FINE)
+def test_a_launch_that_trains_what_was_asked_for_is_accepted(tmp_path, how):
+    check_environment(FINE[how], loaded(tmp_path))
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_launch_that_becomes_something_else_is_refused(tmp_path, how):
+    env, key = REFUSED[how]
+    assert list(refused(env, loaded(tmp_path))) == [key]
+
+
+def test_the_simple_launcher_is_told_with_what_starts_two(tmp_path):
+    found = refused(REFUSED["--cpu --num_processes 2"][0], loaded(tmp_path))
+    assert "started one" in found["MASTER_ADDR"]
+    assert "accelerate_configs/cpu.yaml" in found["MASTER_ADDR"]
+
+
+def test_the_split_of_the_model_is_named(tmp_path):
+    found = refused(REFUSED["parallelism_config with tp"][0], loaded(tmp_path))
+    assert "tp 2" in found["parallelism_config"]
+
+
+def test_processes_are_those_that_were_asked_for(tmp_path):
+    config = loaded(tmp_path)
+    check_environment(TORCHRUN, config, 2)
+    check_environment({}, config, 1)
+    assert "--processes" in refused(TORCHRUN, config, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "launched", "fine"),
+    [
+        ("fp32", "bf16", False),
+        ("bf16", "bf16", True),
+        ("auto", "bf16", True),
+        ("fp32", "no", True),
+        ("bf16", "no", True),  # accelerate says `no` where nobody said anything
+        ("auto", None, True),
+    ],
+)
+def test_only_an_explicit_precision_contradicts_the_file(tmp_path, asked, launched, fine):
+    config = loaded(tmp_path, f"training.precision={asked}")
+    env = {} if launched is None else {"ACCELERATE_MIXED_PRECISION": launched}
+    if fine:
+        check_environment(env, config)
+    else:
+        assert list(refused(env, config)) == ["training.precision"]
+
+
+def test_the_batch_is_split_over_the_processes_that_there_are(tmp_path):
+    config = loaded(tmp_path, "training.global_batch_size=6", "training.micro_batch_size=2")
+    check_environment({}, config)
+    assert (
+        "2 processes × micro-batch 2 = 4" in refused(TORCHRUN, config)["training.global_batch_size"]
+    )
+
+
+def test_all_problems_of_a_launch_are_told_at_once(tmp_path):
+    config = loaded(tmp_path, "training.global_batch_size=3")
+    env = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    keys = {"ACCELERATE_USE_FSDP", "mixed_precision", "training.global_batch_size"}
+    assert set(refused(env, config)) == keys
+
+
+def test_every_process_thinks_it_is_alone_is_refused(tmp_path):
+    with pytest.raises(UserError, match="thinks it is alone"):
+        verify_launch(TORCHRUN, loaded(tmp_path), 1, "NO")
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_an_accelerator_of_another_kind_is_refused(tmp_path, kind):
+    with pytest.raises(UserError, match=kind):
+        verify_launch(TORCHRUN, loaded(tmp_path), 2, kind)
+
+
+@pytest.mark.parametrize(
+    ("env", "processes", "kind"),
+    [({}, 1, "NO"), (TORCHRUN, 2, "MULTI_CPU"), (TORCHRUN, 2, "MULTI_GPU")],
+)
+def test_what_was_launched_is_accepted(tmp_path, env, processes, kind):
+    verify_launch(env, loaded(tmp_path), processes, kind)
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert world_size({}) == 1
+    assert world_size(TORCHRUN) == 2
+
+
+def test_only_the_standard_library_is_imported():
+    tree = ast.parse(Path(launch.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    outside = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
+    assert outside == {"llmtrain"}
