@@ -1,0 +1,239 @@
+"""Bad input, through the command: exit code 2, one message, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.ranks import Server, until
+from helpers.tiny import lines, status, tiny_config, weights, write_config
+
+Config = dict[str, Any]
+
+
+def refused(server: Server, folder: Path, config: Config, *more: str, world_size: int = 1) -> str:
+    """Run it; it must end with 2 on every rank. Returns what it said."""
+    path = write_config(folder, config)
+    (folder / "output.txt").unlink(missing_ok=True)
+    codes = server.run(["train", str(path), *more], world_size, folder)
+    said = (folder / "output.txt").read_text()
+    assert codes == [2] * world_size, said
+    assert "Traceback" not in said
+    assert said.count("error: ") == 1
+    assert "expected: " in said or "unknown key" in said
+    return said
+
+
+def source(path: Path | str) -> Callable[[Config, Path], None]:
+    def change(config: Config, folder: Path) -> None:
+        config["data"]["sources"] = [{"path": str(folder / path)}]
+
+    return change
+
+
+def with_file(name: str, make: Callable[[Path], object]) -> Callable[[Config, Path], None]:
+    def change(config: Config, folder: Path) -> None:
+        make(folder / name)
+        source(name)(config, folder)
+
+    return change
+
+
+def put(section: str, key: str, value: Any) -> Callable[[Config, Path], None]:
+    def change(config: Config, folder: Path) -> None:
+        config[section][key] = value
+
+    return change
+
+
+def parquet(columns: dict[str, list[str]]) -> Callable[[Path], object]:
+    return lambda path: pq.write_table(pa.table(columns), path)
+
+
+def truncated(path: Path) -> None:
+    parquet({"text": ["a word"] * 1000})(path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def model(**fields: Any) -> Callable[[Config, Path], None]:
+    return lambda config, folder: config["model"]["config"].update(fields)
+
+
+CASES = {
+    "unknown key": (put("training", "lerning_rate", 1), ["training.lerning_rate", "did you mean"]),
+    "foreign name": (put("training", "num_train_epochs", 1), ["training.num_train_epochs"]),
+    "wrong type": (put("training", "steps", "many"), ["training.steps", "many"]),
+    "fp16": (put("training", "precision", "fp16"), ["training.precision", "bf16"]),
+    "missing file": (source("gone.parquet"), ["data.sources", "gone.parquet"]),
+    "empty directory": (with_file("empty", Path.mkdir), ["data.sources", "empty"]),
+    "glob without a match": (source("*.parquet"), ["data.sources", "*.parquet"]),
+    "no text column": (
+        with_file("columns.parquet", parquet({"body": ["x"], "id": ["1"]})),
+        ["columns.parquet", "text", "body"],
+    ),
+    "truncated parquet": (with_file("short.parquet", truncated), ["short.parquet"]),
+    "not parquet": (
+        with_file("text.parquet", lambda path: path.write_text("just words\n" * 50)),
+        ["text.parquet"],
+    ),
+    "unknown suffix": (
+        with_file("words.docx", lambda path: path.write_text("words")),
+        ["words.docx"],
+    ),
+    "one document": (
+        with_file("one.parquet", parquet({"text": ["only one"], "id": ["1"]})),
+        ["held"],
+    ),
+    "vocabulary too small": (model(vocab_size=100), ["model.config.vocab_size = 100"]),
+    "sequence too long": (model(max_position_embeddings=16), ["data.seq_len", "16"]),
+    "unknown architecture": (model(model_type="lama"), ["model.config.model_type", "llama"]),
+    "misspelt field": (model(hiden_size=32), ["model.config.hiden_size", "hidden_size"]),
+    "no such tokenizer": (put("model", "tokenizer", "./nowhere"), ["model.tokenizer", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_bad_input_is_one_message_and_exit_code_2(
+    server: Server, tmp_path: Path, case: str
+) -> None:
+    change, words = CASES[case]
+    config = tiny_config(tmp_path / "run")
+    if case == "one document":
+        config["data"]["heldout"] = 0.9
+    change(config, tmp_path)
+    said = refused(server, tmp_path, config)
+    for word in words:
+        assert word in said, said
+
+
+def test_all_mistakes_come_at_once(server: Server, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run")
+    config["training"]["lerning_rate"] = 1
+    config["data"]["seq_len"] = "long"
+    said = refused(server, tmp_path, config, "optimizer.betas=[2,3]")
+    for word in ("training.lerning_rate", "data.seq_len", "optimizer.betas"):
+        assert word in said
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(server: Server, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path / "run", training__global_batch_size=20, training__micro_batch_size=4
+    )
+    said = refused(server, tmp_path, config, world_size=2)
+    for word in ("training.global_batch_size", "20", "16", "24"):
+        assert word in said
+
+
+@pytest.fixture
+def trained(server: Server, tmp_path: Path) -> tuple[Config, Path]:
+    """A finished run of four steps: its config and directory."""
+    config = tiny_config(tmp_path / "run", training__steps=4, checkpoint__every_steps=2)
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    return config, tmp_path / "run"
+
+
+def test_a_directory_of_another_config_is_refused_and_left_as_it_is(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    config, run_dir = trained
+    before, told = weights(run_dir, 4), status(run_dir)
+    other = copy.deepcopy(config)
+    other["run"]["seed"] = 7
+    other["optimizer"]["learning_rate"] = 1e-4
+    said = refused(server, tmp_path, other)
+    for word in ("run.seed = 7", "42", "optimizer.learning_rate", "run.dir"):
+        assert word in said
+    assert weights(run_dir, 4) == before
+    assert status(run_dir) == told
+
+
+def test_free_keys_may_change_and_more_steps_go_on(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    config, run_dir = trained
+    config["training"]["steps"] = 6
+    config["training"]["micro_batch_size"] = 4
+    config["logging"]["every_steps"] = 2
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert lines(run_dir, "start")[-1]["resumed_from"] == "step-00000004"
+    assert status(run_dir)["step"] == 6
+
+
+def test_a_directory_in_use_is_refused_and_the_run_in_it_unharmed(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", training__steps=100_000)
+    path = write_config(tmp_path, config)
+    (tmp_path / "first").mkdir()
+    first = server.start(["train", str(path)], 1, tmp_path / "first")
+    until(lambda: bool(lines(tmp_path / "run", "train")), "a step")
+    said = refused(server, tmp_path, config)
+    assert str(first.pids[0]) in said
+    assert first.alive()
+    assert status(tmp_path / "run")["state"] == "running"
+    (tmp_path / "run" / "STOP").touch()
+    assert first.wait() == [0]
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/llmtrain"])
+def test_a_directory_that_cannot_be_written_is_refused(
+    server: Server, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    run_dir = Path(place) if place.startswith("/") else tmp_path / place
+    said = refused(server, tmp_path, tiny_config(run_dir))
+    assert "run.dir" in said
+    assert str(run_dir) in said
+
+
+def test_a_disk_without_room_is_refused_before_training(server: Server, tmp_path: Path) -> None:
+    path = write_config(tmp_path, tiny_config(tmp_path / "run"))
+    arguments = ["call", "helpers.full_disk", "train", str(path), "1000000"]
+    codes = server.run(arguments, 1, tmp_path)
+    said = (tmp_path / "output.txt").read_text()
+    assert codes == [2], said
+    assert "Traceback" not in said
+    assert "MB" in said or "MiB" in said, said
+    assert lines(tmp_path / "run", "train") == []
+
+
+def test_checkpoints_that_vanished_are_never_a_silent_fresh_start(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    import shutil
+
+    config, run_dir = trained
+    shutil.rmtree(run_dir / "checkpoints")
+    said = refused(server, tmp_path, config)
+    assert "step-00000004" in said
+
+
+def test_a_unit_that_breaks_under_way_ends_all_ranks_with_its_name(
+    server: Server, tmp_path: Path
+) -> None:
+    table = pa.table({"text": [f"article {i} " * 30 for i in range(400)]})
+    path = tmp_path / "data.parquet"
+    pq.write_table(table, path, row_group_size=50, compression="none")
+    config = tiny_config(tmp_path / "run", training__steps=200, data__heldout=0.0)
+    config["data"]["sources"] = [{"path": str(path)}]
+    assert server.run(
+        ["train", str(write_config(tmp_path, config)), "training.steps=2"], 2, tmp_path
+    ) == [0, 0]
+    body = bytearray(path.read_bytes())
+    for start in range(70_000, 75_000):  # in the middle: sizes and both ends stay
+        body[start] ^= 0xFF
+    path.write_bytes(body)
+    (tmp_path / "output.txt").unlink()
+    codes = server.run(["train", str(tmp_path / "config.yaml")], 2, tmp_path)
+    said = (tmp_path / "output.txt").read_text()
+    assert codes == [2, 2], said
+    assert "data.parquet" in said
+    assert "Traceback" not in said
+    found = status(tmp_path / "run")
+    assert (found["state"], found["exit_code"]) == ("failed", 2)
+    assert "data.parquet" in found["reason"]
