@@ -152,7 +152,7 @@ def prepare(
     scored = [np.zeros(len(part), dtype=bool) for part in ids]
     documents = size = 0
     for text in _in_turn(streams, max_documents):
-        document = tokenizer.document(text)
+        document = tokenizer.documents([text])[0]
         mask = np.ones(len(document), dtype=bool)
         mask[-1] = False
         mask[: 0 if tokenizer.bos is None else 1] = False

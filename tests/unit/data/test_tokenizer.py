@@ -43,7 +43,7 @@ def test_special_tokens_inside_a_text_are_text(small):
     ids = tokenizer.encode("a<|endoftext|>b")
     assert tokenizer.eos not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
-    assert tokenizer.document("x").tolist() == [*tokenizer.encode("x"), tokenizer.eos]
+    assert tokenizer.documents(["x"])[0].tolist() == [*tokenizer.encode("x"), tokenizer.eos]
 
 
 def test_added_tokens_that_are_not_special_are_text_too():
@@ -60,7 +60,7 @@ def test_added_tokens_that_are_not_special_are_text_too():
 def test_a_begin_token_is_there_iff_the_tokenizer_adds_one(small):
     tokenizer = open_tokenizer(shared("mistral-v1"))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (1, 2, 2)
-    document = tokenizer.document("Hello")
+    (document,) = tokenizer.documents(["Hello"])
     assert document[0] == 1
     assert document[-1] == 2
     assert (document == 1).sum() == 1
@@ -81,6 +81,14 @@ def test_a_batch_is_its_texts_one_by_one(small):
     texts = [row["text"] for row in corpus.articles(5)]
     for one, batch in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert np.array_equal(tokenizer.encode(one), batch)
+
+
+def test_a_long_document_in_a_batch_is_its_parts_joined(small, monkeypatch):
+    monkeypatch.setattr("llmtrain.data.tokenizer.PART_CHARACTERS", 20)
+    tokenizer = open_tokenizer(small)
+    texts = ["short", "a longer text that is cut into parts of twenty", "", "short again"]
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+    assert [ids[-1] for ids in tokenizer.documents(texts)] == [tokenizer.eos] * 4
 
 
 def test_long_texts_are_cut_before_a_newline_or_space():
