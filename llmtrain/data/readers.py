@@ -1,21 +1,13 @@
 """From a unit to its documents: parquet, JSON lines, text; plain or compressed.
 
-A range [a, b) of a plain file owns the lines that *begin* in it, so neighbours neither share nor
-lose a line:
-
-    bytes   0        a=8       b=16
-            first\n|second\n|third\n        [8, 16) owns what begins at 8 … 15
-                     ^ looked for from a − 1: a line begins behind the end of the line before
-
-JSON lines end with `\n` and nothing else; lines of text with `\n`, `\r\n` or `\r`.
+A `Reader` keeps the last few decoded units, since lanes of one process often read slices of the
+same row group. What is kept is bytes; a text is decoded, and judged, when its row is asked for.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -28,22 +20,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from llmtrain.data.lines import MIB, decompress, end_of_line, owned, parse, read_exactly
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote import RangeFile, Stopping, web_url
 from llmtrain.data.sources import file_format
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
-MIB = 1 << 20
-DECODED_LIMIT = 64 * MIB  # a compressed file; a row group that is decoded at once
+GROUP_LIMIT = 64 * MIB  # a row group that is decoded at once
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
 MERGE_BYTES = MIB  # two ranges that are nearer than this are one request
-LINE_MARGIN = 64 * 1024
 GZIP_MAGIC = b"\x1f\x8b"
-ZSTD_CHUNK = 64 * 1024
-TEXT_END = re.compile(rb"\r\n|\n|\r")
-JSON_END = re.compile(rb"\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +102,7 @@ class Reader:
             group = footer.row_group(unit.group)
             if unit.stop > group.num_rows:
                 raise UserError(_changed(source, unit))
-            if group.total_byte_size > DECODED_LIMIT:
+            if group.total_byte_size > GROUP_LIMIT:
                 self.reads += 1
                 return self._slice_of_large(source, unit)
             return self._kept(source, unit).slice(unit.start, unit.stop)
@@ -149,17 +137,17 @@ class Reader:
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
         """The lines of a byte range or compressed file: (position of the first byte, line)."""
-        kind, compression = file_format(source.files[unit.file].name) or ("", None)
+        known, where = source.files[unit.file], source.where(unit.file)
+        kind, compression = file_format(known.name) or ("", None)
         with self.open(source, unit.file) as file:
             if compression:
                 if isinstance(file, RangeFile):
-                    file.hold(0, source.files[unit.file].size)
-                data, start = decompress(file, compression, source.where(unit.file)), 0
+                    file.hold(0, known.size)
+                data, start = decompress(file, compression, where), 0
             else:
-                data, start = owned(file, unit, source.files[unit.file].size, kind)
-        end_of_line = JSON_END if kind == "jsonl" else TEXT_END
+                data, start = owned(file, unit, known.size, kind, where)
         position = 0
-        for end in end_of_line.finditer(data):
+        for end in end_of_line(kind).finditer(data):
             yield start + position, data[position : end.start()]
             position = end.end()
         if position < len(data):
@@ -262,103 +250,9 @@ class Reader:
                 return before.count(b"\n") + 1
             count = 1
             while position > 0:
-                chunk = _read_exactly(file, min(MIB, position))
+                chunk = read_exactly(file, min(MIB, position))
                 count, position = count + chunk.count(b"\n"), position - len(chunk)
             return count
-
-
-def parse(
-    line: bytes, text_column: str, id_column: str | None
-) -> tuple[bytes | None, bytes | None]:
-    """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
-    row = json.loads(line.decode("utf-8", "surrogateescape"))
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON {type(row).__name__}, no object")
-    if text_column not in row:
-        raise ValueError(f"its keys are {', '.join(map(repr, row)) or 'none'}")
-    text = row[text_column]
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{text_column!r} is a {type(text).__name__}")
-    name = row.get(id_column) if id_column is not None else None
-    return (
-        None if text is None else to_bytes(text),
-        None if name is None else to_bytes(str(name)),
-    )
-
-
-def to_bytes(text: str) -> bytes:
-    """UTF-8; what JSON cannot mean (half a surrogate pair) becomes bytes that are no UTF-8."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
-
-
-def owned(
-    file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str
-) -> tuple[bytes, int]:
-    """The lines that begin in [start, stop) as bytes, and where the first begins.
-
-    Reads a margin behind the end for the last line, and twice as much while it is too little.
-    """
-    end_of_line = JSON_END if kind == "jsonl" else TEXT_END
-    base = max(unit.start - 1, 0)
-    margin = LINE_MARGIN
-    while True:
-        file.seek(base)
-        end = min(unit.stop + margin, size)
-        data = _read_exactly(file, end - base)
-        first = 0 if unit.start == 0 else _behind(end_of_line, data, 0, end == size)
-        last = _behind(end_of_line, data, unit.stop - 1 - base, end == size)
-        if first is not None and last is not None:
-            return data[first:last], base + first
-        if margin > DECODED_LIMIT:
-            expected = f"lines of at most {DECODED_LIMIT // MIB} MiB"
-            raise UserError(Problem(f"byte {unit.start}", "a longer line", expected))
-        margin *= 2
-
-
-def _behind(end_of_line: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
-    """Where the line that begins behind the first end of line from `start` on begins.
-
-    None: not in these bytes. An end of line at the very end may go on (`\r` + `\n`).
-    """
-    found = end_of_line.search(data, start)
-    if complete:
-        return found.end() if found else len(data)
-    return found.end() if found and found.end() < len(data) else None
-
-
-def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
-    """The whole content. Raises UserError over DECODED_LIMIT bytes, EOFError if it is cut off."""
-    if compression == "gz":
-        with gzip.GzipFile(fileobj=file) as stream:
-            data = stream.read(DECODED_LIMIT + 1)
-    else:
-        data = _unpack_zstd(file)
-    if len(data) > DECODED_LIMIT:
-        raise UserError(too_large(where))
-    return data
-
-
-def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
-    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
-    import zstandard
-
-    data = bytearray()
-    decoder = None
-    try:
-        while len(data) <= DECODED_LIMIT and (chunk := file.read(ZSTD_CHUNK)):
-            while chunk:
-                if decoder is None or decoder.eof:
-                    decoder = zstandard.ZstdDecompressor().decompressobj()
-                data += decoder.decompress(chunk)
-                chunk = decoder.unused_data
-    except zstandard.ZstdError as error:
-        raise OSError(str(error)) from error
-    if len(data) <= DECODED_LIMIT and decoder is not None and not decoder.eof:
-        raise EOFError("the file ends early")
-    return bytes(data)
 
 
 def decoded_size(reader: Reader, source: Source, file: int) -> int:
@@ -386,23 +280,6 @@ def is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(test(kind) for test in tests)
-
-
-def too_large(where: str) -> Problem:
-    """A compressed file can only be read whole."""
-    expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
-    return Problem(where, "a larger one", expected, "split it, or store it as parquet")
-
-
-def _read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:
-    parts = []
-    while size > 0:
-        part = file.read(size)
-        if not part:
-            raise EOFError("the file ends early")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def column_span(group: pq.RowGroupMetaData, wanted: list[str]) -> tuple[int, int] | None:

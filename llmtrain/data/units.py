@@ -23,8 +23,9 @@ import pyarrow as pa
 from llmtrain.config.schema import Config, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.lanes import default_lanes
+from llmtrain.data.lines import DECODED_LIMIT, MIB, too_large
 from llmtrain.data.manifest import Manifest, Source, TokenizerFacts, Unit, load
-from llmtrain.data.readers import DECODED_LIMIT, MIB, Reader, decoded_size, is_text, too_large
+from llmtrain.data.readers import Reader, decoded_size, is_text
 from llmtrain.data.sources import bounded, edges_digest, file_format, labels, resolve
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from helpers import corpus
 
-from llmtrain.data import readers
+from llmtrain.data import lines, readers
 from llmtrain.data.manifest import Unit
 from llmtrain.data.readers import Reader
 from llmtrain.data.units import survey
@@ -31,10 +31,13 @@ def documents(source, reader=None):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"])
 def test_json_lines_of_every_kind_equal_parquet(tmp_path, name):
     rows = corpus.articles(200)
-    lines = source_of(corpus.write_jsonl(tmp_path / name, rows))
+    text_lines = source_of(corpus.write_jsonl(tmp_path / name, rows))
     table = source_of(corpus.write_parquet(tmp_path / "a.parquet", rows))
-    assert documents(lines) == documents(table)
-    one, two = Reader(60).rows(lines, lines.units[0]), Reader(60).rows(table, table.units[0])
+    assert documents(text_lines) == documents(table)
+    one, two = (
+        Reader(60).rows(text_lines, text_lines.units[0]),
+        Reader(60).rows(table, table.units[0]),
+    )
     assert [one.hash(i, 5) for i in range(5)] == [two.hash(i, 5) for i in range(5)]
 
 
@@ -60,7 +63,7 @@ def test_text_is_one_document_a_line(tmp_path, name, end):
 )
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 def test_ranges_own_each_line_once(tmp_path, data, kind, step, monkeypatch):
-    monkeypatch.setattr(readers, "LINE_MARGIN", 2)
+    monkeypatch.setattr(lines, "LINE_MARGIN", 2)
     name = "a.txt" if kind == "text" else "a.jsonl"
     (tmp_path / name).write_bytes(data)
     whole = source_of_raw(tmp_path, name, len(data))
@@ -149,7 +152,7 @@ def test_a_group_too_large_to_decode_at_once_gives_the_same_rows(tmp_path, monke
     source = source_of(path, lanes=10)
     assert len(source.units) == 40
     expected = documents(source)
-    monkeypatch.setattr(readers, "DECODED_LIMIT", 1)
+    monkeypatch.setattr(readers, "GROUP_LIMIT", 1)
     assert documents(source) == expected
 
 
@@ -189,11 +192,11 @@ def test_a_damaged_row_group_is_named(tmp_path):
 
 
 def test_a_line_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "DECODED_LIMIT", 100)
-    monkeypatch.setattr(readers, "LINE_MARGIN", 10)
+    monkeypatch.setattr(lines, "DECODED_LIMIT", 100)
+    monkeypatch.setattr(lines, "LINE_MARGIN", 10)
     (tmp_path / "a.txt").write_bytes(b"x" * 5000)
     source = source_of_raw(tmp_path, "a.txt", 5000)
-    with pytest.raises(UserError, match="a longer line"):
+    with pytest.raises(UserError, match="a.txt, byte 0 = a longer line"):
         Reader(60).rows(source, Unit(0, -1, 0, 10))
 
 
@@ -221,7 +224,7 @@ def test_a_compressed_file_may_have_several_members(tmp_path, suffix):
 def test_a_compressed_file_over_the_limit_is_refused_while_decoding(tmp_path, monkeypatch, suffix):
     path = corpus.write_jsonl(tmp_path / f"a.jsonl{suffix}", corpus.articles(50))
     source = source_of(path)
-    monkeypatch.setattr(readers, "DECODED_LIMIT", 1000)
+    monkeypatch.setattr(lines, "DECODED_LIMIT", 1000)
     with pytest.raises(UserError, match="a larger one"):
         Reader(60).rows(source, source.units[0])
 

@@ -1,0 +1,145 @@
+r"""Lines of JSON and of text: whose they are, what they say; compressed files as a whole.
+
+A range [a, b) of a plain file owns the lines that *begin* in it, so neighbours neither share nor
+lose a line:
+
+    bytes   0        a=8       b=16
+            first\n|second\n|third\n        [8, 16) owns what begins at 8 … 15
+                     ^ looked for from a − 1: a line begins behind the end of the line before
+
+JSON lines end with `\n` and nothing else; lines of text with `\n`, `\r\n` or `\r`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+
+from llmtrain.data.manifest import Unit
+from llmtrain.errors import Problem, UserError
+
+MIB = 1 << 20
+DECODED_LIMIT = 64 * MIB  # a compressed file when decoded; a line
+LINE_MARGIN = 64 * 1024
+ZSTD_CHUNK = 64 * 1024
+TEXT_END = re.compile(rb"\r\n|\n|\r")
+JSON_END = re.compile(rb"\n")
+
+
+def end_of_line(kind: str) -> re.Pattern[bytes]:
+    """What ends a line of this kind of file, jsonl or text."""
+    return JSON_END if kind == "jsonl" else TEXT_END
+
+
+def parse(
+    line: bytes, text_column: str, id_column: str | None
+) -> tuple[bytes | None, bytes | None]:
+    """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
+    row = json.loads(line.decode("utf-8", "surrogateescape"))
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON {type(row).__name__}, no object")
+    if text_column not in row:
+        raise ValueError(f"its keys are {', '.join(map(repr, row)) or 'none'}")
+    text = row[text_column]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{text_column!r} is a {type(text).__name__}")
+    name = row.get(id_column) if id_column is not None else None
+    return (
+        None if text is None else to_bytes(text),
+        None if name is None else to_bytes(str(name)),
+    )
+
+
+def to_bytes(text: str) -> bytes:
+    """UTF-8; what JSON cannot mean (half a surrogate pair) becomes bytes that are no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def owned(
+    file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str, where: str
+) -> tuple[bytes, int]:
+    """The lines that begin in [start, stop) as bytes, and where the first begins.
+
+    Reads a margin behind the end for the last line, and twice as much while it is too little.
+    """
+    end = end_of_line(kind)
+    base = max(unit.start - 1, 0)
+    margin = LINE_MARGIN
+    while True:
+        file.seek(base)
+        reach = min(unit.stop + margin, size)
+        data = read_exactly(file, reach - base)
+        first = 0 if unit.start == 0 else _behind(end, data, 0, reach == size)
+        last = _behind(end, data, unit.stop - 1 - base, reach == size)
+        if first is not None and last is not None:
+            return data[first:last], base + first
+        if margin > DECODED_LIMIT:
+            expected = f"lines of at most {DECODED_LIMIT // MIB} MiB"
+            raise UserError(Problem(f"{where}, byte {unit.start}", "a longer line", expected))
+        margin *= 2
+
+
+def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
+    r"""Where the line that begins behind the first end of line from `start` on begins.
+
+    None: not in these bytes. An end of line at the very end may go on (`\r` + `\n`).
+    """
+    found = end.search(data, start)
+    if complete:
+        return found.end() if found else len(data)
+    return found.end() if found and found.end() < len(data) else None
+
+
+def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
+    """The whole content. Raises UserError over DECODED_LIMIT bytes, EOFError if it is cut off."""
+    if compression == "gz":
+        with gzip.GzipFile(fileobj=file) as stream:
+            data = stream.read(DECODED_LIMIT + 1)
+    else:
+        data = _unpack_zstd(file)
+    if len(data) > DECODED_LIMIT:
+        raise UserError(too_large(where))
+    return data
+
+
+def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
+    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
+    import zstandard
+
+    data = bytearray()
+    decoder = None
+    try:
+        while len(data) <= DECODED_LIMIT and (chunk := file.read(ZSTD_CHUNK)):
+            while chunk:
+                if decoder is None or decoder.eof:
+                    decoder = zstandard.ZstdDecompressor().decompressobj()
+                data += decoder.decompress(chunk)
+                chunk = decoder.unused_data
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from error
+    if len(data) <= DECODED_LIMIT and decoder is not None and not decoder.eof:
+        raise EOFError("the file ends early")
+    return bytes(data)
+
+
+def too_large(where: str) -> Problem:
+    """A compressed file can only be read whole."""
+    expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
+    return Problem(where, "a larger one", expected, "split it, or store it as parquet")
+
+
+def read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:
+    """The next `size` bytes. Raises EOFError if there are fewer."""
+    parts = []
+    while size > 0:
+        part = file.read(size)
+        if not part:
+            raise EOFError("the file ends early")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
