@@ -1,0 +1,36 @@
+"""Votes and broadcasts between real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from helpers.ranks import Server
+
+from llmtrain.distributed.ranks import lost_peer
+
+
+def test_three_ranks_hear_the_same(server: Server, tmp_path: Path) -> None:
+    output = tmp_path / "heard"
+    codes = server.run(["call", "helpers.talk", "talk", str(output)], 3, tmp_path)
+    assert codes == [0, 0, 0], (tmp_path / "output.txt").read_text()
+    heard = [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(3)]
+    assert heard[0]["gathered"] == ["", "x", "xx"]
+    assert heard[0]["nothing"] == ["", "", ""]
+    assert heard[0]["bodies"] == ["body 0", "body 1", "body 2"]
+    for one in heard:
+        assert one["broadcast"] == "from 0"
+        assert one["zero"] == "zero"
+        assert one["highest"] == 6
+        assert one["failures"] == ["rank 1: OSError: No space left (weights)"]
+        assert one["error"][1] == 2
+        assert "key = 1" in one["error"][2]
+    assert [one["error"][0] for one in heard] == ["peer", "peer", "own"]
+    assert heard[1]["gathered"] == heard[1]["bodies"] == []
+
+
+def test_a_lost_peer_is_told_from_other_errors() -> None:
+    assert lost_peer(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4242"))
+    assert lost_peer(RuntimeError("Timed out waiting 20000ms for recv operation to complete"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_peer(ValueError("Connection closed by peer"))
