@@ -46,7 +46,7 @@ SUFFIXES = ".parquet, .jsonl, .json, .txt; .gz or .zst after all but the first"
 ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PREFIX = re.compile(r"hf://datasets/(?P<id>[^@]+)@(?P<sha>[0-9a-f]{40})/(?P<path>.+)")
 READABLE = ("parquet", "json", "text")
-ASK_SECONDS = 900.0  # how long the first start waits for the Hub to answer
+ASK_SECONDS = 120.0  # how long a first start, which has nothing to lose, waits for the Hub
 
 
 class File(NamedTuple):
@@ -126,7 +126,8 @@ def locate(source: SourceConfig, key: str) -> str:
 def is_local(path: str) -> bool:
     """Is this path meant for this machine's files? (What exists here always is.)"""
     explicit = path.startswith((".", "/", "~")) or Path(path).suffix in {*FORMATS, *COMPRESSED}
-    return Path(path).exists() or is_glob(path) or explicit
+    beside = "/" in path and Path(path).parent.is_dir()  # a misspelt name in a directory of ours
+    return Path(path).exists() or is_glob(path) or explicit or beside
 
 
 def is_glob(path: str) -> bool:
@@ -252,7 +253,9 @@ def resolve_hub(source: SourceConfig, key: str) -> Resolved:
     if constants.HF_HUB_OFFLINE:
         expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
         raise UserError(Problem(key, source.path, expected))
-    urls = _retried(lambda: _file_urls(source, key), source.path)
+    urls = _retried(
+        lambda: _file_urls(source, key), f"{source.path} (nothing here is called so; on the Hub it)"
+    )
     found = [PREFIX.fullmatch(url) for url in urls]
     inside = [match for match in found if match is not None]
     if len(inside) != len(urls):

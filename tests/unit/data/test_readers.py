@@ -196,7 +196,7 @@ def test_a_line_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "LINE_MARGIN", 10)
     (tmp_path / "a.txt").write_bytes(b"x" * 5000)
     source = source_of_raw(tmp_path, "a.txt", 5000)
-    with pytest.raises(UserError, match="a.txt, byte 0 = a longer line"):
+    with pytest.raises(UserError, match=r"a\.txt, byte 0 = a longer line"):
         Reader(60).rows(source, Unit(0, -1, 0, 10))
 
 

@@ -64,6 +64,7 @@ def test_the_sample_lies_in_the_package():
     [
         ("nowhere/at/all.parquet", "holds data/"),
         ("./nowhere", "holds data/"),
+        ("data/misspelt", "README.md, _SUCCESS, a.parquet, b/"),
         ("data/*.txt", "README.md, _SUCCESS, a.parquet, b/"),
         ("data/x*/y.txt", "README.md, _SUCCESS, a.parquet, b/"),
         ("not an id!", "a data set id of the Hub"),

@@ -1,5 +1,8 @@
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -338,13 +341,60 @@ def test_memory_does_not_grow_over_ten_thousand_steps(mixed, place):
     assert pa.total_allocated_bytes() - arrow < 1 << 20
 
 
-def test_closing_twice_or_after_a_failure_does_no_harm(single, place):
+def test_workers_ignore_signals_and_end_when_the_stream_is_closed(single, place):
     stream = opened(single, place, workers=1)
     workers = stream._items._workers
+    next(stream)
+    os.kill(workers[0].pid, signal.SIGTERM)  # a stop is the rank's business: workers go on
     next(stream)
     stream.close()
     stream.close()
     assert not any(worker.is_alive() for worker in workers)
+
+
+ORPHAN = """
+import json, sys, time
+from pathlib import Path
+from helpers import corpus
+from llmtrain.data.stream import open_stream
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    manifest = corpus.manifest_of(place / "tokenizer", place / "a", lanes=4)
+    stream = open_stream(manifest, place / "tokenizer", blocks_per_step=4, rank=0, world_size=1,
+                         workers=1, timeout_seconds=60)
+    next(stream)
+    print(stream._items._workers[0].pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_rank_that_is_killed_leaves_no_worker(place, tmp_path):
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    tests = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, str(script), str(place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": tests},
+    ) as process:
+        worker = int(process.stdout.readline())
+        assert is_running(worker)
+        process.kill()
+    # Torch's own watchdog needs five seconds; the kernel none.
+    deadline = time.monotonic() + 4
+    while is_running(worker) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not is_running(worker)
 
 
 def test_workers_leave_the_global_random_numbers_alone(single, place):
