@@ -24,7 +24,7 @@ class LogFile:
         self._rank = rank
         self._root = logging.getLogger()
         self._ours = logging.getLogger("llmtrain")
-        self._root_level = self._root.level
+        self._levels = (self._root.level, self._ours.level)
         self._root.setLevel(logging.INFO)
         self._ours.setLevel(os.environ.get("LLMTRAIN_LOG_LEVEL", "INFO").upper())
         self._buffer = logging.handlers.MemoryHandler(
@@ -60,7 +60,8 @@ class LogFile:
                 handler.close()
         if self._screen is not None:
             self._ours.removeHandler(self._screen)
-        self._root.setLevel(self._root_level)
+        self._root.setLevel(self._levels[0])
+        self._ours.setLevel(self._levels[1])
         logging.captureWarnings(False)
 
 

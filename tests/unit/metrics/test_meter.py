@@ -1,0 +1,122 @@
+import math
+
+import pytest
+import torch
+
+from llmtrain.data.state import roll
+from llmtrain.metrics.meter import DataFailedError, Meter
+from llmtrain.types import SLOTS, Numbers, StepVector
+
+
+class Decider:
+    """Says that something is due at chosen steps, and notes what it hears."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+        self.learned: list[int] = []
+
+    def learn(self, numbers: Numbers) -> None:
+        self.learned.append(numbers.step)
+
+    def anything(self, step: int) -> bool:
+        return step in self.steps
+
+
+def meter(**sources: int) -> Meter:
+    return Meter(
+        torch.device("cpu"),
+        ("en", "vi"),
+        lambda step: step / 10,
+        roll,
+        sources=sources,
+        stream_digest=0,
+    )
+
+
+def send(
+    one: Meter, step: int, *, norm: float = 1.5, en: int = 6, vi: int = 2, **slots: float
+) -> None:
+    one.begin(step)
+    values = [slots.get(slot, 0.0) for slot in SLOTS] + [float(en), float(vi)]
+    one.send(StepVector(torch.tensor(values, dtype=torch.float64)), torch.tensor(norm))
+
+
+def test_a_step_is_received_at_the_boundary_after_it() -> None:
+    one, due = meter(), Decider()
+    send(one, 1, loss_sum=16.0)
+    assert list(one.receive(1, due)) == []
+    send(one, 2, loss_sum=24.0)
+    (numbers,) = one.receive(2, due)
+    assert numbers.step == 1
+    assert numbers.loss == 2.0
+    assert numbers.learning_rate == 0.1
+    assert numbers.grad_norm == 1.5
+    assert numbers.step_tokens == numbers.tokens == 8
+    assert numbers.sources == {"en": 6, "vi": 2}
+    assert due.learned == [1]
+
+
+def test_what_is_due_at_a_step_drains_it_at_once() -> None:
+    one, due = meter(), Decider(2)
+    send(one, 1)
+    assert list(one.receive(1, due)) == []
+    send(one, 2)
+    assert [numbers.step for numbers in one.receive(2, due)] == [1, 2]
+
+
+def test_a_stop_that_arrives_drains_the_step_that_hears_it() -> None:
+    class Stopping(Decider):
+        def learn(self, numbers: Numbers) -> None:
+            super().learn(numbers)
+            if numbers.stops:
+                self.steps = (numbers.step + 1,)
+
+    one, due = meter(), Stopping()
+    send(one, 1, signal=1.0)
+    list(one.receive(1, due))
+    send(one, 2)
+    received = list(one.receive(2, due))
+    assert [numbers.step for numbers in received] == [1, 2]
+    assert received[0].stops == ("signal",)
+    assert due.learned == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"not_finite": 1.0}, {"norm": math.inf}, {"norm": math.nan}, {"en": 0, "vi": 0}]
+)
+def test_skipped_steps_do_not_count_as_trained(bad: dict[str, float]) -> None:
+    one, due = meter(en=100), Decider(1, 2)
+    send(one, 1, **bad)
+    (numbers,) = one.receive(1, due)
+    assert numbers.skipped
+    assert numbers.tokens == 100
+    send(one, 2)
+    (numbers,) = one.receive(2, due)
+    assert not numbers.skipped
+    assert numbers.tokens == 108
+
+
+def test_digests_of_ranks_add_up_beyond_64_bits() -> None:
+    one, due = meter(), Decider(1)
+    a, b = 0xFFFF_FFFF_FFFF_FFF0, 0x1234_5678_9ABC_DEF0
+    limbs = {
+        f"digest_{k}": float((a >> 16 * k & 0xFFFF) + (b >> 16 * k & 0xFFFF)) for k in range(4)
+    }
+    send(one, 1, **limbs)
+    (numbers,) = one.receive(1, due)
+    assert numbers.batch_digest == (a + b) % 2**64
+    assert one.stream_digest == roll(0, (a + b) % 2**64)
+
+
+def test_a_step_without_data_on_some_rank_raises_and_leaves_no_trace() -> None:
+    one, due = meter(), Decider()
+    send(one, 1)
+    list(one.receive(1, due))
+    send(one, 2, data_failed=1.0)
+    assert [numbers.step for numbers in one.receive(2, due)] == [1]
+    digest = one.stream_digest
+    send(one, 3, data_failed=1.0)
+    with pytest.raises(DataFailedError):
+        list(one.receive(3, due))
+    assert (one.stream_digest, one.tokens) == (digest, 8)
+    assert due.learned == [1]
