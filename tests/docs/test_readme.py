@@ -1,0 +1,106 @@
+"""README's commands, exactly as they are written, in a folder with what a checkout has."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.ranks import ROOT
+from helpers.tiny import lines, status
+from markdown_it import MarkdownIt
+
+FOLDERS = ("configs", "accelerate_configs", "scripts")
+
+
+def commands() -> list[str]:
+    """The lines of all bash fences."""
+    tokens = MarkdownIt().parse((ROOT / "README.md").read_text("utf-8"))
+    fences = [token.content for token in tokens if token.type == "fence" and token.info == "bash"]
+    return [line for fence in fences for line in fence.splitlines() if line.strip()]
+
+
+def command(word: str) -> str:
+    (found,) = (line for line in commands() if word in line)
+    return found
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in FOLDERS:
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a person would who has activated the environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
+    ended = run(command("accelerate_configs/cpu.yaml"), checkout)
+    assert ended.returncode == 0, ended.stderr
+    run_dir = checkout / "runs" / "quickstart"
+    assert ended.stdout.splitlines()[-1] == "runs/quickstart/report.html"
+    assert (run_dir / "report.html").is_file()
+    assert status(run_dir)["state"] == "finished"
+    assert status(run_dir)["world_size"] == 2
+    losses = [line["loss"] for line in lines(run_dir, "eval")]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.5 * losses[0]
+    sample = lines(run_dir, "sample")[-1]["text"]
+    assert known_words(sample) >= 0.8, sample
+
+
+def known_words(text: str) -> float:
+    """Share of a text's words that stand in the built-in encyclopedia."""
+    import re
+
+    import pyarrow.parquet as pq
+
+    files = sorted((ROOT / "llmtrain" / "data" / "sample").glob("*.parquet"))
+    corpus = " ".join(text for file in files for text in pq.read_table(file)["text"].to_pylist())
+    words = re.findall(r"\w+", text)
+    known = set(re.findall(r"\w+", corpus))
+    assert len(words) >= 5, text
+    return sum(word in known for word in words) / len(words)
+
+
+def test_own_text_trains_with_the_command_that_names_it(checkout: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"Article {i} tells of {i * 7} things and {i % 13} more.\n" * 9 for i in range(3000)]
+    pq.write_table(pa.table({"text": texts}), checkout / "my.parquet")
+    shorter = "model.tokenizer.train=300 training.steps=2 training.global_batch_size=2"
+    line = f"{command('my.parquet')} {shorter} training.micro_batch_size=1 data.seq_len=32"
+    ended = run(line + " optimizer.warmup_steps=1", checkout)
+    assert ended.returncode == 0, ended.stderr
+    assert status(checkout / "runs" / "wikipedia_small")["step"] == 2
+
+
+def test_every_other_command_parses_and_names_files_that_exist() -> None:
+    for line in commands():
+        words = shlex.split(line)
+        assert words[0] in ("make", "llmtrain", "accelerate", "source"), line
+        for word in words:
+            if word.startswith(FOLDERS):
+                assert (ROOT / word).is_file(), word
+        if words[0] == "make":
+            target = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True)
+            assert target.returncode == 0, line
+
+
+def test_the_124m_config_of_the_gpu_command_loads() -> None:
+    import llmtrain
+
+    words = shlex.split(command("accelerate_configs/ddp.yaml"))
+    llmtrain.load_config(ROOT / words[-1])
