@@ -50,6 +50,15 @@ for _name, _pattern in _SCALARS.items():
     _Dumper.add_implicit_resolver(_TAG + _name, _pattern, None)
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """A text; in double quotes, which escape them, if it has line breaks that readers even out."""
+    style = '"' if any(mark in text for mark in "\r\x85\u2028\u2029") else None
+    return dumper.represent_scalar(_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 @dataclass(slots=True)
 class Document:
     """What a text says.

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmtrain.config.yaml12 import parse, write
@@ -115,6 +115,9 @@ values = st.recursive(
 
 
 @settings(deadline=None)
+@example("0\x85")
+@example("a\u2028 b")
+@example("\r\n ")
 @given(values)
 def test_what_is_written_is_read_back(value):
     document = parse(write(value))
