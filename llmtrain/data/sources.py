@@ -254,7 +254,8 @@ def resolve_hub(source: SourceConfig, key: str) -> Resolved:
         expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
         raise UserError(Problem(key, source.path, expected))
     urls = _retried(
-        lambda: _file_urls(source, key), f"{source.path} (nothing here is called so; on the Hub it)"
+        lambda: _file_urls(source, key),
+        f"{source.path} (no path of this machine; data set of the Hub)",
     )
     found = [PREFIX.fullmatch(url) for url in urls]
     inside = [match for match in found if match is not None]

@@ -255,3 +255,12 @@ def test_the_manifest_is_plain_json_without_paths_of_this_machine(place, tokeniz
     assert stored["version"] == 1
     assert stored["sources"][0]["files"][0]["name"] == "1.parquet"
     assert stored["sources"][0]["columns"] == {"text": "text", "id": "id"}
+
+
+def test_the_built_in_sample_is_a_source_like_any_other():
+    found = survey(corpus.config("sample", heldout=0.005), 2)
+    (source,) = found.sources
+    assert (source.label, source.id_column, found.lanes) == ("sample", "id", 24)
+    assert len(source.units) >= 4 * found.lanes
+    texts = list(training_texts(found, 1 << 30))
+    assert len(texts) > 1000
