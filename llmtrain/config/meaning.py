@@ -41,8 +41,13 @@ def dump(config: Config) -> str:
 
 
 def _binds(key: str) -> bool:
-    """Whether a run cannot go on with another value. The shares of sources may change."""
-    if key == "data.workers" or (key.startswith("data.sources.") and key.endswith(".weight")):
+    """Whether a run cannot go on with another value.
+
+    The shares of sources may change, and so may the place where they lie: the manifest knows
+    whether the data there is the same.
+    """
+    free = (".weight", ".path")
+    if key == "data.workers" or (key.startswith("data.sources.") and key.endswith(free)):
         return False
     return key.startswith(_BINDING)
 

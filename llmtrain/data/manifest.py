@@ -143,7 +143,7 @@ def load(path: Path, config: Config) -> Manifest:
         )
     sources = []
     for index, (entry, now) in enumerate(zip(stored["sources"], configured, strict=True)):
-        root = entry["root"] if entry["remote"] else locate(now, f"data.sources[{index}].path")
+        root = entry["root"] if entry["remote"] else locate(now, f"data.sources.{index}.path")
         sources.append(_source(entry, root, now.weight))
     return Manifest(
         sources=tuple(sources),

@@ -82,7 +82,7 @@ def survey(config: Config, processes: int) -> Survey:
     timeout = config.distributed.timeout_minutes * 60
     reader = Reader(timeout)
     named = list(zip(data.sources, labels(data.sources), strict=True))
-    drafts = _each(lambda i: _draft(*named[i], f"data.sources[{i}]", reader), len(named))
+    drafts = _each(lambda i: _draft(*named[i], f"data.sources.{i}", reader), len(named))
     lanes = data.lanes
     if lanes == "auto":
         lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
@@ -133,7 +133,7 @@ def check(manifest: Manifest, config: Config, tokenizer: Tokenizer) -> None:
     problems = [*_differing_config(manifest, config), *differing_tokenizer(manifest, tokenizer)]
     for i, source in enumerate(manifest.sources):
         if not source.remote:
-            key = f"data.sources[{i}].path"
+            key = f"data.sources.{i}.path"
             problems += bounded(_changed_files(source, key), key)
     if problems:
         raise UserError(*problems)
@@ -290,7 +290,7 @@ def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -
     if not heldout.has_training_document(found, seed, reader):
         expected = "at least one document that is not empty and not held out"
         problem = Problem(
-            f"data.sources[{k}].path",
+            f"data.sources.{k}.path",
             source.path,
             f"{expected}: no training document is left after the held-out split",
             "add documents, or lower data.heldout",
@@ -313,7 +313,7 @@ def _differing_config(manifest: Manifest, config: Config) -> list[Problem]:
         ("data.lanes", manifest.lanes if data.lanes == "auto" else data.lanes, manifest.lanes),
     ]
     for i, (now, then) in enumerate(zip(data.sources, manifest.sources, strict=True)):
-        key = f"data.sources[{i}]"
+        key = f"data.sources.{i}"
         pairs.append((f"{key}.text_column", now.text_column, then.text_column))
         if then.id_column or "id_column" in now.model_fields_set:
             pairs.append((f"{key}.id_column", now.id_column, then.id_column))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -55,6 +57,13 @@ def resolve_precision(asked: str) -> tuple[str, str]:
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16", "this device computes in bf16"
     return "fp32", "this device is older than Ampere"
+
+
+def default_config() -> str | None:
+    """The config file that `accelerate launch` takes when none is named, if there is one."""
+    path = str(default_config_file)
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # what every accelerate launch exports
+    return path if launched and Path(path).is_file() else None
 
 
 def make_accelerator(precision: str, timeout_minutes: float) -> Launched:

@@ -31,7 +31,7 @@ from llmtrain.data import heldout, units
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState, check
-from llmtrain.data.stream import Stream, open_stream
+from llmtrain.data.stream import Stream, discard_factor, open_stream
 from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.distributed import accelerator as launching
 from llmtrain.distributed import state as tensors
@@ -123,6 +123,8 @@ def start_processes(
     auto = Auto(run_directory(config), kind)
     auto.run.setdefault("precision", precision)
     torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
+    if default := launching.default_config():
+        _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
     return Processes(launched, run_id, auto, versions)
 
@@ -163,6 +165,7 @@ def open_data(
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
     state = DataState.from_json(found.state["data"]) if found else DataState.fresh(manifest)
     agreed(ranks, lambda: check(state, manifest))
+    _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     path = run_dir / "eval.safetensors"
     limit = config.evaluation.max_documents
     on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit))
@@ -291,6 +294,16 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
     tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER)
     units.check(manifest, config, tokenizer)
     return manifest, tokenizer
+
+
+def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None:
+    factor = discard_factor(world_size, workers, lanes)
+    if factor > 1:
+        _log.warning(
+            "each process reads %d blocks for one that it uses: %d processes × %d workers do not "
+            "divide the run's %d lanes",
+            *(factor, world_size, max(1, workers), lanes),
+        )
 
 
 def _prepare_heldout(

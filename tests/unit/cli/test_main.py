@@ -1,6 +1,5 @@
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ from llmtrain.cli import main as module
 from llmtrain.cli.main import app, main
 
 ROOT = Path(__file__).parents[3]
+# What costs a third of a second or more to import (benchmarks/startup.py measures the commands).
+HEAVY = {"torch", "numpy", "rich", "accelerate", "transformers", "pyarrow", "datasets", "bokeh"}
 CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
 
 
@@ -20,18 +21,6 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=CLEAN | (env or {}), check=False
     )
-
-
-def cpu_seconds(*arguments: str) -> float:
-    """The least of three measurements: what else runs here only adds to it."""
-    return min(_cpu_seconds(*arguments) for _ in range(3))
-
-
-def _cpu_seconds(*arguments: str) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run(*arguments)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def imported_by(*arguments: str) -> set[str]:
@@ -61,17 +50,14 @@ def test_help_shows_the_commands_in_groups():
     )
 
 
-def test_help_takes_little_time_and_no_torch():
-    assert cpu_seconds("--help") <= 0.15
-    heavy = {"torch", "pydantic", "yaml", "rich", "numpy", "accelerate", "transformers"}
-    assert not heavy & imported_by("--help")
+def test_help_imports_typer_alone():
+    assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-def test_a_config_error_takes_little_time_and_no_torch(tmp_path):
+def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
-    assert cpu_seconds("train", path, "--processes", "2") <= 0.35
-    assert cpu_seconds("train", path) <= 0.35
-    assert "torch" not in imported_by("train", path, "--processes", "2")
+    for launched in ([], ["--processes", "2"]):
+        assert not HEAVY & imported_by("train", path, *launched)
 
 
 @pytest.mark.parametrize("command", ["quickstart", "train", "report"])

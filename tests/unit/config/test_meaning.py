@@ -27,7 +27,7 @@ def test_every_key_has_its_value(tmp_path):
         "model.config.hidden_size=16",
         "model.config.new=1",
         "model.tokenizer={train: 300}",
-        "data.sources.0.path=other",
+        "data.sources.0.name=other",
         "data.sources=[{path: sample}, {path: other}]",
         "data.seq_len=8",
         "data.lanes=3",

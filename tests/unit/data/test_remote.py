@@ -254,4 +254,4 @@ def test_a_data_set_that_does_not_exist_is_a_mistake_of_the_user(tmp_path):
     with hub.serving({}) as server:
         done = read_all(server.endpoint, tmp_path, {"path": "someone/elses"})
     assert "UserError" in done.stderr
-    assert "data.sources[0].path = someone/elses" in done.stderr
+    assert "data.sources.0.path = someone/elses" in done.stderr

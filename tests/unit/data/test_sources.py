@@ -5,7 +5,7 @@ from llmtrain.config.schema import SourceConfig
 from llmtrain.data.sources import edges_digest, file_format, labels, resolve
 from llmtrain.errors import UserError
 
-KEY = "data.sources[0].path"
+KEY = "data.sources.0.path"
 
 
 def found(path, **more):

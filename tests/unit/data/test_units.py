@@ -105,13 +105,13 @@ def test_problems_of_all_sources_are_told_at_once(place):
         place / "numbers.parquet",
     )
     assert told.startswith("7 problems")
-    assert f"data.sources[0].path = {place / 'empty'}" in told
-    assert f"data.sources[1].path = {place / 'fake.parquet'}" in told
-    assert f"data.sources[2].path = {place / 'cut.parquet'}" in told
-    assert "data.sources[3].text_column = text" in told
+    assert f"data.sources.0.path = {place / 'empty'}" in told
+    assert f"data.sources.1.path = {place / 'fake.parquet'}" in told
+    assert f"data.sources.2.path = {place / 'cut.parquet'}" in told
+    assert "data.sources.3.text_column = text" in told
     assert f"a column of {place / 'other.parquet'}, which has: title, body" in told
-    assert "data.sources[4].path" in told
-    assert "data.sources[5].path" in told
+    assert "data.sources.4.path" in told
+    assert "data.sources.5.path" in told
     assert f"in {place / 'numbers.parquet'} it is int64" in told
 
 
@@ -145,7 +145,7 @@ def test_files_without_a_byte_are_refused(place, name):
 def test_an_id_column_that_the_user_named_must_be_there(place):
     assert survey(corpus.config(place / "a"), 1).sources[0].id_column == "id"
     named = {"path": str(place / "a"), "id_column": "page"}
-    assert "data.sources[0].id_column = page" in message(named)
+    assert "data.sources.0.id_column = page" in message(named)
     corpus.write_parquet(place / "c.parquet", [{"text": "x"}])
     assert survey(corpus.config(place / "c.parquet"), 1).sources[0].id_column is None
 
@@ -222,8 +222,8 @@ def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
         "data.seq_len",
         "data.heldout",
         "data.lanes",
-        "data.sources[0].text_column",
-        "data.sources[0].id_column",
+        "data.sources.0.text_column",
+        "data.sources.0.id_column",
         "tokenizer digest",
         "tokenizer length",
     }
