@@ -24,16 +24,12 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """Packages in memory after a command."""
-    code = (
-        "import sys\n"
-        "from llmtrain.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit: print('IN MEMORY', *sys.modules)\n"
-    )
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=CLEAN)
-    return set(done.stdout.rpartition("IN MEMORY")[2].split())
+    """Modules that a command imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "llmtrain", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert lines
+    return {line.rpartition("|")[2].strip() for line in lines}
 
 
 def test_help_shows_the_commands_in_groups():
