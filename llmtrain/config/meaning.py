@@ -35,6 +35,11 @@ def differences(old: Config, new: Config) -> list[tuple[str, object, object]]:
     return [change for change in changed if change[1] != change[2]]
 
 
+def binding_values(config: Config) -> dict[str, object]:
+    """The values that a resumed run must share with the one that it continues, by dotted name."""
+    return {key: value for key, value in config_digest_values(config).items() if _binds(key)}
+
+
 def dump(config: Config) -> str:
     """The config as YAML; `load_config` of that file gives an equal one."""
     return write(config.model_dump(mode="json", by_alias=True))

@@ -89,8 +89,13 @@ def make_accelerator(precision: str, timeout_minutes: float) -> Launched:
     return Launched(accelerator, "ddp", ranks, accelerator.device, engine)
 
 
-def close() -> None:
-    """Leave the process group and forget accelerate's state, so that another run may follow."""
+def close(*, failed: bool = False) -> None:
+    """Leave the process group and forget accelerate's state, so that another run may follow.
+
+    failed: peers may be gone or wait elsewhere, so the group is left to the end of the process.
+    """
     if dist.is_initialized():
+        if failed:
+            return
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,6 +1,7 @@
 """Each rank's log file, and what of it reaches a terminal.
 
-Everything of every library goes to `logs/rank-R.log`; rank 0 shows llmtrain's own lines on stderr.
+Everything of every library goes to `logs/rank-R.log`, tracebacks too; rank 0 shows llmtrain's own
+lines on its terminal.
 Lines from before the run directory is there are kept in memory until it is.
 """
 
@@ -71,6 +72,8 @@ class _Screen(logging.Handler):
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            return  # a traceback is for the file; whoever caught the error says what it means
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         self._note(prefix + record.getMessage())
 

@@ -65,7 +65,6 @@ class Meter:
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
         self.sources = {label: sources.get(label, 0) for label in self._labels}
         self.stream_digest = stream_digest
-        self.optimizer_steps_skipped = 0
         self._pending: list[_Sent] = []
 
     @property
@@ -135,7 +134,6 @@ class Meter:
         if failed:
             return
         self.stream_digest = self._roll(self.stream_digest, digest)
-        self.optimizer_steps_skipped += skipped
         if not skipped:
             for label, count in zip(self._labels, tokens, strict=True):
                 self.sources[label] += count

@@ -63,12 +63,16 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes of this start, and what is frozen for them."""
+    """The processes of this start, and what is frozen for them.
+
+    decided_anew: an earlier start had another number of processes or kind of device.
+    """
 
     launched: Launched
     run_id: str
     auto: Auto
     versions: dict[str, str]
+    decided_anew: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ def start_processes(
     precision, why = (frozen, "as this run began") if frozen else _precision(config)
     with signals.alone(lambda reason: journal.end("stopped", 0, reason)):
         launched = launching.make_accelerator(precision, config.distributed.timeout_minutes)
-    stack.callback(launching.close)
+    stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
     run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
@@ -121,12 +125,13 @@ def start_processes(
     _same_everywhere(config, ranks, {"precision": precision, **versions})
     kind = f"{launched.strategy}/{launched.device.type}/{ranks.world_size}"
     auto = Auto(run_directory(config), kind)
+    anew = bool(auto.launches) and kind not in auto.launches
     auto.run.setdefault("precision", precision)
     torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
-    return Processes(launched, run_id, auto, versions)
+    return Processes(launched, run_id, auto, versions, anew)
 
 
 def find_checkpoint(

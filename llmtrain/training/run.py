@@ -33,6 +33,7 @@ from llmtrain.distributed.ranks import (
     refuse,
     sum_over_ranks,
 )
+from llmtrain.errors import RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.training import opening, saving, stop
@@ -235,7 +236,9 @@ def open_run(config: Config) -> Iterator[Run]:
             model = opening.build_model(config, processes, revision)
             same = found is None or opening.fill_state(config, processes, model, found)
             run = _assemble(config, processes, found, data, model, journal, signals)
-            _announce(run, place, same=same, seconds=time.perf_counter() - started)
+            _announce(run, place, time.perf_counter() - started)
+            _tell_what_changed(run, place, processes, found, same_randomness=same)
+            run.due.ask(agreed_stop(ranks, run.flags()))
             try:
                 yield run
             except DataFailedError:  # all ranks are here: those whose data failed say why
@@ -254,8 +257,11 @@ def _recorded(journal: Journal) -> Iterator[None]:
         yield
     except Exception as error:
         shown = peer_lost(error) if lost_peer(error) else error
-        _log.debug("the run failed", exc_info=True)
-        journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
+        _log.error("the run failed", exc_info=True)
+        try:
+            journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
+        except RunError:  # a full disk takes no record either; the error itself goes on
+            _log.error("the end could not be recorded", exc_info=True)
         if shown is error:
             raise
         raise shown from error
@@ -280,17 +286,6 @@ def _assemble(
         evaluation["step"] if evaluation else None,
         heldout=data.heldout is not None,
     )
-    meter = Meter(
-        launched.device,
-        data.manifest.labels,
-        lambda step: (
-            config.optimizer.learning_rate
-            * learning_rate_factor(config.optimizer, config.training.steps, step)
-        ),
-        roll,
-        sources=saved.get("sources", {}),
-        stream_digest=data.state.stream_digest,
-    )
     return Run(
         config=config,
         run_dir=journal.run_dir,
@@ -305,7 +300,7 @@ def _assemble(
         spec=model.spec,
         micro_batch_size=model.micro_batch_size,
         data=data,
-        meter=meter,
+        meter=_meter(config, launched.device, data, saved.get("sources", {})),
         journal=journal,
         log=RunLog(journal, due, launched.device, evaluation),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0)),
@@ -319,8 +314,18 @@ def _assemble(
     )
 
 
-def _announce(run: Run, place: Place | None, *, same: bool, seconds: float) -> None:
-    """The start's line and events; a stop that was asked for meanwhile is agreed on here."""
+def _meter(config: Config, device: torch.device, data: DataSide, sources: dict[str, int]) -> Meter:
+    def learning_rate(step: int) -> float:
+        factor = learning_rate_factor(config.optimizer, config.training.steps, step)
+        return config.optimizer.learning_rate * factor
+
+    digest = data.state.stream_digest
+    labels = data.manifest.labels
+    return Meter(device, labels, learning_rate, roll, sources=sources, stream_digest=digest)
+
+
+def _announce(run: Run, place: Place | None, seconds: float) -> None:
+    """The start's line, and the same for people."""
     if place is not None:
         run.auto.save()
     journal, first = run.journal, run.first_step
@@ -340,18 +345,34 @@ def _announce(run: Run, place: Place | None, *, same: bool, seconds: float) -> N
         trainable_parameters=trainable,
         resumed_from=run.resumed_from,
         versions=run.versions,
-        plan=None,
+        plan={},
     )
-    if place is not None and place.takeover is not None:
-        journal.event("lock_taken_over", first, reason=place.takeover.reason)
-    if not same:
-        journal.event("rng_reseeded", first, world_size=run.ranks.world_size)
-    if run.data.heldout is None:
-        journal.event("nothing_held_out", first)
     journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
     for line in _summary(run, trainable, seconds):
         _log.info(line)
-    run.due.ask(agreed_stop(run.ranks, run.flags()))
+
+
+def _tell_what_changed(
+    run: Run,
+    place: Place | None,
+    processes: Processes,
+    found: Found | None,
+    *,
+    same_randomness: bool,
+) -> None:
+    """Events for what is not as it was when the run began, or not as one would expect."""
+    event, first = run.journal.event, run.first_step
+    if place is not None and place.takeover is not None:
+        event("lock_taken_over", first, reason=place.takeover.reason)
+    if not same_randomness:
+        event("rng_reseeded", first, world_size=run.ranks.world_size)
+    if processes.decided_anew:
+        event("auto_decided_anew", first, **run.auto.launch)
+    before: dict[str, str] = found.state["versions"] if found else {}
+    if other := {key: run.versions[key] for key in before if run.versions.get(key) != before[key]}:
+        event("other_versions", first, **other)
+    if run.data.heldout is None:
+        event("nothing_held_out", first)
 
 
 def _summary(run: Run, trainable: int, seconds: float) -> list[str]:

@@ -6,6 +6,7 @@ goes on; three failures in a row, or one at the last step, end the run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from llmtrain.checkpoint import retention, write
 from llmtrain.checkpoint.format import Extents
-from llmtrain.config.meaning import config_digest_values
+from llmtrain.config.meaning import binding_values
 from llmtrain.data.state import Counts, contribution, merge_cursors
 from llmtrain.distributed import state
 from llmtrain.errors import DISK_FAILED, RunError
@@ -80,7 +81,7 @@ def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:
 
 def _small_files(run: Run, step: int) -> dict[str, bytes]:
     """Rank 0: every file that is no tensor file. The other ranks send what only they know."""
-    before = run.data.state
+    before, bound = run.data.state, binding_values(run.config)
     next_block = step * run.config.training.global_batch_size
     cursors = contribution(
         run.cursors,
@@ -109,7 +110,8 @@ def _small_files(run: Run, step: int) -> dict[str, bytes]:
         "tokens": run.meter.tokens,
         "sources": dict(run.meter.sources),
         "data": data.to_json(),
-        "config": config_digest_values(run.config),
+        "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
+        "config": bound,
         "strategy": run.strategy,
         "world_size": run.ranks.world_size,
         "device": run.device.type,
@@ -117,6 +119,7 @@ def _small_files(run: Run, step: int) -> dict[str, bytes]:
         "optimizer_steps": state.optimizer_steps(run.optimizer),
         "evaluation": run.log.last_evaluation,
         "skipped_in_a_row": run.guards.skipped_in_a_row,
+        "patience": None,
         "ended": None,
         "auto": json.loads(run.auto.to_bytes()),
         "versions": run.versions,

@@ -9,7 +9,12 @@ from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 # (processes, data workers, micro-batch)
-LAYOUTS = [(1, 0, 24), (1, 2, 4), (2, 0, 4), (2, 1, 3), (3, 0, 8), (3, 2, 2), (4, 0, 2), (4, 1, 6)]
+LAYOUTS = [
+    *[(1, 0, 24), (1, 1, 12), (1, 2, 4)],
+    *[(2, 0, 4), (2, 1, 3), (2, 2, 12)],
+    *[(3, 0, 8), (3, 1, 1), (3, 2, 2)],
+    *[(4, 0, 2), (4, 1, 6), (4, 2, 3)],
+]
 
 
 @pytest.fixture(scope="module")

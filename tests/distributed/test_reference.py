@@ -115,17 +115,19 @@ def test_the_base_line_is_the_logarithm_of_the_vocabulary(run_dir: Path) -> None
     assert first["loss"] == pytest.approx(math.log(2048), abs=0.1)
 
 
-def test_evaluation_and_samples_change_no_bit_of_the_training(
+def test_evaluation_samples_and_trackers_change_no_bit_of_the_training(
     server: Server, run_dir: Path, tmp_path: Path
 ) -> None:
     made = tiny_config(tmp_path / "run", training__steps=STEPS, evaluation__every_steps=3)
     made["evaluation"]["prompts"] = ["A number", "The river", "One"]
-    made["logging"]["every_steps"] = 7
+    made["logging"] = {"every_steps": 7, "trackers": ["tensorboard"]}
     assert server.run(["train", str(write_config(tmp_path, made))], 2, tmp_path) == [0, 0]
     name = f"step-{STEPS:08d}"
     for file in (run_dir / "checkpoints" / name).glob("*.safetensors"):
         other = tmp_path / "run" / "checkpoints" / name / file.name
         assert file.read_bytes() == other.read_bytes(), file.name
+    assert list(tmp_path.glob("run/tensorboard/events.*"))
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 7, 14, 20]
 
 
 def test_the_stream_digest_audits_the_whole_run(run_dir: Path) -> None:

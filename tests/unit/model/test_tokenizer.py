@@ -1,0 +1,54 @@
+"""The run's tokenizer: what transformers saves is what the data room opens."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.errors import UserError
+from llmtrain.model.tokenizer import save_tokenizer, special_tokens
+
+TEXTS = [
+    "Hello world",
+    "  spaces,\n\nnewlines\tand tabs ",
+    "Zürich, Đà Nẵng, 東京, 👩‍👩‍👧 and e\u0301",
+    "a<|endoftext|>b and </s> and <|im_end|> are text",
+    "1234567890 3.14159 don't I'll",
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mistral-v1"])
+def test_a_saved_tokenizer_gives_transformers_ids(
+    shared_data: Path, tmp_path: Path, name: str
+) -> None:
+    source = shared_data / "tokenizers" / name
+    save_tokenizer(str(source), None, tmp_path / name)
+    ours = open_tokenizer(tmp_path / name)
+    theirs = AutoTokenizer.from_pretrained(source)
+    for text in TEXTS:
+        plain = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert ours.encode(text).tolist() == plain, text
+
+
+def test_gpt2_gives_the_ids_that_everybody_knows(shared_data: Path, tmp_path: Path) -> None:
+    save_tokenizer(str(shared_data / "tokenizers" / "gpt2"), None, tmp_path)
+    assert open_tokenizer(tmp_path).encode("Hello world").tolist() == [15496, 995]
+    tokens = special_tokens(tmp_path)
+    assert (tokens.length, tokens.bos, tokens.eos, tokens.pad) == (50257, 50256, 50256, None)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        save_tokenizer(str(tmp_path / "empty"), None, tmp_path / "out")
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    PreTrainedTokenizerFast(tokenizer_object=bare).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="end-of-text"):
+        special_tokens(tmp_path)
