@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmtrain.training.run import Run
 
 _NEW_TOKENS = 64
-_TEMPERATURE = 0.7
+_TEMPERATURE = 0.5  # a model that is still learning says little that is likely
 _SEED_STREAM = 8  # of `mix`
 
 

@@ -80,6 +80,8 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            # Threads that wait spin otherwise, and take the cores from what they wait for.
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
         )
         assert self._read() == "ready"
 
