@@ -7,6 +7,7 @@ errors do not wait for torch.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,16 +43,27 @@ def train(config: Config) -> Result:
     While it runs, SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for an agreed stop (main thread only).
     Raises UserError for what a person can put right, RunError for what the machine did.
     """
+    from llmtrain.config.checks import check
     from llmtrain.distributed.launch import check_environment
+    from llmtrain.errors import Problem, UserError
     from llmtrain.metrics.trackers import check_installed
     from llmtrain.training import stop
 
+    problems = check(config)
+    if config.run.dir is None:
+        problems.append(Problem("run.dir", None, "a directory; load_config fills it in"))
+    if problems:
+        raise UserError(*problems)
     check_environment(os.environ, config)
     check_installed(config.logging.trackers)
     with stop.catching():  # before torch is imported, which takes seconds
         from llmtrain.training.loop import train as run
+        from llmtrain.training.run import Result, StoppedEarlyError
 
-        return run(config)
+        try:
+            return run(config)
+        except StoppedEarlyError as stopped:
+            return Result(Path(str(config.run.dir)), "stopped", 0, stopped.reason, stopped.step)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from llmtrain.errors import Problem, UserError
+
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _BUFFERED_LINES = 10_000
 
@@ -27,7 +29,7 @@ class LogFile:
         self._ours = logging.getLogger("llmtrain")
         self._levels = (self._root.level, self._ours.level)
         self._root.setLevel(logging.INFO)
-        self._ours.setLevel(os.environ.get("LLMTRAIN_LOG_LEVEL", "INFO").upper())
+        self._ours.setLevel(_asked_level())
         self._buffer = logging.handlers.MemoryHandler(
             _BUFFERED_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False
         )
@@ -64,6 +66,15 @@ class LogFile:
         self._root.setLevel(self._levels[0])
         self._ours.setLevel(self._levels[1])
         logging.captureWarnings(False)
+
+
+def _asked_level() -> int:
+    name = os.environ.get("LLMTRAIN_LOG_LEVEL", "INFO").upper()
+    levels = logging.getLevelNamesMapping()
+    if name not in levels:
+        expected = f"one of {', '.join(sorted(levels, key=lambda level: levels[level]))}"
+        raise UserError(Problem("LLMTRAIN_LOG_LEVEL", name, expected))
+    return levels[name]
 
 
 class _Screen(logging.Handler):

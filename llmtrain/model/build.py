@@ -26,7 +26,6 @@ def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any
     Raises UserError with every problem found.
     """
     config = _from_weights(asked) if asked.from_ else _from_fields(asked.config, tokens)
-    config.use_cache = False
     problems = [*_vocabulary_problems(config, tokens), *_length_problems(config, seq_len)]
     if problems:
         raise UserError(*problems)
@@ -36,9 +35,37 @@ def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any
 def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedModel:
     """The model with random weights (from torch's global generator), or with those of `from`."""
     model = _load(config, asked.from_, revision) if asked.from_ else _fresh(config)
+    return _ready(model)
+
+
+def rebuild(checkpoint: Path) -> PreTrainedModel:
+    """The model of a checkpoint of ours with random weights: they are filled in afterwards."""
+    return _ready(_fresh(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)))
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    _refuse_seeing_ahead(model)
     model.train()
     model.config.architectures = [type(model).__name__]
     return model
+
+
+def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
+    """Encoders have causal heads too: with their own attention the loss would mean nothing."""
+    ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
+    other = ids.clone()
+    other[0, -1] = 0
+    model.eval()
+    with torch.no_grad():
+        one, two = (model(part, use_cache=False).logits[0, :-1] for part in (ids, other))
+    if not torch.allclose(one, two, rtol=1e-3, atol=1e-4):
+        raise UserError(
+            Problem(
+                "model.config.model_type",
+                model.config.model_type,
+                "a model whose positions do not see later ones",
+            )
+        )
 
 
 def _fresh(config: Any) -> PreTrainedModel:
@@ -142,12 +169,15 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        return CONFIG_MAPPING[model_type](**{**ours, **given})
+        config = CONFIG_MAPPING[model_type](**{**ours, **given})
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise UserError(
             Problem("model.config", None, f"fields that {model_type} accepts: {said}")
         ) from error
+    if "is_decoder" not in given and getattr(config, "is_decoder", True) is False:
+        config.is_decoder = True  # BERT and its kin: causal attention
+    return config
 
 
 def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:

@@ -149,7 +149,7 @@ class RunLog:
                 grad_norm=numbers.grad_norm,
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
-        line = self._due.line(numbers.step)
+        line = self._due.line(numbers.step) or numbers.skipped
         memory = memory_gb(self._device) if line else None
         self._journal.show(numbers, line=line, memory_gb=memory)
         if line:
@@ -173,10 +173,10 @@ class RunLog:
             "seconds": found.seconds,
         }
         self._due.evaluated(step)
-        best = found.loss
-        if self.last_evaluation is not None and math.isfinite(self.last_evaluation["best"]):
-            best = min(best, self.last_evaluation["best"])
-        self.last_evaluation = {"step": step, "loss": found.loss, "best": best}
+        loss = found.loss if math.isfinite(found.loss) else None
+        before = self.last_evaluation["best"] if self.last_evaluation else None
+        best = min((one for one in (loss, before) if one is not None), default=None)
+        self.last_evaluation = {"step": step, "loss": loss, "best": best}
         self._journal.write("eval", step, **fields)
         self._journal.show_evaluation({"step": step, **fields})
 

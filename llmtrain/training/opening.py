@@ -25,7 +25,7 @@ from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found, Search
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.checks import check_batch
-from llmtrain.config.meaning import config_digest_values
+from llmtrain.config.meaning import binding_values, config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.data import heldout, units
 from llmtrain.data.heldout import HeldOut
@@ -39,7 +39,7 @@ from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.launch import verify_launch
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
-from llmtrain.model.build import build, model_config, resolve_revision
+from llmtrain.model.build import build, model_config, rebuild, resolve_revision
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.training import prepare, rng
@@ -147,6 +147,7 @@ def find_checkpoint(
     known = place.checkpoint if place else None
     agreed(ranks, lambda: _refuse_silent_restart(search, known, root))
     found = search.found
+    agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
     if found is None:
         _log.info("a new run in %s", run_directory(config))
         return None
@@ -174,6 +175,7 @@ def open_data(
     path = run_dir / "eval.safetensors"
     limit = config.evaluation.max_documents
     on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit))
+    held = _same_heldout(ranks, path)
     stream = open_stream(
         manifest,
         run_dir / prepare.TOKENIZER,
@@ -186,14 +188,16 @@ def open_data(
         timeout_seconds=60 * config.distributed.timeout_minutes,
     )
     stack.enter_context(closing(stream))
-    return DataSide(manifest, tokenizer, heldout.load(path), stream, state)
+    return DataSide(manifest, tokenizer, held, stream, state)
 
 
-def build_model(config: Config, processes: Processes, revision: str | None) -> ModelSide:
+def build_model(
+    config: Config, processes: Processes, found: Found | None, revision: str | None
+) -> ModelSide:
     """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
     launched, ranks = processes.launched, processes.launched.ranks
     torch.manual_seed(config.run.seed)
-    bare = agreed(ranks, lambda: _bare_model(config, revision))
+    bare = agreed(ranks, lambda: _bare_model(config, found, revision))
     optimizer = make_optimizer(bare, config.optimizer)
     prepared = launched.engine.prepare(LossModule(bare), optimizer)
     rng.seed_rank(config.run.seed, ranks.rank)
@@ -224,17 +228,16 @@ def fill_state(config: Config, processes: Processes, model: ModelSide, found: Fo
     return same
 
 
-def base_revision(config: Config, processes: Processes) -> str | None:
-    """The commit of `model.from`, resolved once for the run."""
-    path, auto = config.model.from_, processes.auto
-    if path is None:
+def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
+    """The commit of `model.from`, resolved and written down once for the run."""
+    path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
+    if path is None or found:
         return None
     if "revision" not in auto.run:
-        body = from_rank_zero(
-            processes.launched.ranks,
-            lambda: json.dumps(resolve_revision(path, config.model.revision)).encode(),
-        )
+        asked = config.model.revision
+        body = from_rank_zero(ranks, lambda: json.dumps(resolve_revision(path, asked)).encode())
         auto.run["revision"] = json.loads(body)
+        on_rank_zero(ranks, auto.save)
     revision: str | None = auto.run["revision"]
     return revision
 
@@ -287,6 +290,21 @@ def _refuse_silent_restart(search: Search, known: str | None, root: Path) -> Non
         )
 
 
+def _refuse_other_run(found: Found, config: Config) -> None:
+    """The checkpoint must be one of this config, whatever became of config.yaml."""
+    saved, now = found.state["config"], binding_values(config)
+    problems = [
+        Problem(key, now.get(key), f"{saved.get(key)}, as in {found.name}", "put it back")
+        for key in {**saved, **now}
+        if saved.get(key) != now.get(key)
+    ]
+    if found.step > config.training.steps:
+        expected = f"at least {found.step}, the step of {found.name}"
+        problems.append(Problem("training.steps", config.training.steps, expected))
+    if problems:
+        raise UserError(*problems)
+
+
 def _workers(config: Config, device: torch.device) -> int:
     """On a CPU the rank reads in its own process; beside a GPU one worker reads ahead."""
     if config.data.workers == "auto":
@@ -314,11 +332,35 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
 def _prepare_heldout(
     manifest: Manifest, tokenizer: Tokenizer, path: Path, max_documents: int
 ) -> None:
-    if not path.exists():
-        heldout.prepare(manifest, tokenizer, path, max_documents)
+    from safetensors import SafetensorError
+
+    try:
+        if path.exists():
+            heldout.load(path)
+            return
+    except SafetensorError:
+        _log.warning("%s was damaged and is made again", path)
+    heldout.prepare(manifest, tokenizer, path, max_documents)
 
 
-def _bare_model(config: Config, revision: str | None) -> PreTrainedModel:
+def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:
+    """What rank 0 prepared, on every rank: evaluation is collective."""
+    held = agreed(ranks, lambda: heldout.load(path))
+    tokens = len(held.ids) if held else 0
+
+    def compare() -> None:
+        if int(there) != tokens:
+            expected = "the same file on every rank: the run directory must be shared"
+            raise UserError(Problem(str(path), None, expected))
+
+    there = ranks.broadcast(str(tokens).encode())
+    agreed(ranks, compare)
+    return held
+
+
+def _bare_model(config: Config, found: Found | None, revision: str | None) -> PreTrainedModel:
+    if found and config.model.from_:  # the weights it began with may be gone by now
+        return rebuild(found.path)
     tokens = special_tokens(run_directory(config) / prepare.TOKENIZER)
     described = model_config(config.model, tokens, config.data.seq_len)
     return build(described, config.model, revision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.lock import RunLock, Takeover
 from llmtrain.config.load import load_config
 from llmtrain.config.meaning import differences, dump
 from llmtrain.config.schema import Config
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.metrics import jsonl
 from llmtrain.metrics.status import read_status, start_status
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """checkpoint: the newest that `status.json` names · takeover: whose stale lock was taken."""
+    """checkpoint: the newest that the record names · takeover: whose stale lock was taken."""
 
     run_dir: Path
     run_id: str
+    step: int
     checkpoint: str | None
     takeover: Takeover | None
 
@@ -44,11 +48,25 @@ def claim(config: Config, world_size: int, strategy: str) -> Iterator[Place]:
     run_dir = Path(str(config.run.dir))
     _make_writable(run_dir)
     known = read_status(run_dir)
-    run_id = str(known.get("run_id") or uuid.uuid4().hex)
+    run_id = str(known.get("run_id") or _run_of_checkpoints(run_dir) or uuid.uuid4().hex)
     with RunLock(run_dir, run_id) as lock:
-        _belongs(run_dir, config)
+        record = jsonl.read(run_dir / jsonl.FILE_NAME)
+        _belongs(run_dir, config, begun=any(line["kind"] == "start" for line in record))
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
-        yield Place(run_dir, run_id, known.get("checkpoint"), lock.takeover)
+        saved = [line["name"] for line in record if line["kind"] == "checkpoint"]
+        newest = known.get("checkpoint") or (saved[-1] if saved else None)
+        yield Place(run_dir, run_id, int(known.get("step") or 0), newest, lock.takeover)
+
+
+def _run_of_checkpoints(run_dir: Path) -> str | None:
+    """The run that the newest checkpoint belongs to, for when `status.json` is lost."""
+    root = run_dir / "checkpoints"
+    for name in form.complete_names(root):
+        try:
+            return form.load(root / name).run_id
+        except (form.DamagedError, form.NewerFormatError):
+            continue  # the search for a checkpoint says what is wrong with it
+    return None
 
 
 def _make_writable(run_dir: Path) -> None:
@@ -65,17 +83,30 @@ def _make_writable(run_dir: Path) -> None:
         raise UserError(Problem("run.dir", run_dir, f"{expected} ({error.strerror})")) from error
 
 
-def _belongs(run_dir: Path, config: Config) -> None:
-    """Write the config that begins the run, or compare with the one that began it."""
+def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
+    """Write the config that begins the run, or compare with the one that began it.
+
+    A start that was refused has begun nothing: the corrected config takes its place, and what was
+    decided for the wrong one goes.
+    """
     path = run_dir / "config.yaml"
+    changed = differences(load_config(path), config) if path.exists() else []
+    if changed and not begun:
+        _forget_decisions(run_dir)
+        changed = []
+        path.unlink()
     if not path.exists():
         write_atomically(path, dump(config).encode())
-        return
-    changed = differences(load_config(path), config)
     if changed:
         expected, remedy = f"with which {run_dir} began", "put it back, or set another run.dir"
         problems = [Problem(key, new, f"{old}, {expected}", remedy) for key, old, new in changed]
         raise UserError(*problems)
+
+
+def _forget_decisions(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
+    for name in ("manifest.json", "eval.safetensors", "auto.json"):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 class Auto:
@@ -86,7 +117,7 @@ class Auto:
         self._launch = launch
         known: dict[str, Any] = {}
         if self._path.exists():
-            known = json.loads(self._path.read_text("utf-8"))
+            known = _read(self._path)
         self.run: dict[str, Any] = known.get("run", {})
         self.launches: dict[str, dict[str, Any]] = known.get("launches", {})
 
@@ -105,11 +136,30 @@ class Auto:
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        remedy = "restore it, or begin anew in another run.dir"
+        raise UserError(Problem(str(path), None, f"JSON ({error})", remedy)) from error
+    return value
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file: it is there as a whole or not at all, after a kill too."""
+    """Replace a file: it is there as a whole or not at all, after a kill too.
+
+    Raises RunError 74 when the disk refuses.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}",
+            DISK_FAILED,
+            "make room or repair the disk, then give the same command again",
+        ) from error

@@ -18,6 +18,7 @@ from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.train_tokenizer import tokenizer_config, train_bpe
 from llmtrain.data.units import Survey, freeze, survey, training_texts
 from llmtrain.model.tokenizer import save_tokenizer
+from llmtrain.training.place import write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +42,11 @@ def prepare(config: Config, run_dir: Path, processes: int, revision: str | None)
 
 
 def _save(manifest: Manifest, path: Path) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    manifest.save(partial)
-    partial.replace(path)
+    """Durable before it is there: a run that began needs it for ever."""
+    whole = path.with_name(f"{path.name}.whole")
+    manifest.save(whole)
+    write_atomically(path, whole.read_bytes())
+    whole.unlink()
 
 
 def load_manifest(config: Config, run_dir: Path) -> Manifest:

@@ -29,11 +29,12 @@ from llmtrain.distributed.engine import TorchEngine
 from llmtrain.distributed.ranks import (
     ControlGroup,
     lost_peer,
+    on_rank_zero,
     peer_lost,
     refuse,
     sum_over_ranks,
 )
-from llmtrain.errors import RunError
+from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.training import opening, saving, stop
@@ -60,6 +61,15 @@ class Result:
     exit_code: int
     reason: str | None
     step: int
+
+
+class StoppedEarlyError(Exception):
+    """All ranks agreed on a stop before the run was open: nothing is saved, the exit code is 0."""
+
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.step = step
 
 
 @dataclass(slots=True)
@@ -200,6 +210,9 @@ class Run:
         finished = self.due.finished(self.step)
         state = "finished" if finished else "stopped"
         reason = None if finished else self.due.stop_reason
+        for label, met in saving.documents_met(self).items():
+            if met.get("dropped") or met.get("replaced"):
+                self.journal.event("dropped_documents", self.step, source=label, **met)
         if self.ranks.rank == 0:
             (self.run_dir / "STOP").unlink(missing_ok=True)
         self.journal.end(state, 0, reason)
@@ -223,6 +236,7 @@ def open_run(config: Config) -> Iterator[Run]:
         run_dir = opening.run_directory(config)
         journal = stack.enter_context(closing(Journal(run_dir, rank, config.training.steps)))
         if place is not None:
+            journal.step = place.step
             logfile.open(run_dir)
             logfile.show(journal.note)
         with _recorded(journal):
@@ -231,12 +245,15 @@ def open_run(config: Config) -> Iterator[Run]:
                 logfile.open(run_dir)
             ranks = processes.launched.ranks
             found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
-            revision = opening.base_revision(config, processes)
+            _heed_a_stop(ranks, signals, journal)
+            revision = opening.base_revision(config, processes, found)
             data = opening.open_data(config, processes, found, revision, stack)
-            model = opening.build_model(config, processes, revision)
+            _heed_a_stop(ranks, signals, journal)
+            model = opening.build_model(config, processes, found, revision)
+            _heed_a_stop(ranks, signals, journal)
             same = found is None or opening.fill_state(config, processes, model, found)
             run = _assemble(config, processes, found, data, model, journal, signals)
-            _announce(run, place, time.perf_counter() - started)
+            _announce(run, time.perf_counter() - started)
             _tell_what_changed(run, place, processes, found, same_randomness=same)
             run.due.ask(agreed_stop(ranks, run.flags()))
             try:
@@ -244,6 +261,15 @@ def open_run(config: Config) -> Iterator[Run]:
             except DataFailedError:  # all ranks are here: those whose data failed say why
                 refuse(ranks.vote(run.data_error), run.data_error)
                 raise
+
+
+def _heed_a_stop(ranks: ControlGroup, signals: stop.Signals, journal: Journal) -> None:
+    """Between the stages of a start, which take their time: a stop that any rank was asked for."""
+    reason = signals.reason
+    lost = reason == "launcher_lost"
+    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
+    if stops:
+        raise StoppedEarlyError(stops[0], journal.step)
 
 
 def _claim(config: Config) -> AbstractContextManager[Place]:
@@ -255,8 +281,11 @@ def _recorded(journal: Journal) -> Iterator[None]:
     """Whatever ends the run stands in its log, its record and its status."""
     try:
         yield
+    except StoppedEarlyError as stopped:
+        journal.end("stopped", 0, stopped.reason)
+        raise
     except Exception as error:
-        shown = peer_lost(error) if lost_peer(error) else error
+        shown = _as_run_error(error)
         _log.error("the run failed", exc_info=True)
         try:
             journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
@@ -265,6 +294,16 @@ def _recorded(journal: Journal) -> Iterator[None]:
         if shown is error:
             raise
         raise shown from error
+
+
+def _as_run_error(error: Exception) -> Exception:
+    """What a bare RuntimeError of a library means, where it has a meaning for the whole run."""
+    if lost_peer(error):
+        return peer_lost(error)
+    # Torch raises it from a signal handler: at any line of the main thread, not where data is read.
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return RunError(str(error), RESTARTABLE, "start the same command again: it resumes")
+    return error
 
 
 def _assemble(
@@ -324,10 +363,9 @@ def _meter(config: Config, device: torch.device, data: DataSide, sources: dict[s
     return Meter(device, labels, learning_rate, roll, sources=sources, stream_digest=digest)
 
 
-def _announce(run: Run, place: Place | None, seconds: float) -> None:
+def _announce(run: Run, seconds: float) -> None:
     """The start's line, and the same for people."""
-    if place is not None:
-        run.auto.save()
+    on_rank_zero(run.ranks, run.auto.save)
     journal, first = run.journal, run.first_step
     journal.step = first
     journal.track(run.config, first)

@@ -46,6 +46,8 @@ def _continue(run: Run, prompt: str) -> str:
     while len(ids) < given + _NEW_TOKENS:
         context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
         logits = run.model(context)[0] / _TEMPERATURE  # (V,)
+        if not torch.isfinite(logits).all():
+            break  # a model that diverged says nothing more
         token = int(torch.multinomial(logits.softmax(0), 1, generator=generator))
         if token == run.data.tokenizer.eos:
             break

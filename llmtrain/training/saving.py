@@ -16,7 +16,7 @@ import numpy as np
 from llmtrain.checkpoint import retention, write
 from llmtrain.checkpoint.format import Extents
 from llmtrain.config.meaning import binding_values
-from llmtrain.data.state import Counts, contribution, merge_cursors
+from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed import state
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.training import rng
@@ -32,24 +32,12 @@ _FAILURES_IN_A_ROW = 3
 
 def save(run: Run, step: int, reason: str) -> None:
     """Write the state after `step` and keep what the policy keeps."""
-    small = _small_files(run, step)
-    error: Exception | None = None
-    extents: Extents = {}
-    begun = write.begin(run.checkpoints, step, run.spec, small, run.ranks, run.run_id)
-    if isinstance(begun, write.Failed):
-        return _failed(run, step, begun.failures)
-    try:
-        if run.ranks.rank == 0:
-            held = state.pieces(run.unwrapped, run.optimizer, run.spec)
-            extents = write.pieces(begun, held)
-    except Exception as caught:  # told to all ranks in commit's vote
-        error = caught
-    done = write.commit(begun, extents, error, run.ranks)
+    run.journal.sync()  # no manifest is newer than the numbers that led to it
+    done = _write(run, step)
     if isinstance(done, write.Failed):
         return _failed(run, step, done.failures)
     run.failed_saves = 0
     run.due.saved(step)
-    run.journal.sync()  # no manifest is newer than the numbers that led to it
     run.journal.write(
         "checkpoint",
         step,
@@ -66,6 +54,30 @@ def save(run: Run, step: int, reason: str) -> None:
     return None
 
 
+def _write(run: Run, step: int) -> write.Committed | write.Failed:
+    """Rank 0 writes; whatever it cannot do is a failed vote, the same on all ranks."""
+    heard = _gathered(run, step)
+    small: dict[str, bytes] = {}
+    extents: Extents = {}
+    error: Exception | None = None
+    try:
+        small = _small_files(run, step, heard) if heard else {}
+    except Exception as caught:  # told to all ranks, here and below
+        error = caught
+    if failures := run.ranks.vote(error).failures:
+        return write.Failed(failures)
+    begun = write.begin(run.checkpoints, step, run.spec, small, run.ranks, run.run_id)
+    if isinstance(begun, write.Failed):
+        return begun
+    try:
+        if run.ranks.rank == 0:
+            held = state.pieces(run.unwrapped, run.optimizer, run.spec)
+            extents = write.pieces(begun, held)
+    except Exception as caught:
+        error = caught
+    return write.commit(begun, extents, error, run.ranks)
+
+
 def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:
     run.failed_saves += 1
     texts = "; ".join(str(failure) for failure in failures)
@@ -79,37 +91,45 @@ def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:
         )
 
 
-def _small_files(run: Run, step: int) -> dict[str, bytes]:
-    """Rank 0: every file that is no tensor file. The other ranks send what only they know."""
-    before, bound = run.data.state, binding_values(run.config)
-    next_block = step * run.config.training.global_batch_size
+def _gathered(run: Run, step: int) -> list[dict[str, Any]]:
+    """What only each rank knows, at rank 0; an empty list elsewhere."""
+    before = run.data.state
     cursors = contribution(
         run.cursors,
         before.cursors.shape[:2],
         first_block=before.next_block,
-        next_block=next_block,
+        next_block=step * run.config.training.global_batch_size,
         rank=run.ranks.rank,
         world_size=run.ranks.world_size,
     )
     mine = {"rng": rng.capture(run.device), "cursors": cursors.tolist(), "counts": run.counts}
-    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
-    if not heard:
-        return {}
+    return [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
+
+
+def _data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
+    """The stream behind the blocks of `step`, from every rank's part."""
+    before = run.data.state
+    next_block = step * run.config.training.global_batch_size
     parts = [np.array(one["cursors"], np.int64) for one in heard]
     first = before.next_block
-    data = before.after(
+    return before.after(
         next_block,
         merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
         run.meter.stream_digest,
         _added(before.counts, [one["counts"] for one in heard]),
     )
+
+
+def _small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
+    """Every file that is no tensor file."""
+    bound = binding_values(run.config)
     trainer_state = {
         "format": FORMAT,
         "run_id": run.run_id,
         "step": step,
         "tokens": run.meter.tokens,
         "sources": dict(run.meter.sources),
-        "data": data.to_json(),
+        "data": _data_state(run, step, heard).to_json(),
         "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
         "config": bound,
         "strategy": run.strategy,
@@ -149,7 +169,13 @@ def _encoded(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
-def _added(start: Counts, parts: list[Counts]) -> Counts:
+def documents_met(run: Run) -> dict[str, dict[str, int]]:
+    """Source → dropped, replaced, held out → how often since the run began; {} on ranks > 0."""
+    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.counts).encode())]
+    return _added(run.data.state.counts, heard) if heard else {}
+
+
+def _added(start: Counts, parts: list[Counts]) -> dict[str, dict[str, int]]:
     total = {label: dict(counts) for label, counts in start.items()}
     for part in parts:
         for label, counts in part.items():

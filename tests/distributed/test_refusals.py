@@ -237,3 +237,104 @@ def test_a_unit_that_breaks_under_way_ends_all_ranks_with_its_name(
     found = status(tmp_path / "run")
     assert (found["state"], found["exit_code"]) == ("failed", 2)
     assert "data.parquet" in found["reason"]
+
+
+def test_after_a_refusal_the_corrected_command_runs_in_the_same_directory(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", training__steps=2)
+    config["model"]["config"]["vocab_size"] = 100
+    refused(server, tmp_path, config)
+    del config["model"]["config"]["vocab_size"]
+    config["data"]["seq_len"] = 16
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert status(tmp_path / "run")["state"] == "finished"
+
+
+def test_a_lost_status_file_resumes_from_the_checkpoints_that_are_there(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    config, run_dir = trained
+    run_id = status(run_dir)["run_id"]
+    (run_dir / "status.json").unlink()
+    config["training"]["steps"] = 6
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert lines(run_dir, "start")[-1]["resumed_from"] == "step-00000004"
+    assert status(run_dir)["run_id"] == run_id
+
+
+def test_fewer_steps_than_were_made_are_refused(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    config, _ = trained
+    config["training"]["steps"] = 3
+    said = refused(server, tmp_path, config)
+    assert "training.steps = 3" in said
+    assert "at least 4" in said
+
+
+def test_a_checkpoint_of_another_config_is_refused_without_the_runs_config_file(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    config, run_dir = trained
+    (run_dir / "config.yaml").unlink()
+    config["optimizer"]["learning_rate"] = 0.5
+    assert "optimizer.learning_rate = 0.5" in refused(server, tmp_path, config)
+
+
+def test_weights_of_another_run_start_a_run_that_does_not_need_them_again(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    import shutil
+
+    _, run_dir = trained
+    base = tmp_path / "base"
+    shutil.copytree(run_dir / "checkpoints" / "step-00000004", base)
+    config = tiny_config(tmp_path / "second", training__steps=2, checkpoint__every_steps=2)
+    config["model"] = {"from": str(base)}
+    path = write_config(tmp_path, config, "second.yaml")
+    assert server.run(["train", str(path)], 1, tmp_path) == [0], (
+        tmp_path / "output.txt"
+    ).read_text()
+    shutil.rmtree(base)
+    codes = server.run(["train", str(path), "training.steps=4"], 1, tmp_path)
+    assert codes == [0], (tmp_path / "output.txt").read_text()
+    assert status(tmp_path / "second")["step"] == 4
+
+
+def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        tmp_path / "run",
+        training__steps=30,
+        training__max_skipped_in_a_row=4,
+        training__max_grad_norm=None,
+        evaluation__every_steps=2,
+        checkpoint__every_steps=2,
+    )
+    config["optimizer"] = {"learning_rate": 1e30, "warmup_steps": 1}
+    config["evaluation"]["prompts"] = ["The planet"]
+    codes = server.run(["train", str(write_config(tmp_path, config))], 2, tmp_path)
+    said = (tmp_path / "output.txt").read_text()
+    assert codes == [1, 1], said
+    assert "diverged at step" in said
+    assert "Traceback" not in said
+    found = status(tmp_path / "run")
+    assert (found["state"], found["exit_code"]) == ("failed", 1)
+    assert any(line["loss"] is None for line in lines(tmp_path / "run", "eval"))
+    assert [e for e in lines(tmp_path / "run", "event") if e["event"] == "update_skipped"]
+    assert lines(tmp_path / "run", "train")[-1]["skipped"]
+
+
+def test_empty_documents_and_broken_bytes_are_counted(server: Server, tmp_path: Path) -> None:
+    good = [f'{{"text": "article {i} of many"}}' for i in range(300)]
+    rows = [*good, '{"text": ""}', '{"text": "   "}', '{"text": null}']
+    body = "\n".join(rows).encode() + b'\n{"text": "a \xff byte"}\n'
+    (tmp_path / "data.jsonl").write_bytes(body)
+    config = tiny_config(tmp_path / "run", training__steps=8, data__heldout=0.0)
+    config["data"]["sources"] = [{"path": str(tmp_path / "data.jsonl")}]
+    assert server.run(["train", str(write_config(tmp_path, config))], 2, tmp_path) == [0, 0]
+    (event,) = [e for e in lines(tmp_path / "run", "event") if e["event"] == "dropped_documents"]
+    assert event["detail"]["dropped"] >= 3
+    assert event["detail"]["replaced"] >= 1

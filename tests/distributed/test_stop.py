@@ -75,6 +75,22 @@ def test_a_stop_file_left_over_stops_the_next_start_before_its_first_step(
     assert lines(run_dir, "train") == []
 
 
+def test_a_stop_while_the_run_is_still_opening_saves_nothing_and_exits_with_0(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", training__steps=STEPS)
+    config["model"]["tokenizer"] = {"train": 1500}  # takes a while
+    path = write_config(tmp_path, config)
+    ranks = server.start(["train", str(path)], 2, tmp_path)
+    until(lambda: "a new run" in (tmp_path / "output.txt").read_text(), "the start")
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGTERM)
+    assert ranks.wait() == [0, 0], (tmp_path / "output.txt").read_text()
+    found = status(tmp_path / "run")
+    assert (found["state"], found["exit_code"], found["checkpoint"]) == ("stopped", 0, None)
+    assert lines(tmp_path / "run", "start") == []
+
+
 def launch(path: Path, folder: Path) -> subprocess.Popen[bytes]:
     """`accelerate launch` with two CPU processes, as the README writes it."""
     config_file = ROOT / "accelerate_configs" / "cpu.yaml"

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import UserError
-from llmtrain.model.build import build, model_config, resolve_revision
+from llmtrain.model.build import build, model_config, rebuild, resolve_revision
 from llmtrain.model.tokenizer import SpecialTokens
 
 TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
@@ -29,7 +29,6 @@ def test_vocabulary_and_special_tokens_come_from_the_tokenizer() -> None:
     config = model_config(ModelConfig(config=LLAMA), TOKENS, 16)
     assert config.vocab_size == 300
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, 0)
-    assert config.use_cache is False
     assert (
         model_config(ModelConfig(config={**LLAMA, "vocab_size": 512}), TOKENS, 16).vocab_size == 512
     )
@@ -78,6 +77,37 @@ def test_a_fresh_model_is_in_fp32_in_training_mode_and_decided_by_the_seed() -> 
     assert not torch.equal(heads[0], heads[2])
     assert models[0].training
     assert {p.dtype for p in models[0].parameters()} == {torch.float32}
+
+
+def test_an_encoder_becomes_a_decoder_and_sees_nothing_ahead() -> None:
+    fields = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    asked = ModelConfig(config=fields)
+    model = build(model_config(asked, TOKENS, 16), asked, None).eval()
+    ids = torch.arange(10)[None]
+    other = ids.clone()
+    other[0, -1] = 99
+    assert torch.allclose(model(ids).logits[0, :-1], model(other).logits[0, :-1], atol=1e-5)
+
+
+def test_a_model_that_sees_ahead_is_refused() -> None:
+    asked = ModelConfig(config={"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2})
+    config = model_config(asked, TOKENS, 16)
+    config.is_decoder = False
+    with pytest.raises(UserError, match="do not see later ones"):
+        build(config, asked, None)
+
+
+def test_a_checkpoint_builds_its_model_without_what_it_began_with(saved: Path) -> None:
+    model = rebuild(saved)
+    assert model.training
+    assert model.config.hidden_size == 16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from helpers.tiny import tiny_config
 
 from llmtrain.config.schema import Config
-from llmtrain.errors import UserError
+from llmtrain.errors import RunError, UserError
+from llmtrain.metrics.jsonl import Lines
 from llmtrain.metrics.status import read_status, write_status
 from llmtrain.training.place import Auto, claim, write_atomically
 
@@ -33,9 +35,39 @@ def test_a_second_claim_keeps_the_runs_id_and_knows_its_checkpoint(tmp_path: Pat
         assert read_status(tmp_path)["restarts"] == 1
 
 
-def test_another_config_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def begin(run_dir: Path) -> None:
+    """Claim the directory and write the line that says that a run began in it."""
+    with claim(config(run_dir), 1, "ddp"), closing(Lines(run_dir)) as lines:
+        lines.write("start", 0)
+
+
+def test_a_start_that_was_refused_binds_nothing(tmp_path: Path) -> None:
     with claim(config(tmp_path), 1, "ddp"):
-        pass
+        (tmp_path / "manifest.json").write_text("of the wrong config")
+        (tmp_path / "tokenizer").mkdir()
+    with claim(config(tmp_path, data__seq_len=64), 1, "ddp"):
+        assert not (tmp_path / "manifest.json").exists()
+        assert not (tmp_path / "tokenizer").exists()
+    assert "seq_len: 64" in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_lost_status_is_made_up_for_by_the_record(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with closing(Lines(tmp_path)) as lines:
+        lines.write("checkpoint", 4, name="step-00000004")
+    (tmp_path / "status.json").unlink()
+    with claim(config(tmp_path), 1, "ddp") as place:
+        assert place.checkpoint == "step-00000004"
+
+
+def test_a_damaged_auto_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "auto.json").write_text("{")
+    with pytest.raises(UserError, match=r"auto\.json"):
+        Auto(tmp_path, "ddp/cpu/1")
+
+
+def test_another_config_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    begin(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError) as raised, claim(config(tmp_path, data__seq_len=64), 1, "ddp"):
         pass
@@ -76,6 +108,6 @@ def test_an_atomic_write_leaves_the_old_file_when_it_fails(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RunError, match="No space"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
