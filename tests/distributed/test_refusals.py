@@ -313,7 +313,7 @@ def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(
         evaluation__every_steps=2,
         checkpoint__every_steps=2,
     )
-    config["optimizer"] = {"learning_rate": 1e30, "warmup_steps": 1}
+    config["optimizer"] = {"learning_rate": 1e38, "warmup_steps": 1}
     config["evaluation"]["prompts"] = ["The planet"]
     codes = server.run(["train", str(write_config(tmp_path, config))], 2, tmp_path)
     said = (tmp_path / "output.txt").read_text()
