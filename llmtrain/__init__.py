@@ -56,6 +56,9 @@ def train(config: Config) -> Result:
         raise UserError(*problems)
     check_environment(os.environ, config)
     check_installed(config.logging.trackers)
+    # Threads that wait for work spin by default: on a machine that others use, too, they then take
+    # the cores from what they wait for. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with stop.catching():  # before torch is imported, which takes seconds
         from llmtrain.training.loop import train as run
         from llmtrain.training.run import Result, StoppedEarlyError

@@ -61,6 +61,25 @@ def golden() -> str:
     return "\n".join(lines) + "\n"
 
 
+def reference() -> str:
+    """The reference page of all keys, in Markdown."""
+    lines = [
+        "# Config keys",
+        "",
+        "A config is a YAML file; `section.key=value` on the command line takes precedence. `*`",
+        "stands for the number of a source, counted from 0. Expert keys are marked with †.",
+    ]
+    section = ""
+    for key in all_keys():
+        if key.name.partition(".")[0] != section:
+            section = key.name.partition(".")[0]
+            lines += ["", f"## {section}", "", "| key | takes | default | |", "|---|---|---|---|"]
+        name = f"`{key.name}`{' †' if key.expert else ''}"
+        takes = key.takes.replace("|", "\\|")
+        lines.append(f"| {name} | {takes} | `{key.default}` | {key.description} |")
+    return "\n".join(lines) + "\n"
+
+
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, info in section.model_fields.items():
         key = prefix + (info.alias or name)

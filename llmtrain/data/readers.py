@@ -265,8 +265,11 @@ def decoded_size(reader: Reader, source: Source, file: int) -> int:
         if compression == "gz":
             if opened.read(2) != GZIP_MAGIC:
                 return -1  # reading it says so
-            opened.seek(max(0, source.files[file].size - 4))
-            return int.from_bytes(opened.read(4) or b"", "little")
+            size = source.files[file].size
+            opened.seek(max(0, size - 4))
+            said = int.from_bytes(opened.read(4) or b"", "little")
+            # Deflate cannot make 1,032 bytes of less than one: such a file was cut off.
+            return said if said <= 1032 * size else -1
         import zstandard
 
         try:

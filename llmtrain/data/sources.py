@@ -152,7 +152,8 @@ def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     names: list[str] = []
     for source in sources:
         base = source.path.rstrip("/").rsplit("/", 1)[-1]
-        base = f"{base}/{source.name}" if source.name else base
+        named = source.name and not is_local(source.path)
+        base = f"{base}/{source.name}" if named else base
         label, count = base, 2
         while label in names:
             label, count = f"{base}-{count}", count + 1

@@ -328,16 +328,18 @@ def _differing_config(manifest: Manifest, config: Config) -> list[Problem]:
 
 def _changed_files(source: Source, key: str) -> list[Problem]:
     problems = []
+    remedy = "bring the old data back, or take another run.dir for other data"
     for index, file in enumerate(source.files):
         path = Path(source.where(index))
         if not path.is_file():
-            problems.append(Problem(key, str(path), "the file that the run began with; it is gone"))
+            expected = "a file of this name, as when the run began"
+            problems.append(Problem(key, str(path), expected, remedy))
         elif path.stat().st_size != file.size:
             expected = f"{file.size} bytes, as when the run began; it has {path.stat().st_size}"
-            problems.append(Problem(key, str(path), expected, "bring the old file back"))
+            problems.append(Problem(key, str(path), expected, remedy))
         elif edges_digest(path) != file.etag:
             expected = "the content that the run began with; it has changed"
-            problems.append(Problem(key, str(path), expected, "bring the old file back"))
+            problems.append(Problem(key, str(path), expected, remedy))
     return problems
 
 

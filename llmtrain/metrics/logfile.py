@@ -91,6 +91,10 @@ class _Screen(logging.Handler):
 
 def _quiet_libraries() -> None:
     """Libraries log through the root logger and draw no bars of their own."""
+    for name in ("huggingface_hub", "datasets"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
     transformers = sys.modules.get("transformers")
     if transformers is not None:
         transformers.utils.logging.disable_default_handler()

@@ -82,7 +82,7 @@ def collect(run_dir: Path) -> Tables:
         name=run_dir.resolve().name,
         status=status.read_status(run_dir),
         config=config,
-        steps=_steps(config),
+        steps=_steps(lines, config),
         starts=_of("start", lines),
         train=_of("train", history),
         evaluations=_of("eval", history),
@@ -154,9 +154,13 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _steps(config: str) -> int | None:
+def _steps(lines: list[dict[str, Any]], config: str) -> int | None:
+    """Of the whole run, as the last start had it: `training.steps` may change."""
     import yaml
 
+    for line in reversed(lines):
+        if line["kind"] == "start" and isinstance(line.get("steps"), int):
+            return int(line["steps"])
     try:
         value = yaml.safe_load(config)["training"]["steps"]
     except (yaml.YAMLError, KeyError, TypeError):

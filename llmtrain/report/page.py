@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.progress import duration
 from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
 from llmtrain.report.figures import Drawn, Plan, draw, plan_figures
@@ -41,13 +42,18 @@ Bokeh.embed.embed_items({figures: figures.document}, [
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the report of a run and return its path (`report.html` in the run directory).
 
-    Raises UserError if the directory holds no run, OSError if the file cannot be written.
+    Raises UserError if the directory holds no run or the file cannot be written.
     """
     path = out or run_dir / FILE_NAME
     page = render(collect(run_dir))
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        expected = f"a file that can be written ({error.strerror})"
+        raise UserError(Problem("report", path, expected, "another --out FILE")) from error
     return path
 
 

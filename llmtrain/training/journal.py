@@ -113,11 +113,13 @@ class Journal:
         )
         self.sync()
         self.status(state=state, exit_code=exit_code, reason=reason, step=self.step)
-
-    def close(self) -> None:
-        """Close files, terminal line and trackers."""
+        # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
+        # new process group, which waits for peers, once ours is gone.
         if self._trackers is not None:
             self._trackers.close()
+
+    def close(self) -> None:
+        """Close files and terminal line."""
         self._progress.close()
         if self._lines is not None:
             self._lines.close()

@@ -382,6 +382,7 @@ def _announce(run: Run, seconds: float) -> None:
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=trainable,
         resumed_from=run.resumed_from,
+        steps=run.steps,
         versions=run.versions,
         plan={},
     )
@@ -415,7 +416,8 @@ def _tell_what_changed(
 
 def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
     manifest, training = run.data.manifest, run.config.training
-    rows = f"{run.ranks.world_size} processes × {run.micro_batch_size} × {run.accumulation}"
+    processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
+    rows = f"{processes} × {run.micro_batch_size} × {run.accumulation}"
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
     return [
         f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ class Signals:
         self._parent: int | None = None
         self._signal: str | None = None
         self._lost = False
+        self._ended = False
         self._interrupted: float | None = None
         self._old: dict[int, object] = {}
 
@@ -70,25 +72,48 @@ class Signals:
 
         A rank that waited here for peers which are gone would wait until the rendezvous times out.
         """
-        done = threading.Event()
+        # A handler runs only once the main thread is back in Python, and that thread may sit in a
+        # rendezvous; the number of the signal comes through this pipe at once.
+        numbers, wake = os.pipe()
+        os.set_blocking(wake, False)
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False) if main else -1
 
         def watch() -> None:
-            while not done.wait(0.5):
-                reason = self.reason
+            while not done.is_set():
+                if select.select([numbers], [], [], 0.5)[0]:
+                    heard = os.read(numbers, 1)[0]
+                    if heard in self._old:
+                        self._signal = signal.Signals(heard).name
+                reason = None if done.is_set() else self.reason
                 if reason:
                     on_stop(reason)
                     os._exit(0)
 
+        done = threading.Event()
         thread = threading.Thread(target=watch, name="stop", daemon=True)
         thread.start()
         try:
             yield
         finally:
             done.set()
+            if main:
+                signal.set_wakeup_fd(before)
+            os.write(wake, b"\0")
             thread.join()
+            os.close(wake)
+            os.close(numbers)
+
+    def end(self) -> None:
+        """The run is over and on disk: there is nothing left to stop."""
+        self._ended = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self._ended:
+            return
         now = time.monotonic()
+        if self._signal is None and os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\nstopping after the step under way, with a checkpoint\n")
         if number == signal.SIGINT:
             if self._interrupted is None:
                 self._interrupted = now
@@ -129,5 +154,6 @@ def catching() -> Iterator[Signals]:
     try:
         yield install()
     finally:
+        _installed[0].end()
         if not already:
             _installed.pop().restore()

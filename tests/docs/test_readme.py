@@ -47,8 +47,8 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
     ended = run(command("accelerate_configs/cpu.yaml"), checkout)
     assert ended.returncode == 0, ended.stderr
-    run_dir = checkout / "runs" / "quickstart"
-    assert ended.stdout.splitlines()[-1] == "runs/quickstart/report.html"
+    run_dir = checkout / "runs" / "two"
+    assert ended.stdout.splitlines()[-1] == "runs/two/report.html"
     assert (run_dir / "report.html").is_file()
     assert status(run_dir)["state"] == "finished"
     assert status(run_dir)["world_size"] == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config.keys import all_keys, golden
+from llmtrain.config.keys import all_keys, golden, reference
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "config_keys.txt"
@@ -17,6 +17,12 @@ COMMAND = (
 
 def test_keys_types_and_defaults_are_the_agreed_ones():
     assert golden() == GOLDEN.read_text(encoding="utf-8"), f"if this is meant: {COMMAND}"
+
+
+def test_the_reference_page_is_the_schema():
+    command = "python -c 'from llmtrain.config.keys import reference; print(reference(), end=\"\")'"
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert reference() == page, f"if this is meant: {command} > docs/config.md"
 
 
 def test_every_key_is_explained():

@@ -51,6 +51,28 @@ def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
     assert ended.stdout == "stopped by SIGTERM\n"
 
 
+def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None:
+    program = (
+        "import ctypes, os, signal, threading\n"
+        "from llmtrain.training.stop import install\n"
+        "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "with install().alone(lambda reason: print('stopped by', reason, flush=True)):\n"
+        "    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
+        "    # As in a rendezvous: no signal ends this wait, and no handler runs meanwhile.\n"
+        "    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert ended.stdout == "stopped by SIGTERM\n"
+
+
+def test_a_run_that_is_over_is_not_stopped_any_more() -> None:
+    with stop.catching() as signals:
+        signals.end()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.reason is None
+
+
 def test_it_needs_the_standard_library_alone() -> None:
     program = (
         "import sys; before = set(sys.modules)\n"
