@@ -31,15 +31,24 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         log = Path(config.run.dir or "") / "logs" / f"rank-{_rank()}.log"
         install()  # until the end: a signal while the report is written finds the run ended
         result = llmtrain.train(config)
-        if _rank() == 0:
-            from llmtrain.report.page import write_report
-
-            print(write_report(result.run_dir))
-        code, message = result.exit_code, ""
+        code, message = result.exit_code, _report(result.run_dir)
     except Exception as error:
         _tell_launcher(error)
         code, message = described(error, log)
     _leave(code, message)
+
+
+def _report(run_dir: Path) -> str:
+    """Write the report and print its path (rank 0). What hinders it does not undo the run."""
+    if _rank() != 0:
+        return ""
+    from llmtrain.report.page import write_report
+
+    try:
+        print(write_report(run_dir))
+    except UserError as error:
+        return f"the run is complete, its report is not: {error}"
+    return ""
 
 
 def described(error: Exception, log: Path | None = None) -> tuple[int, str]:

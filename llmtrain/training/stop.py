@@ -113,7 +113,8 @@ class Signals:
             return
         now = time.monotonic()
         if self._signal is None and os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\nstopping after the step under way, with a checkpoint\n")
+            again = b" (interrupt again: without one)" if number == signal.SIGINT else b""
+            os.write(2, b"\nstopping after the step under way, with a checkpoint" + again + b"\n")
         if number == signal.SIGINT:
             if self._interrupted is None:
                 self._interrupted = now

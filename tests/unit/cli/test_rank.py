@@ -54,6 +54,18 @@ def test_only_rank_0_writes_the_report(tmp_path, ends, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+def test_a_report_that_cannot_be_written_does_not_undo_the_run(tmp_path, ends, capsys, monkeypatch):
+    def full_disk(run_dir: Path) -> Path:
+        raise UserError(Problem("report", run_dir, "a disk with room on it"))
+
+    def train(config):
+        monkeypatch.setattr(page, "write_report", full_disk)
+        return finished(config)
+
+    assert ends(tmp_path, train) == 0
+    assert "the run is complete, its report is not" in capsys.readouterr().err
+
+
 def raising(error: Exception):
     def train(config):
         raise error

@@ -8,6 +8,7 @@ from helpers import runs
 from helpers.browser import MISSING, browser_path
 from helpers.runs import HOSTILE
 
+from llmtrain.errors import UserError
 from llmtrain.report.collect import collect
 from llmtrain.report.page import number, size, verdict, warnings, write_report
 
@@ -129,6 +130,14 @@ def test_numbers_have_five_digits(value, text):
 )
 def test_sizes_are_for_people(value, text):
     assert size(value) == text
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left_there(tmp_path):
+    run_dir = runs.write_run(tmp_path / "run", runs.interrupted_history(), runs.status("stopped"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder"):
+        write_report(run_dir, tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
 
 
 @pytest.fixture(scope="module")
