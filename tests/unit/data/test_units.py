@@ -197,7 +197,7 @@ def test_files_that_changed_since_the_run_began_are_named(place, tokenizer):
         check(manifest, config, tokenizer)
     assert len(raised.value.problems) == 3
     assert "1.parquet" in str(raised.value)
-    assert "it is gone" in str(raised.value)
+    assert "a file of this name, as when the run began" in str(raised.value)
 
 
 def test_a_file_of_the_same_size_with_other_bytes_is_noticed(place, tokenizer):
