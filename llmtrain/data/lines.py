@@ -28,6 +28,9 @@ TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
 
 
+BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
+
+
 def end_of_line(kind: str) -> re.Pattern[bytes]:
     """What ends a line of this kind of file, jsonl or text."""
     return JSON_END if kind == "jsonl" else TEXT_END
@@ -37,7 +40,10 @@ def parse(
     line: bytes, text_column: str, id_column: str | None
 ) -> tuple[bytes | None, bytes | None]:
     """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
-    row = json.loads(line.decode("utf-8", "surrogateescape"))
+    try:
+        row = json.loads(line.removeprefix(BOM).decode("utf-8", "surrogateescape"))
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, no object")
     if text_column not in row:

@@ -88,7 +88,7 @@ class Reader:
         self.reads = 0
         self._timeout = timeout_seconds
         self._stop = stop
-        self._decoded: OrderedDict[tuple[str, int, int], Rows] = OrderedDict()
+        self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
 
     def rows(self, source: Source, unit: Unit) -> Rows:
@@ -168,7 +168,9 @@ class Reader:
         return None
 
     def _kept(self, source: Source, unit: Unit) -> Rows:
-        key = (source.where(unit.file), unit.group, 0 if unit.group >= 0 else unit.start)
+        begin = 0 if unit.group >= 0 else unit.start
+        # With the columns: two sources may take other columns of the same file.
+        key = (source.where(unit.file), unit.group, begin, *_wanted(source))
         rows = self._decoded.pop(key, None)
         if rows is None:
             self.reads += 1

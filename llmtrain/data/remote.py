@@ -175,6 +175,7 @@ def _attempt(url: str, start: int, end: int, etag: str, size: int, deadline: flo
     """One request, its redirects followed by hand: another origin never sees the token."""
     import httpx2
     from huggingface_hub import get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # untyped export
 
     target = url
@@ -194,6 +195,9 @@ def _attempt(url: str, start: int, end: int, etag: str, size: int, deadline: flo
                     continue
                 _accept(url, target, answer.status_code, answer.headers, start, end, size)
                 return _body(answer, end - start, deadline)
+        except OfflineModeIsEnabled as error:
+            expected = f"unset, or 0: {url} is read from the Hub"
+            raise UserError(Problem("HF_HUB_OFFLINE", "1", expected)) from error
         except httpx2.HTTPError as error:
             raise AttemptError(type(error).__name__) from error
     raise AttemptError(f"more than {REDIRECTS} redirects")
@@ -229,7 +233,8 @@ def _same_file(url: str, headers: Mapping[str, str], etag: str, status: int) -> 
     """The Hub's answers name the content; a difference is a file that was replaced."""
     if status >= 400:
         return
-    found = headers.get("x-linked-etag") or headers.get("etag") or ""
+    own = headers.get("etag") if status < 300 else None  # a redirect has an etag of its own
+    found = headers.get("x-linked-etag") or own or ""
     found = found.removeprefix("W/").strip('"')
     if found and etag and found != etag:
         expected = f"the file with etag {etag}, as when the run began"

@@ -28,7 +28,7 @@ from llmtrain.data.manifest import Manifest, Source, TokenizerFacts, Unit, load
 from llmtrain.data.readers import Reader, decoded_size, is_text
 from llmtrain.data.sources import bounded, edges_digest, file_format, labels, resolve
 from llmtrain.data.tokenizer import Tokenizer
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.hashing import mix
 
 __all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
@@ -236,7 +236,13 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
     try:
         footer = reader.footer(source, file)
         schema = footer.schema.to_arrow_schema()
-    except (pa.ArrowException, EOFError) as error:
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise RunError(
+                f"{where} cannot be read: {error}",
+                RESTARTABLE,
+                "look at the disk, then start again",
+            ) from error
         reason = str(error).splitlines()[0]
         expected = f"a complete parquet file ({reason})"
         return Problem(

@@ -9,6 +9,7 @@ all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`tools/mark
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -128,7 +129,7 @@ def run_launcher(
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach the launcher meanwhile.
     """
-    before = _identity(run_dir)
+    before, others = _identity(run_dir), _children()
     with _passing_signals_on() as forward:
         # A session of its own: Ctrl-C reaches the launcher once, through us, and not a second time
         # from the terminal.
@@ -139,7 +140,7 @@ def run_launcher(
         if forward.asked is not None:
             child.send_signal(forward.asked)
         launcher = child.wait()
-        _wait_for_ranks(mark)
+        _wait_for_ranks(mark, others)
     left = found(mark)
     if left is not None:
         return Ended(*left)
@@ -189,15 +190,22 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _wait_for_ranks(mark: Path) -> None:
-    """A launcher that died by a signal leaves ranks behind, which stop and save by themselves."""
-    while not mark.exists():
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            time.sleep(0.1)
+def _wait_for_ranks(mark: Path, others: set[int]) -> None:
+    """A launcher that died by a signal leaves ranks behind, which stop and save by themselves.
+
+    They are this process's children now; those in `others` were there before.
+    """
+    while not mark.exists() and (ranks := _children() - others):
+        for pid in ranks:
+            with contextlib.suppress(ChildProcessError):  # somebody else has asked for it
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.1)
+
+
+def _children() -> set[int]:
+    import psutil
+
+    return {child.pid for child in psutil.Process().children()}
 
 
 def _identity(run_dir: Path) -> tuple[int, int] | None:

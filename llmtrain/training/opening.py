@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,10 +171,12 @@ def open_data(
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
     state = DataState.from_json(found.state["data"]) if found else DataState.fresh(manifest)
     agreed(ranks, lambda: check(state, manifest))
+    if found and tuple(found.state["weights"]) != manifest.weights:
+        state = replace(state, weights_from=state.next_block)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     path = run_dir / "eval.safetensors"
-    limit = config.evaluation.max_documents
-    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit))
+    limit, patience = config.evaluation.max_documents, config.distributed.timeout_minutes
+    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit, patience))
     held = _same_heldout(ranks, path)
     stream = open_stream(
         manifest,
@@ -330,7 +332,11 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
 
 
 def _prepare_heldout(
-    manifest: Manifest, tokenizer: Tokenizer, path: Path, max_documents: int
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    path: Path,
+    max_documents: int,
+    timeout_minutes: float,
 ) -> None:
     from safetensors import SafetensorError
 
@@ -340,7 +346,7 @@ def _prepare_heldout(
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)
-    heldout.prepare(manifest, tokenizer, path, max_documents)
+    heldout.prepare(manifest, tokenizer, path, max_documents, timeout_seconds=60 * timeout_minutes)
 
 
 def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:

@@ -51,7 +51,8 @@ def claim(config: Config, world_size: int, strategy: str) -> Iterator[Place]:
     run_id = str(known.get("run_id") or _run_of_checkpoints(run_dir) or uuid.uuid4().hex)
     with RunLock(run_dir, run_id) as lock:
         record = jsonl.read(run_dir / jsonl.FILE_NAME)
-        _belongs(run_dir, config, begun=any(line["kind"] == "start" for line in record))
+        begun = any(line["kind"] == "start" for line in record)
+        _belongs(run_dir, config, begun=begun or bool(_run_of_checkpoints(run_dir)))
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         saved = [line["name"] for line in record if line["kind"] == "checkpoint"]
         newest = known.get("checkpoint") or (saved[-1] if saved else None)
@@ -86,17 +87,17 @@ def _make_writable(run_dir: Path) -> None:
 def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
     """Write the config that begins the run, or compare with the one that began it.
 
-    A start that was refused has begun nothing: the corrected config takes its place, and what was
-    decided for the wrong one goes.
+    A start that was refused has begun nothing: the config of this one takes its place, and what
+    was decided for it goes.
     """
     path = run_dir / "config.yaml"
-    changed = differences(load_config(path), config) if path.exists() else []
-    if changed and not begun:
+    if not begun:
         _forget_decisions(run_dir)
-        changed = []
-        path.unlink()
+        write_atomically(path, dump(config).encode())
+        return
     if not path.exists():
         write_atomically(path, dump(config).encode())
+    changed = differences(load_config(path), config)
     if changed:
         expected, remedy = f"with which {run_dir} began", "put it back, or set another run.dir"
         problems = [Problem(key, new, f"{old}, {expected}", remedy) for key, old, new in changed]

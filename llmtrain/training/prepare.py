@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -72,6 +73,10 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
         save_tokenizer(str(config.model.from_), revision, partial)
     else:
         save_tokenizer(asked, None, partial)
+    for path in partial.rglob("*"):  # the manifest, which is durable, rests on them
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     partial.rename(directory)
 
 

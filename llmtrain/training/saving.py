@@ -33,7 +33,8 @@ _FAILURES_IN_A_ROW = 3
 def save(run: Run, step: int, reason: str) -> None:
     """Write the state after `step` and keep what the policy keeps."""
     run.journal.sync()  # no manifest is newer than the numbers that led to it
-    done = _write(run, step)
+    heard = _gathered(run, step)
+    done = _write(run, step, heard)
     if isinstance(done, write.Failed):
         return _failed(run, step, done.failures)
     run.failed_saves = 0
@@ -50,13 +51,13 @@ def save(run: Run, step: int, reason: str) -> None:
     run.journal.status(checkpoint=done.name, step=step)
     run.journal.show_checkpoint(step)
     if run.ranks.rank == 0:
+        _note_cursors(run, step, heard)
         retention.apply(run.checkpoints, policy(run.config), run.run_id, run.resumed_from)
     return None
 
 
-def _write(run: Run, step: int) -> write.Committed | write.Failed:
+def _write(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Committed | write.Failed:
     """Rank 0 writes; whatever it cannot do is a failed vote, the same on all ranks."""
-    heard = _gathered(run, step)
     small: dict[str, bytes] = {}
     extents: Extents = {}
     error: Exception | None = None
@@ -120,6 +121,17 @@ def _data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
     )
 
 
+def _note_cursors(run: Run, step: int, heard: list[dict[str, Any]]) -> None:
+    """The stream's state at every save, which outlives the checkpoints that are deleted."""
+    state = {"step": step, "weights": run.data.manifest.weights}
+    line = _encoded({**state, **_data_state(run, step, heard).to_json()})
+    try:
+        with (run.run_dir / "cursors.jsonl").open("ab") as file:
+            file.write(line)
+    except OSError as error:  # the checkpoint itself is complete
+        run.journal.event("cursors_not_noted", step, reason=str(error))
+
+
 def _small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
     """Every file that is no tensor file."""
     bound = binding_values(run.config)
@@ -130,6 +142,7 @@ def _small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, 
         "tokens": run.meter.tokens,
         "sources": dict(run.meter.sources),
         "data": _data_state(run, step, heard).to_json(),
+        "weights": run.data.manifest.weights,
         "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
         "config": bound,
         "strategy": run.strategy,
@@ -162,7 +175,8 @@ def model_files(model: Any) -> dict[str, bytes]:
 
 
 def _tokenizer_files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
 def _encoded(value: Any) -> bytes:

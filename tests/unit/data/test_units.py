@@ -264,3 +264,23 @@ def test_the_built_in_sample_is_a_source_like_any_other():
     assert len(source.units) >= 4 * found.lanes
     texts = list(training_texts(found, 1 << 30))
     assert len(texts) > 1000
+
+
+def test_two_sources_may_take_other_columns_of_one_file(tmp_path):
+    rows = [{"text": f"text {i}", "title": f"title {i}"} for i in range(40)]
+    corpus.write_parquet(tmp_path / "both.parquet", rows)
+    config = corpus.config(tmp_path / "both.parquet", tmp_path / "both.parquet", heldout=0.0)
+    second = config.data.sources[1].model_copy(update={"text_column": "title"})
+    sources = (config.data.sources[0], second)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
+    texts = set(training_texts(survey(config, 1), 1 << 20))
+    assert texts == {row[name] for row in rows for name in ("text", "title")}
+
+
+def test_a_parquet_file_with_a_damaged_footer_is_named(tmp_path):
+    path = corpus.write_parquet(tmp_path / "hurt.parquet", corpus.articles(50))
+    body = bytearray(path.read_bytes())
+    size = int.from_bytes(body[-8:-4], "little")
+    body[-8 - size : -8] = bytes(b ^ 0x5A for b in body[-8 - size : -8])
+    path.write_bytes(body)
+    assert "hurt.parquet" in message(path)

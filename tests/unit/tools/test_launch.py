@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_a_status_of_an_earlier_start_decides_nothing(tmp_path, launcher, code):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text('{"state": "finished", "exit_code": 0}')
     assert run(tmp_path, launcher).exit_code == code
+
+
+def test_other_children_of_this_process_are_left_alone(tmp_path):
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as other:
+        assert run(tmp_path, "exit 3").exit_code == 1
+        assert other.poll() is None
+        other.kill()
 
 
 def test_ranks_that_outlive_the_launcher_are_waited_for(tmp_path):
