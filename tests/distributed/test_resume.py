@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -146,3 +147,28 @@ def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path:
     ids = tokenizer("The planet", return_tensors="pt").input_ids
     assert tokenizer.decode(ids[0]) == "The planet"
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+
+
+def test_shares_of_sources_may_change_at_a_resume_and_the_record_says_from_which_block(
+    server: Server, tmp_path: Path
+) -> None:
+    rows = "".join(f'{{"text": "number {i} of the second source"}}\n' for i in range(500))
+    (tmp_path / "second.jsonl").write_text(rows)
+    run_dir = tmp_path / "run"
+    config = tiny_config(run_dir, training__steps=4)
+    second = {"path": str(tmp_path / "second.jsonl"), "weight": 1.0}
+    config["data"]["sources"] = [{"path": "sample", "weight": 1.0}, second]
+    assert server.run(["train", str(write_config(tmp_path, config))], 2, tmp_path) == [0, 0]
+    second["weight"] = 3.0
+    config["training"]["steps"] = 8
+    assert server.run(["train", str(write_config(tmp_path, config))], 2, tmp_path) == [0, 0]
+
+    noted = [json.loads(line) for line in (run_dir / "cursors.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["weights"], one["weights_from"]) for one in noted] == [
+        (4, [1.0, 1.0], 0),
+        (8, [1.0, 3.0], 96),
+    ]
+    tokens = [line["sources"] for line in lines(run_dir, "train")]
+    first, then = tokens[3], {label: tokens[7][label] - tokens[3][label] for label in tokens[3]}
+    assert first["second.jsonl"] / sum(first.values()) == pytest.approx(0.5, abs=0.05)
+    assert then["second.jsonl"] / sum(then.values()) == pytest.approx(0.75, abs=0.05)
