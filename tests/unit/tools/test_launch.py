@@ -78,10 +78,12 @@ def test_a_rank_that_dies_without_a_word_is_not_waited_for_for_ever(tmp_path):
     ("sent", "received"),
     [("SIGTERM", "TERM"), ("SIGINT", "INT"), ("SIGUSR1", "TERM"), ("SIGHUP", "TERM")],
 )
-def test_signals_reach_the_launcher(tmp_path, sent, received):
+def test_signals_reach_the_launcher(tmp_path, sent, received, request):
     ready = tmp_path / "ready"
     os.mkfifo(ready)
     number = getattr(signal, sent)
+    whose = signal.signal(number, signal.default_int_handler)  # under nohup HUP is ignored
+    request.addfinalizer(lambda: signal.signal(number, whose))
 
     def send() -> None:
         ready.read_text()  # until the script stands ready
