@@ -1,6 +1,6 @@
 """What the loop costs: CPU time of a step over a bare PyTorch loop, with an almost free model.
 
-    python benchmarks/loop.py [--steps 400] [--json FILE]
+    python benchmarks/loop.py [--steps 2000] [--json FILE]
 
 A hollow Llama (hidden 16, 4 layers, 16 tokens, one block a step), so that the model's own work does
 not drown the difference. Each variant runs in a thread of its own and takes its turn step by step,
@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import llmtrain
+from llmtrain.hashing import mix, permutation
 from llmtrain.training.run import Run
 
 SHAPE = {
@@ -42,27 +44,35 @@ SHAPE = {
     "max_position_embeddings": 16,
     "tie_word_embeddings": True,
 }
-SEQ_LEN, WARM = 16, 50
+SEQ_LEN, WARM = 16, 500  # by then every lane is open
 
 
 class Turns:
-    """Threads that take turns: `wait` for one's own, `done` hands it on and notes the CPU time."""
+    """Threads that take turns, in another order each round: a step pays for what ran before it."""
 
     def __init__(self, names: list[str]) -> None:
-        self._gates = [threading.Semaphore(int(k == 0)) for k in range(len(names))]
-        self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self._names = names
+        self._condition = threading.Condition()
+        self._taken = 0  # turns so far
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self._began = 0.0
 
     def wait(self, name: str) -> None:
         """Sleep until it is this variant's turn; its clock starts."""
-        self._gates[self._names.index(name)].acquire()
+        with self._condition:
+            self._condition.wait_for(lambda: self._next() == name)
         self._began = time.thread_time()
 
     def done(self, name: str) -> None:
         """The step is over: stop the clock, wake the next variant."""
         self.seconds[name].append(time.thread_time() - self._began)
-        self._gates[(self._names.index(name) + 1) % len(self._names)].release()
+        with self._condition:
+            self._taken += 1
+            self._condition.notify_all()
+
+    def _next(self) -> str:
+        round_, position = divmod(self._taken, len(self._names))
+        return self._names[permutation(len(self._names), mix(round_))[position]]
 
 
 def fresh_model() -> Any:
@@ -74,9 +84,10 @@ def fresh_model() -> Any:
 
 def bare(turns: Turns, name: str, model: Any, batches: Iterator[torch.Tensor], steps: int) -> float:
     """A loop as one writes it by hand. Returns its last loss."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
     loss = torch.zeros(())
     for _ in range(steps):
@@ -116,7 +127,7 @@ def ours(turns: Turns, name: str, config: Any) -> float:
 def main() -> None:
     """Run all variants, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -149,10 +160,10 @@ def measure(folder: Path, steps: int) -> list[dict[str, Any]]:
                     "precision": "fp32",
                 },
                 "optimizer": {
-                    "learning_rate": 1e-3,
+                    "learning_rate": 1e-5,
                     "schedule": "constant",
                     "warmup_steps": 1,
-                    "weight_decay": 0.0,
+                    "weight_decay": 0.1,
                 },
                 "checkpoint": {"every_steps": 10 * steps},
             }
@@ -204,4 +215,10 @@ def row(name: str, turns: Turns, loss: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if os.environ.get("OMP_NUM_THREADS") != "1" and hasattr(os, "sched_setaffinity"):
+        # One core and one thread for everybody: torch's setting holds for the thread that makes it,
+        # and the environment is read when torch is imported. So the benchmark starts itself again.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     main()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_STATUS_SECONDS = 1.0
+
 
 class Journal:
     """Lines, status and notes of one start; open from the claim of the run directory to the end."""
@@ -43,6 +45,7 @@ class Journal:
         self._progress = Progress(steps, sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
         self._started = time.perf_counter()
+        self._told = 0.0
 
     @property
     def note(self) -> Any:
@@ -90,6 +93,13 @@ class Journal:
         """Replace fields of `status.json`."""
         if self._lines is not None:
             write_status(self.run_dir, **fields)
+
+    def progressed(self, step: int) -> None:
+        """Say in `status.json` how far the run is; once a second at most: it costs two fsyncs."""
+        now = time.perf_counter()
+        if now - self._told >= _STATUS_SECONDS:
+            self._told = now
+            self.status(step=step)
 
     def sync(self) -> None:
         """Everything said so far is on the disk."""
@@ -156,7 +166,7 @@ class RunLog:
         self._journal.show(numbers, line=line, memory_gb=memory)
         if line:
             self._journal.write("train", numbers.step, **self._fields(numbers, memory))
-            self._journal.status(step=numbers.step)
+            self._journal.progressed(numbers.step)
             self._span_seconds = self._span_wait = 0.0
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:

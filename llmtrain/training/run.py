@@ -100,6 +100,8 @@ class Run:
     resumed_from: str | None
     first_step: int
     step: int
+    full_step: Tensor  # () fp32: trained tokens of a step whose blocks are all full
+    stop_file: Path
     cursors: dict[int, tuple[Cursor, ...]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failed_saves: int = 0
@@ -164,8 +166,7 @@ class Run:
     def trained_tokens(self, batch: Batch) -> Tensor:
         """() fp32 on the device: trained tokens of the step over all ranks."""
         if manifests.PACKING == "concat" and not manifests.DOCUMENT_MASK:  # every block is full
-            full = self.config.training.global_batch_size * self.config.data.seq_len
-            return torch.tensor(float(full), device=self.device)
+            return self.full_step
         mine = torch.tensor(float(batch.trained_tokens), device=self.device)
         return sum_over_ranks(mine)
 
@@ -189,7 +190,7 @@ class Run:
         reason = self.signals.reason
         return Flags(
             signal=reason is not None and reason != "launcher_lost",
-            stop_file=self.ranks.rank == 0 and (self.run_dir / "STOP").exists(),
+            stop_file=self.ranks.rank == 0 and self.stop_file.exists(),
             lost_launcher=reason == "launcher_lost",
         )
 
@@ -214,7 +215,7 @@ class Run:
             if met.get("dropped") or met.get("replaced"):
                 self.journal.event("dropped_documents", self.step, source=label, **met)
         if self.ranks.rank == 0:
-            (self.run_dir / "STOP").unlink(missing_ok=True)
+            self.stop_file.unlink(missing_ok=True)
         self.journal.end(state, 0, reason)
         _log.info("%s at step %d%s", state, self.step, f" ({reason})" if reason else "")
         return Result(self.run_dir, state, 0, reason, self.step)
@@ -350,6 +351,10 @@ def _assemble(
         resumed_from=found.name if found else None,
         first_step=first,
         step=first,
+        full_step=torch.tensor(
+            float(config.training.global_batch_size * config.data.seq_len), device=launched.device
+        ),
+        stop_file=journal.run_dir / "STOP",
     )
 
 

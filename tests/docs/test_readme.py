@@ -53,7 +53,7 @@ def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
     assert status(run_dir)["state"] == "finished"
     assert status(run_dir)["world_size"] == 2
     losses = [line["loss"] for line in lines(run_dir, "eval")]
-    assert len(losses) == 4
+    assert len(losses) == 6
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.5 * losses[0]
     written = [line["prompt"] + line["text"] for line in lines(run_dir, "sample")[-2:]]
