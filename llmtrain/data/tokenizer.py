@@ -36,7 +36,7 @@ PROBES = (
     "1234567890 ١٢٣ १२३ Ⅻ 3.14159 1,000,000",
     "I'll've DON'T 'S 'Re it's we'd 're",
     "<|endoftext|><|im_start|>user</s><s>[INST] <unk> <pad> <tool_call></think>",
-    "def f(x):\n    return {'a': [x, *y]}  # TODO?\n\n\n",
+    "def f(x):\n    return {'a': [x, *y]}  # why?\n\n\n",
     "http://example.org/a_b-c?d=%20&e#f  A.B.C.  …—–‑",
     "\U0001f600\U00020000\u0378\ue000",
 )
