@@ -20,6 +20,7 @@ from types import FrameType
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
 _PR_SET_PDEATHSIG = 1
 _SECOND_INTERRUPT_SECONDS = 2.0
+_DYING_SECONDS = 0.25
 
 
 class Signals:
@@ -28,6 +29,7 @@ class Signals:
     def __init__(self) -> None:
         self._parent: int | None = None
         self._signal: str | None = None
+        self._signalled = 0.0
         self._lost = False
         self._ended = False
         self._interrupted: float | None = None
@@ -39,17 +41,12 @@ class Signals:
         if self._lost or self._parent_is_gone():
             self._lost = True
             return "launcher_lost"
+        # A launcher dies thread by thread: its death signal may come while another of its threads,
+        # under the same process number, still counts as this one's parent.
+        fresh = time.monotonic() - self._signalled < _DYING_SECONDS
+        if self._parent is not None and self._signal == "SIGTERM" and fresh:
+            return None
         return self._signal
-
-    @property
-    def lost_launcher(self) -> bool:
-        """Whether the process that started this one is gone."""
-        return self._lost
-
-    @property
-    def signalled(self) -> bool:
-        """Whether a signal arrived (a handler's flag alone: cheap enough for every step)."""
-        return self._signal is not None
 
     def install(self) -> None:
         """Catch the signals that ask for a stop. In the main thread only, as Python demands."""
@@ -84,6 +81,7 @@ class Signals:
                 if select.select([numbers], [], [], 0.5)[0]:
                     heard = os.read(numbers, 1)[0]
                     if heard in self._old:
+                        self._signalled = self._signalled or time.monotonic()
                         self._signal = signal.Signals(heard).name
                 reason = None if done.is_set() else self.reason
                 if reason:
@@ -121,7 +119,7 @@ class Signals:
             elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
                 os.write(2, b"interrupted again: ending without a checkpoint\n")
                 os._exit(75)
-        self._lost = self._lost or self._parent_is_gone()
+        self._signalled = now if self._signal is None else self._signalled
         self._signal = signal.Signals(number).name
 
     def _parent_is_gone(self) -> bool:
