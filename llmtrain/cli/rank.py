@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import NoReturn
 
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.mark import leave
+
+
+_RANK_0_SPEAKS_SECONDS = 2.0
 
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
@@ -35,6 +39,9 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     except Exception as error:
         _tell_launcher(error)
         code, message = described(error, log)
+        if _rank() and "torch" not in sys.modules:
+            # The first rank that ends makes the launcher end the others: let rank 0 speak first.
+            time.sleep(_RANK_0_SPEAKS_SECONDS)
     _leave(code, message)
 
 
