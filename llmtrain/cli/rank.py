@@ -20,7 +20,6 @@ from typing import NoReturn
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.mark import leave
 
-
 _RANK_0_SPEAKS_SECONDS = 2.0
 
 
