@@ -28,20 +28,25 @@ class Cursor(NamedTuple):
 class Batch:
     """This rank's blocks of one step, on the host.
 
-    ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · cursors: lane → the cursors of
-    all sources after that lane's last block of this step · digest: sum over this rank's blocks
-    modulo 2^64 · sources: label → trained tokens · counts: label → what was met → how often.
+    ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · starts: for each block, where
+    its documents begin in ids[:-1] (int32, the first is 0, padding is a document of its own); None
+    where documents may see each other · cursors: lane → the cursors of all sources after that
+    lane's last block of this step · digest: sum over this rank's blocks modulo 2^64 · sources:
+    label → trained tokens, of blocks that are no padding · counts: label → what was met → how often
+    · ended: all lanes of this rank have come to their end.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     trained_tokens: int
+    starts: tuple[np.ndarray, ...] | None
     cursors: Mapping[int, tuple[Cursor, ...]]
     digest: int
     first_block: int
     sources: Mapping[str, int]
     counts: Mapping[str, Mapping[str, int]]
     wait_seconds: float
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ def check(config: Config) -> list[Problem]:
     return [
         *check_model(config.model),
         *check_length(config.model, config.data),
+        *check_packing(config.data),
+        *check_duration(config.training),
         *check_micro_batch(config.training),
         *check_warmup(config.optimizer),
         *check_retention(config.checkpoint),
@@ -68,6 +70,23 @@ def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
             expected = f"at most the model's {name} {longest} (model.config)"
             remedy = f"data.seq_len={longest}, or model.config.{name}={data.seq_len}"
             return [Problem("data.seq_len", data.seq_len, expected, remedy)]
+    return []
+
+
+def check_packing(data: DataConfig) -> list[Problem]:
+    """A packing that needs the document mask."""
+    if data.packing == "bestfit" and data.document_mask is False:
+        expected = "true or auto with data.packing bestfit: the end of a long document overlaps"
+        return [Problem("data.document_mask", False, expected, "true, or data.packing=concat")]
+    return []
+
+
+def check_duration(training: TrainingConfig) -> list[Problem]:
+    """How long the run is: said once."""
+    if (training.steps is None) == (training.epochs is None):
+        value = None if training.steps is None else f"{training.steps} and training.epochs"
+        expected = "exactly one of training.steps and training.epochs"
+        return [Problem("training.steps", value, expected, "training.steps=1000")]
     return []
 
 

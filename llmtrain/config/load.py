@@ -166,6 +166,8 @@ def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
     rules: list[tuple[Callable[..., list[Problem]], tuple[str, ...]]] = [
         (checks.check_model, ("model",)),
         (checks.check_length, ("model", "data")),
+        (checks.check_packing, ("data",)),
+        (checks.check_duration, ("training",)),
         (checks.check_micro_batch, ("training",)),
         (checks.check_warmup, ("optimizer",)),
         (checks.check_retention, ("checkpoint",)),

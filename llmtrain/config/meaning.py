@@ -19,7 +19,9 @@ _BINDING = (
     "training.max_grad_norm",
     "optimizer.",
     "evaluation.max_documents",
+    "evaluation.sources",
 )
+_FREE = ("data.workers", "data.cache_gb", "data.on_bad_unit")
 
 
 def config_digest_values(config: Config) -> dict[str, object]:
@@ -52,7 +54,7 @@ def _binds(key: str) -> bool:
     whether the data there is the same.
     """
     free = (".weight", ".path")
-    if key == "data.workers" or (key.startswith("data.sources.") and key.endswith(free)):
+    if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):
         return False
     return key.startswith(_BINDING)
 
@@ -60,7 +62,7 @@ def _binds(key: str) -> bool:
 def _flat(key: str, value: object) -> list[tuple[str, object]]:
     if isinstance(value, dict) and value:
         inner = value.items()
-    elif key == "data.sources" and isinstance(value, list):
+    elif key in ("data.sources", "evaluation.sources") and value and isinstance(value, list):
         inner = {str(index): source for index, source in enumerate(value)}.items()
     else:
         return [(key, value)]

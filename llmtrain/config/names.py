@@ -15,7 +15,6 @@ _MICRO = "training.micro_batch_size"
 _GLOBAL = "training.global_batch_size"
 _PER_DEVICE = f"blocks per forward on one device; {_GLOBAL} are those of a step"
 _ACCUMULATION = "accumulation follows: global_batch_size / (micro_batch_size × processes)"
-_EPOCHS = "documents come again when all were read; steps = epochs × tokens / (batch × seq_len)"
 _PRECISION = "bf16 or fp32; fp16 is not offered"
 _NO_KEY = ""
 
@@ -35,10 +34,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "gradient_accumulation_steps": (_GLOBAL, _ACCUMULATION),
     "accumulate_grad_batches": (_GLOBAL, _ACCUMULATION),
     "accumulation_steps": (_GLOBAL, _ACCUMULATION),
-    "num_train_epochs": ("training.steps", _EPOCHS),
-    "num_epochs": ("training.steps", _EPOCHS),
-    "epochs": ("training.steps", _EPOCHS),
-    "max_epochs": ("training.steps", _EPOCHS),
+    "num_train_epochs": ("training.epochs", "the same number"),
+    "num_epochs": ("training.epochs", "the same number"),
     "max_steps": ("training.steps", "the same number"),
     "num_steps": ("training.steps", "the same number"),
     "train_steps": ("training.steps", "the same number"),

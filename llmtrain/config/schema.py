@@ -58,7 +58,7 @@ class ModelConfig(Section):
     )
 
 
-class SourceConfig(Section):
+class DocumentsConfig(Section):
     """Documents from one place."""
 
     path: Text = Field(description="Hub data set id, directory, file or glob, or `sample`.")
@@ -66,11 +66,19 @@ class SourceConfig(Section):
     split: Text = Field("train", description="Split of a Hub data set.")
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
     text_column: Text = Field("text", description="Column (JSONL: key) that holds the text.")
+
+
+class SourceConfig(DocumentsConfig):
+    """Documents to train on."""
+
     id_column: Text = Field(
         "id", description="Column whose hash decides what is held out; absent = the text is hashed."
     )
     weight: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Share of the blocks, relative to the other sources."
+    )
+    max_epochs: Positive | None = Field(
+        None, description="Passes over the source, after which the others go on alone; null = any."
     )
 
 
@@ -81,6 +89,15 @@ class DataConfig(Section):
         description="Where the documents come from."
     )
     seq_len: Annotated[int, Field(ge=2)] = Field(1024, description="Trained positions of a block.")
+    packing: Literal["auto", "concat", "bestfit"] = Field(
+        "auto",
+        description="concat: one stream of documents, cut; bestfit: a document that fits a block "
+        "is never cut. auto = concat.",
+    )
+    document_mask: bool | Auto = Field(
+        "auto",
+        description="Whether documents of a block are hidden from each other; auto = with bestfit.",
+    )
     lanes: Positive | Auto = Field(
         "auto", description="Independent readers that the blocks are dealt from; frozen in the run."
     )
@@ -90,12 +107,23 @@ class DataConfig(Section):
     workers: Count | Auto = Field(
         "auto", description="Processes that read ahead for each rank; 0 = in the rank itself."
     )
+    cache_gb: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Disk in GiB for bytes read from the Hub, kept between runs; 0 = none."
+    )
+    on_bad_unit: Literal["error", "skip"] = Field(
+        "error", description="What a file part that cannot be read leads to; skips are recorded."
+    )
 
 
 class TrainingConfig(Section):
     """How long, how much at once, how exactly."""
 
-    steps: Positive = Field(description="Optimizer updates of the whole run.")
+    steps: Positive | None = Field(
+        None, description="Optimizer updates of the whole run; exactly one of steps and epochs."
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Passes over the training documents; becomes a number of steps once."
+    )
     global_batch_size: Positive = Field(
         256, description="Blocks in a step, whatever the number of devices."
     )
@@ -158,6 +186,12 @@ class CheckpointConfig(Section):
         0, description="Checkpoints at multiples of this many steps are kept for ever; 0 = none."
     )
     keep_best: Count = Field(1, description="Checkpoints of lowest held-out loss to keep.")
+    accept_changes: tuple[Text, ...] = Field(
+        (),
+        strict=False,
+        description="Keys, or sections, whose new values a resume takes although they change the "
+        "run.",
+    )
     shard_gb: Annotated[float, Field(gt=0)] = Field(
         4.0,
         description="Largest weight or optimizer file in GiB.",
@@ -169,6 +203,11 @@ class EvaluationConfig(Section):
     """Measuring on documents that are never trained on."""
 
     every_steps: Positive = Field(500, description="Steps between evaluations.")
+    sources: tuple[DocumentsConfig, ...] = Field(
+        (),
+        strict=False,
+        description="Validation data of its own, as data.sources; then nothing is held out.",
+    )
     max_documents: Positive = Field(2000, description="Held-out documents that are scored.")
     prompts: tuple[Text, ...] = Field(
         (), strict=False, description="Texts that the model continues at every evaluation."

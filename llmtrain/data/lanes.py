@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
-from llmtrain.data.packing import Document, Packed, concat
+from llmtrain.data.packing import Document, Packed, Span, concat
 from llmtrain.data.readers import Reader, Rows
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
@@ -46,12 +46,17 @@ def default_lanes(processes: int, units: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block. ids (S + 1,) int32 · cursors: its lane's of all sources, behind this block.
+    """One block.
 
-    counts: dropped (null, empty, blank), replaced (invalid UTF-8) and held-out documents met.
+    ids, starts, trained, spans: as in `Packed` · source: −1 = padding, its lane has ended · counts:
+    dropped (null, empty, blank), replaced (invalid UTF-8) and held-out documents met · cursors: its
+    lane's of all sources, behind this block.
     """
 
     ids: np.ndarray
+    starts: np.ndarray
+    trained: np.ndarray | None
+    spans: tuple[Span, ...]
     source: int
     counts: Mapping[str, int]
     cursors: tuple[Cursor, ...]
@@ -89,7 +94,7 @@ class Lane:
         packed = next(self._packers[k])
         self.cursors = (*self.cursors[:k], packed.cursor, *self.cursors[k + 1 :])
         self.next_block += self._parts[0].lanes
-        return Block(packed.ids, k, dict(packed.counts), self.cursors)
+        return Block(*packed[:4], k, dict(packed.counts), self.cursors)
 
     def _open(self, k: int) -> Iterator[Packed]:
         cursor = self.cursors[k]

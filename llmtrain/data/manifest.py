@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
@@ -22,8 +22,13 @@ from llmtrain.data.sources import File, locate
 from llmtrain.errors import Problem, UserError
 
 VERSION = 1
-PACKING = "concat"
-DOCUMENT_MASK = False
+_PLAIN = (
+    *("seq_len", "packing", "document_mask", "own_evaluation"),
+    *("seed", "lanes", "heldout"),
+)
+
+
+Packing = Literal["concat", "bestfit"]
 
 
 class Unit(NamedTuple):
@@ -56,6 +61,7 @@ class Source:
     text_column: str
     id_column: str | None
     weight: float
+    max_epochs: int | None
     units: tuple[Unit, ...]
     heldout_units: tuple[int, ...] = ()
     threshold: int = 0
@@ -77,11 +83,18 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that decides which tokens block g holds."""
+    """All that decides which tokens block g holds.
+
+    document_mask: documents of a block do not see each other, and no label crosses their border ·
+    own_evaluation: `evaluation.sources` is set, so nothing is held out.
+    """
 
     sources: tuple[Source, ...]
     tokenizer: TokenizerFacts
     seq_len: int
+    packing: Packing
+    document_mask: bool
+    own_evaluation: bool
     seed: int
     lanes: int
     heldout: float
@@ -97,6 +110,12 @@ class Manifest:
         return tuple(source.label for source in self.sources)
 
     @property
+    def always_full(self) -> bool:
+        """Whether every block has `seq_len` trained tokens, whatever is read."""
+        endless = all(source.max_epochs is None for source in self.sources)
+        return self.packing == "concat" and not self.document_mask and endless
+
+    @property
     def parts(self) -> Mapping[str, str]:
         """What the fingerprint covers, each as a short value: says what differs between two."""
         sources = self.sources
@@ -109,8 +128,10 @@ class Manifest:
             "tokenizer backend": self.tokenizer.backend,
             "tokenizer probe": self.tokenizer.probe,
             "seq_len": str(self.seq_len),
-            "packing": PACKING,
-            "document_mask": str(DOCUMENT_MASK).lower(),
+            "packing": self.packing,
+            "document_mask": str(self.document_mask).lower(),
+            "max_epochs": str([source.max_epochs for source in sources]),
+            "evaluation.sources": str(self.own_evaluation).lower(),
             "seed": str(self.seed),
             "lanes": str(self.lanes),
         }
@@ -148,7 +169,7 @@ def load(path: Path, config: Config) -> Manifest:
     return Manifest(
         sources=tuple(sources),
         tokenizer=TokenizerFacts(**stored["tokenizer"]),
-        **{key: stored[key] for key in ("seq_len", "seed", "lanes", "heldout")},
+        **{key: stored[key] for key in _PLAIN},
     )
 
 
@@ -158,8 +179,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "version": VERSION,
         "fingerprint": manifest.fingerprint,
         "seq_len": manifest.seq_len,
-        "packing": PACKING,
-        "document_mask": DOCUMENT_MASK,
+        "packing": manifest.packing,
+        "document_mask": manifest.document_mask,
+        "own_evaluation": manifest.own_evaluation,
         "seed": manifest.seed,
         "lanes": manifest.lanes,
         "heldout": manifest.heldout,
@@ -177,6 +199,7 @@ def _source_to_json(source: Source) -> dict[str, Any]:
         "revision": source.revision,
         "columns": {"text": source.text_column, "id": source.id_column},
         "weight": source.weight,
+        "max_epochs": source.max_epochs,
         "heldout": {"units": source.heldout_units, "threshold": source.threshold},
         "files": [file._asdict() for file in source.files],
         "units": source.units,  # [file, row group or -1, start, stop]
@@ -194,6 +217,7 @@ def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
         text_column=entry["columns"]["text"],
         id_column=entry["columns"]["id"],
         weight=weight,
+        max_epochs=entry["max_epochs"],
         units=tuple(Unit(*unit) for unit in entry["units"]),
     )
     heldout = entry["heldout"]

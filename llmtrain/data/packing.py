@@ -32,10 +32,32 @@ class Document(NamedTuple):
     counts: Counter[str]
 
 
+class Span(NamedTuple):
+    """Tokens [start, stop) of a document, which stand in a block from position `at` on.
+
+    epoch, unit, row: the document's place in the lane's order.
+    """
+
+    epoch: int
+    unit: int
+    row: int
+    start: int
+    stop: int
+    at: int
+
+
 class Packed(NamedTuple):
-    """ids (S + 1,) int32 · cursor: where the next block begins · counts: of this block."""
+    """One block without its number.
+
+    ids (S + 1,) int32 · starts (n,) int32: where documents begin, the first is 0, padding is a
+    document of its own · trained (S,) bool, of ids[1:]; None = all · spans: which documents, in
+    order of `at` · cursor: where the next block begins · counts: of this block.
+    """
 
     ids: np.ndarray
+    starts: np.ndarray
+    trained: np.ndarray | None
+    spans: tuple[Span, ...]
     cursor: Cursor
     counts: Counter[str]
 
@@ -48,13 +70,17 @@ def concat(documents: Iterator[Document], seq_len: int, offset: int) -> Iterator
     while True:
         ids = np.empty(size, dtype=np.int32)
         filled = 0
+        spans: list[Span] = []
         while filled < size:
             if offset == len(document.ids):
                 document, offset = next(documents), 0
                 counts.update(document.counts)
             part = document.ids[offset : offset + size - filled]
             ids[filled : filled + len(part)] = part
+            spans.append(Span(*document[:3], offset, offset + len(part), filled))
             filled, offset = filled + len(part), offset + len(part)
         offset -= 1  # the last id is the first of the next block
-        yield Packed(ids, Cursor(document.epoch, document.unit, document.row, offset), counts)
+        starts = np.array([span.at for span in spans if span.at < seq_len], dtype=np.int32)
+        cursor = Cursor(document.epoch, document.unit, document.row, offset)
+        yield Packed(ids, starts, None, tuple(spans), cursor, counts)
         counts = Counter()

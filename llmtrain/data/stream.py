@@ -274,6 +274,7 @@ def _batch(
         ids=ids,
         labels=ids[:, 1:].astype(np.int64),
         trained_tokens=len(numbered) * seq_len,
+        starts=None,
         cursors=cursors,
         digest=digest % 2**64,
         first_block=first,

@@ -20,11 +20,11 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from llmtrain.config.schema import Config, SourceConfig
+from llmtrain.config.schema import Config, DataConfig, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.lanes import default_lanes
 from llmtrain.data.lines import DECODED_LIMIT, MIB, too_large
-from llmtrain.data.manifest import Manifest, Source, TokenizerFacts, Unit, load
+from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, Unit, load
 from llmtrain.data.readers import Reader, decoded_size, is_text
 from llmtrain.data.sources import bounded, edges_digest, file_format, labels, resolve
 from llmtrain.data.tokenizer import Tokenizer
@@ -49,6 +49,9 @@ class Survey:
 
     sources: tuple[Source, ...]
     seq_len: int
+    packing: Packing
+    document_mask: bool
+    own_evaluation: bool
     seed: int
     lanes: int
     heldout: float
@@ -88,7 +91,18 @@ def survey(config: Config, processes: int) -> Survey:
         lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
     sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
     split = _each(lambda k: _split(sources[k], k, data.heldout, seed, reader), len(sources))
-    return Survey(tuple(split), data.seq_len, seed, lanes, data.heldout, timeout)
+    packing, document_mask = packing_of(data)
+    return Survey(
+        sources=tuple(split),
+        seq_len=data.seq_len,
+        packing=packing,
+        document_mask=document_mask,
+        own_evaluation=bool(config.evaluation.sources),
+        seed=seed,
+        lanes=lanes,
+        heldout=data.heldout,
+        timeout_seconds=timeout,
+    )
 
 
 def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
@@ -118,6 +132,9 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
         sources=survey.sources,
         tokenizer=_facts(tokenizer),
         seq_len=survey.seq_len,
+        packing=survey.packing,
+        document_mask=survey.document_mask,
+        own_evaluation=survey.own_evaluation,
         seed=survey.seed,
         lanes=survey.lanes,
         heldout=survey.heldout,
@@ -148,6 +165,13 @@ def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Proble
         for name in ("digest", "backend", "probe", "length")
         if getattr(now, name) != getattr(then, name)
     ]
+
+
+def packing_of(data: DataConfig) -> tuple[Packing, bool]:
+    """What `auto` means for packing and document mask."""
+    packing: Packing = "concat" if data.packing == "auto" else data.packing
+    asked = data.document_mask
+    return packing, packing == "bestfit" if asked == "auto" else asked
 
 
 def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
@@ -190,6 +214,7 @@ def _draft(
         text_column=configured.text_column,
         id_column=None,
         weight=configured.weight,
+        max_epochs=configured.max_epochs,
         units=(),
     )
     parts, columns = _inspect(source, key, reader)
@@ -312,7 +337,12 @@ def _facts(tokenizer: Tokenizer) -> TokenizerFacts:
 def _differing_config(manifest: Manifest, config: Config) -> list[Problem]:
     """Keys that the order of the data was made with, and that now say something else."""
     data = config.data
+    packing, document_mask = packing_of(data)
+    own = "set" if manifest.own_evaluation else "not set"
     pairs: list[tuple[str, object, object]] = [
+        ("data.packing", packing, manifest.packing),
+        ("data.document_mask", document_mask, manifest.document_mask),
+        ("evaluation.sources", "set" if config.evaluation.sources else "not set", own),
         ("run.seed", config.run.seed, manifest.seed),
         ("data.seq_len", data.seq_len, manifest.seq_len),
         ("data.heldout", data.heldout, manifest.heldout),
@@ -320,6 +350,7 @@ def _differing_config(manifest: Manifest, config: Config) -> list[Problem]:
     ]
     for i, (now, then) in enumerate(zip(data.sources, manifest.sources, strict=True)):
         key = f"data.sources.{i}"
+        pairs.append((f"{key}.max_epochs", now.max_epochs, then.max_epochs))
         pairs.append((f"{key}.text_column", now.text_column, then.text_column))
         if then.id_column or "id_column" in now.model_fields_set:
             pairs.append((f"{key}.id_column", now.id_column, then.id_column))

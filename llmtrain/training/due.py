@@ -16,6 +16,7 @@ class Due:
     """Answers for one start of a run; `step` always counts finished steps."""
 
     def __init__(self, config: Config, first: int, evaluated: int | None, *, heldout: bool) -> None:
+        assert config.training.steps is not None
         self._steps = config.training.steps
         self._evaluate_every = config.evaluation.every_steps
         self._save_every = config.checkpoint.every_steps

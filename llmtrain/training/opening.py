@@ -102,6 +102,12 @@ def run_directory(config: Config) -> Path:
     return Path(str(config.run.dir))
 
 
+def total_steps(config: Config) -> int:
+    """Optimizer updates of the whole run."""
+    assert config.training.steps is not None
+    return config.training.steps
+
+
 def policy(config: Config) -> Policy:
     """Which checkpoints are kept."""
     keep = config.checkpoint
@@ -300,7 +306,7 @@ def _refuse_other_run(found: Found, config: Config) -> None:
         for key in {**saved, **now}
         if saved.get(key) != now.get(key)
     ]
-    if found.step > config.training.steps:
+    if found.step > total_steps(config):
         expected = f"at least {found.step}, the step of {found.name}"
         problems.append(Problem("training.steps", config.training.steps, expected))
     if problems:
@@ -376,7 +382,7 @@ def _check_room(config: Config, spec: Spec) -> None:
     """Refuse to start what the disk cannot hold."""
     root = run_directory(config) / "checkpoints"
     size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
-    retention.check_space(root, policy(config), config.training.steps, size, files)
+    retention.check_space(root, policy(config), total_steps(config), size, files)
 
 
 def _micro_batch_size(

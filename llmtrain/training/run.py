@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
-from llmtrain.data import manifest as manifests
 from llmtrain.data.state import roll
 from llmtrain.distributed.engine import TorchEngine
 from llmtrain.distributed.ranks import (
@@ -110,7 +109,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
-        return self.config.training.steps
+        return opening.total_steps(self.config)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -161,11 +160,11 @@ class Run:
         seq_len = self.config.data.seq_len
         ids = np.zeros((rows, seq_len + 1), dtype=np.int32)
         labels = np.full((rows, seq_len), -100, dtype=np.int64)
-        return Batch(ids, labels, 0, {}, 0, 0, {}, {}, 0.0)
+        return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
 
     def trained_tokens(self, batch: Batch) -> Tensor:
         """() fp32 on the device: trained tokens of the step over all ranks."""
-        if manifests.PACKING == "concat" and not manifests.DOCUMENT_MASK:  # every block is full
+        if self.data.manifest.always_full:
             return self.full_step
         mine = torch.tensor(float(batch.trained_tokens), device=self.device)
         return sum_over_ranks(mine)
@@ -235,7 +234,7 @@ def open_run(config: Config) -> Iterator[Run]:
         logfile = stack.enter_context(closing(LogFile(rank)))
         place = stack.enter_context(_claim(config)) if rank == 0 else None
         run_dir = opening.run_directory(config)
-        journal = stack.enter_context(closing(Journal(run_dir, rank, config.training.steps)))
+        journal = stack.enter_context(closing(Journal(run_dir, rank, opening.total_steps(config))))
         if place is not None:
             journal.step = place.step
             logfile.open(run_dir)
@@ -360,7 +359,7 @@ def _assemble(
 
 def _meter(config: Config, device: torch.device, data: DataSide, sources: dict[str, int]) -> Meter:
     def learning_rate(step: int) -> float:
-        factor = learning_rate_factor(config.optimizer, config.training.steps, step)
+        factor = learning_rate_factor(config.optimizer, opening.total_steps(config), step)
         return config.optimizer.learning_rate * factor
 
     digest = data.state.stream_digest

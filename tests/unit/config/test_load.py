@@ -79,7 +79,6 @@ checkpoint: {keep_every: 7}
         "data.sources.1.path",
         "data.sources.1.weight",
         "data.seq_len",
-        "training.steps",
         "training.lerning_rate",
         "optimizer.warmup_steps",
         "checkpoint.keep_every",
@@ -193,3 +192,18 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
 def test_values_that_overrides_replace_are_shown_as_given(tmp_path):
     text = SMALLEST.replace("steps: 10", "steps: 0x10")
     assert "[3, 4]" in problems(tmp_path, "training.steps=[3, 4]", text=text)["training.steps"]
+
+
+@pytest.mark.parametrize("overrides", [("training.steps=null",), ("training.epochs=2",)])
+def test_the_length_of_a_run_is_said_once(tmp_path, overrides):
+    assert "exactly one" in problems(tmp_path, *overrides)["training.steps"]
+
+
+def test_a_number_of_epochs_is_a_length(tmp_path):
+    assert not problems(tmp_path, "training.steps=null", "training.epochs=0.5")
+
+
+def test_bestfit_needs_the_document_mask(tmp_path):
+    assert not problems(tmp_path, "data.packing=bestfit")
+    wrong = problems(tmp_path, "data.packing=bestfit", "data.document_mask=false")
+    assert list(wrong) == ["data.document_mask"]

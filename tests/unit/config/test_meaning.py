@@ -13,8 +13,9 @@ from llmtrain.config.schema import Config
 
 
 def test_every_key_has_its_value(tmp_path):
-    values = config_digest_values(loaded(tmp_path))
-    names = {key.name.replace(ITEM, "0") for key in all_keys()} - {"data.sources", "model.config"}
+    values = config_digest_values(loaded(tmp_path, "evaluation.sources=[{path: sample}]"))
+    listed = {"data.sources", "evaluation.sources", "model.config"}
+    names = {key.name.replace(ITEM, "0") for key in all_keys()} - listed
     assert names <= values.keys()
     assert json.loads(json.dumps(values)) == values
     assert values["model.config.hidden_size"] == 8
@@ -39,6 +40,10 @@ def test_every_key_has_its_value(tmp_path):
         "optimizer.learning_rate=1e-3",
         "optimizer.schedule=wsd",
         "evaluation.max_documents=3",
+        "evaluation.sources=[{path: other}]",
+        "data.packing=bestfit",
+        "data.document_mask=true",
+        "data.sources.0.max_epochs=1",
     ],
 )
 def test_what_changes_a_run_is_a_difference(tmp_path, override):

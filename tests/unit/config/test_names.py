@@ -16,7 +16,7 @@ from llmtrain.config.names import FOREIGN, guess
         ("per_device_train_batch_size", "training.micro_batch_size"),
         ("per_device_train_batchsize", "training.micro_batch_size"),
         ("gradient_accumulation_steps", "training.global_batch_size"),
-        ("training.num_train_epochs", "training.steps"),
+        ("training.num_train_epochs", "training.epochs"),
         ("max_steps", "training.steps"),
         ("max_seq_length", "data.seq_len"),
         ("block_size", "data.seq_len"),
