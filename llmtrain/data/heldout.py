@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.data.manifest import Manifest, Source
-from llmtrain.data.readers import Reader
+from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.hashing import mix
 
@@ -139,14 +139,13 @@ def prepare(
     tokenizer: Tokenizer,
     path: Path,
     max_documents: int,
-    *,
-    timeout_seconds: float = 900.0,
+    reading: Reading,
 ) -> None:
     """Tokenize up to `max_documents` held-out documents, sources in turn, into a safetensors file.
 
     Nothing held out: no file is written. Raises UserError or RunError as reading does.
     """
-    reader = Reader(timeout_seconds)
+    reader = Reader(reading)
     streams = [heldout_texts(source, manifest.seed, reader) for source in manifest.sources]
     ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
     scored = [np.zeros(len(part), dtype=bool) for part in ids]

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from llmtrain.config.schema import Config
 from llmtrain.data.lines import MIB, decompress, end_of_line, owned, parse, read_exactly
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote import RangeFile, Stopping, web_url
@@ -77,16 +78,33 @@ class Rows:
         return Rows(self.texts.take(order), None if self.ids is None else self.ids.take(order))
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How units are read.
+
+    timeout_seconds: after which peers give up on a process that waits for the network · run_dir:
+    where the run keeps what reading finds out; None = nowhere.
+    """
+
+    timeout_seconds: float
+    run_dir: Path | None = None
+
+
+def reading_of(config: Config, run_dir: Path | None) -> Reading:
+    """How this config reads."""
+    return Reading(60 * config.distributed.timeout_minutes, run_dir)
+
+
 class Reader:
     """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
 
-    timeout_seconds: how long the network may stay away · stop: set when the process shall end ·
-    reads: units decoded so far, those that were still in memory not counted.
+    stop: set when the process shall end · reads: units decoded so far, those that were still in
+    memory not counted.
     """
 
-    def __init__(self, timeout_seconds: float, stop: Stopping | None = None) -> None:
+    def __init__(self, reading: Reading, stop: Stopping | None = None) -> None:
         self.reads = 0
-        self._timeout = timeout_seconds
+        self._reading = reading
         self._stop = stop
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
@@ -131,7 +149,7 @@ class Reader:
             web_url(source.where(file)),
             known.size,
             known.etag,
-            timeout=self._timeout,
+            timeout=self._reading.timeout_seconds,
             stop=self._stop,
         )
 

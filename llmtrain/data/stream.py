@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.readers import Reader
+from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.remote import Stopping
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import differing_tokenizer
@@ -73,7 +73,7 @@ class Blocks(IterableDataset[Block | Failed]):
         rank: int,
         world_size: int,
         cursors: np.ndarray,
-        timeout_seconds: float,
+        reading: Reading,
         stop: Stopping | None,
     ) -> None:
         self.manifest = manifest
@@ -82,7 +82,7 @@ class Blocks(IterableDataset[Block | Failed]):
         self.rank = rank
         self.world_size = world_size
         self.cursors = cursors
-        self.timeout_seconds = timeout_seconds
+        self.reading = reading
         self.stop = stop
 
     def __iter__(self) -> Iterator[Block | Failed]:
@@ -96,7 +96,7 @@ class Blocks(IterableDataset[Block | Failed]):
         problems = differing_tokenizer(self.manifest, tokenizer)
         if problems:
             raise UserError(*problems)
-        reader = Reader(self.timeout_seconds, self.stop)
+        reader = Reader(self.reading, self.stop)
         lanes: dict[int, Lane] = {}
         g = self.next_block + virtual_rank
         while True:
@@ -187,13 +187,13 @@ def open_stream(
     workers: int,
     next_block: int = 0,
     cursors: np.ndarray | None = None,
-    timeout_seconds: float,
+    reading: Reading,
 ) -> Stream:
     """Begin to read this rank's blocks; with workers, they start at once.
 
     blocks_per_step: over all ranks · workers: processes, 0 = in this one · next_block: first block
     of the next step, a multiple of `blocks_per_step` · cursors (L, sources, 4): the state's; None =
-    the beginning · timeout_seconds: how long peers wait for this rank.
+    the beginning · reading: how units are read.
     """
     shape = (manifest.lanes, len(manifest.sources), 4)
     cursors = np.zeros(shape, np.int64) if cursors is None else cursors
@@ -206,7 +206,7 @@ def open_stream(
         rank=rank,
         world_size=world_size,
         cursors=cursors,
-        timeout_seconds=timeout_seconds,
+        reading=reading,
         stop=stop,
     )
     return Stream(blocks, blocks_per_step, workers, stop)
@@ -245,7 +245,7 @@ def _loader(blocks: Blocks, blocks_per_step: int, workers: int) -> DataLoader[Bl
         multiprocessing_context="spawn",
         persistent_workers=True,
         prefetch_factor=max(2, min(wanted, PREFETCH_BYTES // (item_bytes * workers))),
-        timeout=TIMEOUT_SHARE * blocks.timeout_seconds,
+        timeout=TIMEOUT_SHARE * blocks.reading.timeout_seconds,
         worker_init_fn=start_worker,
     )
 

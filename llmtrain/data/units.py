@@ -25,7 +25,7 @@ from llmtrain.data import heldout
 from llmtrain.data.lanes import default_lanes
 from llmtrain.data.lines import DECODED_LIMIT, MIB, too_large
 from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, Unit, load
-from llmtrain.data.readers import Reader, decoded_size, is_text
+from llmtrain.data.readers import Reader, Reading, decoded_size, is_text, reading_of
 from llmtrain.data.sources import bounded, edges_digest, file_format, labels, resolve
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
@@ -55,7 +55,7 @@ class Survey:
     seed: int
     lanes: int
     heldout: float
-    timeout_seconds: float
+    reading: Reading
 
 
 class Part(NamedTuple):
@@ -75,15 +75,15 @@ class Look(NamedTuple):
 T = TypeVar("T")
 
 
-def survey(config: Config, processes: int) -> Survey:
+def survey(config: Config, processes: int, run_dir: Path | None = None) -> Survey:
     """Find files, units, lanes and held-out documents.
 
-    processes: ranks × data workers (at least 1 each). Raises UserError with the problems of all
-    sources: nothing there, not readable, no text column, no training document left …
+    processes: ranks × data workers (at least 1 each) · run_dir: as in `Reading`. Raises UserError
+    with the problems of all sources: nothing there, not readable, no text column, no training document left …
     """
     data, seed = config.data, config.run.seed
-    timeout = config.distributed.timeout_minutes * 60
-    reader = Reader(timeout)
+    reading = reading_of(config, run_dir)
+    reader = Reader(reading)
     named = list(zip(data.sources, labels(data.sources), strict=True))
     drafts = _each(lambda i: _draft(*named[i], f"data.sources.{i}", reader), len(named))
     lanes = data.lanes
@@ -101,7 +101,7 @@ def survey(config: Config, processes: int) -> Survey:
         seed=seed,
         lanes=lanes,
         heldout=data.heldout,
-        timeout_seconds=timeout,
+        reading=reading,
     )
 
 
@@ -110,7 +110,7 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
 
     Ends at the first document that reaches `limit_bytes` of UTF-8 text, or with the last unit.
     """
-    reader = Reader(survey.timeout_seconds)
+    reader = Reader(survey.reading)
     orders = [
         sorted(range(len(source.units)), key=partial(mix, survey.seed, 8, k))
         for k, source in enumerate(survey.sources)

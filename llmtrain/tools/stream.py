@@ -22,6 +22,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     manifest and tokenizer of `config.run.dir` if a run began there, else makes them in a temporary
     directory; writes nothing to `run.dir`. Raises UserError for what is wrong with the data.
     """
+    from llmtrain.data.readers import reading_of
     from llmtrain.data.stream import open_stream as open_blocks
     from llmtrain.training.prepare import MANIFEST, TOKENIZER, load_manifest, prepare
 
@@ -38,7 +39,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
             rank=rank,
             world_size=world_size,
             workers=workers,
-            timeout_seconds=60 * config.distributed.timeout_minutes,
+            reading=reading_of(config, directory),
         )
         try:
             yield stream

@@ -30,6 +30,7 @@ from llmtrain.config.schema import Config
 from llmtrain.data import heldout, units
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
+from llmtrain.data.readers import Reading, reading_of
 from llmtrain.data.state import DataState, check
 from llmtrain.data.stream import Stream, discard_factor, open_stream
 from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
@@ -181,8 +182,8 @@ def open_data(
         state = replace(state, weights_from=state.next_block)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     path = run_dir / "eval.safetensors"
-    limit, patience = config.evaluation.max_documents, config.distributed.timeout_minutes
-    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit, patience))
+    limit, reading = config.evaluation.max_documents, reading_of(config, run_dir)
+    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit, reading))
     held = _same_heldout(ranks, path)
     stream = open_stream(
         manifest,
@@ -193,7 +194,7 @@ def open_data(
         workers=workers,
         next_block=state.next_block,
         cursors=state.cursors,
-        timeout_seconds=60 * config.distributed.timeout_minutes,
+        reading=reading,
     )
     stack.enter_context(closing(stream))
     return DataSide(manifest, tokenizer, held, stream, state)
@@ -342,7 +343,7 @@ def _prepare_heldout(
     tokenizer: Tokenizer,
     path: Path,
     max_documents: int,
-    timeout_minutes: float,
+    reading: Reading,
 ) -> None:
     from safetensors import SafetensorError
 
@@ -352,7 +353,7 @@ def _prepare_heldout(
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)
-    heldout.prepare(manifest, tokenizer, path, max_documents, timeout_seconds=60 * timeout_minutes)
+    heldout.prepare(manifest, tokenizer, path, max_documents, reading)
 
 
 def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:

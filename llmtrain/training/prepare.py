@@ -36,7 +36,7 @@ def prepare(config: Config, run_dir: Path, processes: int, revision: str | None)
     """
     if (run_dir / MANIFEST).exists():
         return
-    found = survey(config, processes)
+    found = survey(config, processes, run_dir)
     _tokenizer(config, found, run_dir / TOKENIZER, revision)
     manifest = freeze(found, open_tokenizer(run_dir / TOKENIZER))
     _save(manifest, run_dir / MANIFEST)

@@ -6,6 +6,7 @@ from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data.heldout import HeldOut, load, prepare
+from llmtrain.data.readers import Reading
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import survey
 
@@ -77,7 +78,7 @@ def prepared(place, tmp_path, *, limit=10_000, heldout=0.05, tokenizer=None):
     sources = (place / "a.parquet", place / "b.parquet")
     manifest = corpus.manifest_of(place / "tokenizer", *sources, heldout=heldout)
     tokenizer = tokenizer or open_tokenizer(place / "tokenizer")
-    prepare(manifest, tokenizer, tmp_path / "eval.safetensors", limit)
+    prepare(manifest, tokenizer, tmp_path / "eval.safetensors", limit, Reading(60))
     return manifest, tokenizer, load(tmp_path / "eval.safetensors")
 
 

@@ -9,7 +9,7 @@ from helpers import corpus
 
 from llmtrain.data import lines, readers
 from llmtrain.data.manifest import Unit
-from llmtrain.data.readers import Reader
+from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.units import survey
 from llmtrain.errors import UserError
 
@@ -20,7 +20,7 @@ def source_of(path, **data):
 
 def documents(source, reader=None):
     """Every row's text (None: not usable) and whether it was repaired."""
-    reader = reader or Reader(60)
+    reader = reader or Reader(Reading(60))
     found = []
     for unit in source.units:
         rows = reader.rows(source, unit)
@@ -35,8 +35,8 @@ def test_json_lines_of_every_kind_equal_parquet(tmp_path, name):
     table = source_of(corpus.write_parquet(tmp_path / "a.parquet", rows))
     assert documents(text_lines) == documents(table)
     one, two = (
-        Reader(60).rows(text_lines, text_lines.units[0]),
-        Reader(60).rows(table, table.units[0]),
+        Reader(Reading(60)).rows(text_lines, text_lines.units[0]),
+        Reader(Reading(60)).rows(table, table.units[0]),
     )
     assert [one.hash(i, 5) for i in range(5)] == [two.hash(i, 5) for i in range(5)]
 
@@ -67,7 +67,7 @@ def test_ranges_own_each_line_once(tmp_path, data, kind, step, monkeypatch):
     name = "a.txt" if kind == "text" else "a.jsonl"
     (tmp_path / name).write_bytes(data)
     whole = source_of_raw(tmp_path, name, len(data))
-    reader = Reader(60)
+    reader = Reader(Reading(60))
     found = []
     for start in range(0, len(data), step):
         unit = Unit(0, -1, start, min(start + step, len(data)))
@@ -127,7 +127,7 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, reason, su
     size = path.stat().st_size
     source = replace(source, files=(source.files[0]._replace(name=path.name, size=size),))
     with pytest.raises(UserError, match=rf"{path.name}, line 4 = .*{reason}"):
-        Reader(60).rows(source, Unit(0, -1, 0, size))
+        Reader(Reading(60)).rows(source, Unit(0, -1, 0, size))
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_every_kind_of_string_column_is_text(tmp_path, kind):
     pq.write_table(table, tmp_path / "a.parquet")
     source = source_of(tmp_path / "a.parquet")
     assert [text for text, _ in documents(source)] == ["one", "two"]
-    rows = Reader(60).rows(source, source.units[0])
+    rows = Reader(Reading(60)).rows(source, source.units[0])
     assert rows.hash(0, 3) == xxhash.xxh3_64_intdigest(b"7", seed=3)
 
 
 def test_without_an_id_the_text_is_hashed(tmp_path):
     source = source_of(corpus.write_parquet(tmp_path / "a.parquet", [{"text": "Anarchism"}]))
-    assert Reader(60).rows(source, source.units[0]).hash(0, 0) == 0xF95754A103EB7B50
+    assert Reader(Reading(60)).rows(source, source.units[0]).hash(0, 0) == 0xF95754A103EB7B50
 
 
 def test_a_group_too_large_to_decode_at_once_gives_the_same_rows(tmp_path, monkeypatch):
@@ -158,7 +158,7 @@ def test_a_group_too_large_to_decode_at_once_gives_the_same_rows(tmp_path, monke
 
 def test_slices_of_one_group_decode_it_once(tmp_path):
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(30), group=30)
-    source, reader = source_of(path, lanes=3), Reader(60)
+    source, reader = source_of(path, lanes=3), Reader(Reading(60))
     assert len(source.units) == 12
     documents(source, reader)
     assert reader.reads == 1
@@ -166,7 +166,7 @@ def test_slices_of_one_group_decode_it_once(tmp_path):
 
 def test_decoded_groups_are_kept_within_a_bound(tmp_path):
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(100), group=10)
-    source, reader = source_of(path), Reader(60)
+    source, reader = source_of(path), Reader(Reading(60))
     documents(source, reader)
     documents(source, reader)
     assert reader.reads == 20
@@ -178,7 +178,7 @@ def test_a_file_with_fewer_rows_than_the_manifest_says_is_refused(tmp_path):
     source = source_of(path)
     corpus.write_parquet(path, corpus.articles(20), group=30)
     with pytest.raises(UserError, match="fewer rows"):
-        Reader(60).rows(source, source.units[-1])
+        Reader(Reading(60)).rows(source, source.units[-1])
 
 
 def test_a_damaged_row_group_is_named(tmp_path):
@@ -188,7 +188,7 @@ def test_a_damaged_row_group_is_named(tmp_path):
     data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"a\.parquet, row group 0"):
-        Reader(60).rows(source, source.units[0])
+        Reader(Reading(60)).rows(source, source.units[0])
 
 
 def test_a_line_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_line_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"x" * 5000)
     source = source_of_raw(tmp_path, "a.txt", 5000)
     with pytest.raises(UserError, match=r"a\.txt, byte 0 = a longer line"):
-        Reader(60).rows(source, Unit(0, -1, 0, 10))
+        Reader(Reading(60)).rows(source, Unit(0, -1, 0, 10))
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -206,7 +206,7 @@ def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path, suffix):
     source = source_of(path)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(UserError, match=f"{path.name}, byte 0"):
-        Reader(60).rows(source, source.units[0])
+        Reader(Reading(60)).rows(source, source.units[0])
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -226,7 +226,7 @@ def test_a_compressed_file_over_the_limit_is_refused_while_decoding(tmp_path, mo
     source = source_of(path)
     monkeypatch.setattr(lines, "DECODED_LIMIT", 1000)
     with pytest.raises(UserError, match="a larger one"):
-        Reader(60).rows(source, source.units[0])
+        Reader(Reading(60)).rows(source, source.units[0])
 
 
 def test_one_object_a_line_where_texts_hold_every_line_end(tmp_path):

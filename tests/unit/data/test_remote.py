@@ -13,7 +13,7 @@ import pytest
 from helpers import corpus, hub
 
 from llmtrain.data import readers, remote
-from llmtrain.data.readers import Reader
+from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.units import survey
 from llmtrain.errors import RunError, UserError
 
@@ -183,7 +183,7 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
         monkeypatch.setattr(readers, "web_url", lambda address: server.url(address.split("/")[-1]))
         file = local.files[0]._replace(etag=hub.etag(content))
         away = replace(local, remote=True, root=f"hf://datasets/{hub.ID}@{hub.SHA}", files=(file,))
-        here, there = Reader(60), Reader(60, Patience())
+        here, there = Reader(Reading(60)), Reader(Reading(60), Patience())
         for unit in local.units:
             assert there.rows(away, unit).texts.equals(here.rows(local, unit).texts)
         footer = name.endswith("parquet")
@@ -193,11 +193,11 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
 READ_ALL = """
 import json, sys
 from llmtrain.config.schema import Config
-from llmtrain.data.readers import Reader
+from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.units import survey
 data = {"sources": [json.loads(sys.argv[1])], "heldout": 0.0, "lanes": 2}
 found = survey(Config.model_validate({"data": data, "training": {"steps": 1}}), 1)
-reader, (source,) = Reader(60), found.sources
+reader, (source,) = Reader(Reading(60)), found.sources
 rows = [reader.rows(source, unit) for unit in source.units]
 texts = [part.text(row)[0] for part in rows for row in range(len(part))]
 print(json.dumps({"revision": source.revision, "label": source.label, "texts": texts}))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.lanes import Lane
-from llmtrain.data.readers import Reader
+from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokenizer import open_tokenizer
@@ -57,7 +57,7 @@ def opened(manifest, place, *, rank=0, world_size=1, workers=0, **more):
         rank=rank,
         world_size=world_size,
         workers=workers,
-        timeout_seconds=60,
+        reading=Reading(60),
         **more,
     )
 
@@ -174,7 +174,7 @@ def test_lanes_without_a_block_since_the_resume_keep_their_cursors(single, place
 
 
 def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
-    tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(60)
+    tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(Reading(60))
     tokens = Counter()
     for index in range(single.lanes):
         lane = Lane(single, tokenizer, reader, index, index, [Cursor(0, 0, 0, 0)])
@@ -358,13 +358,14 @@ ORPHAN = """
 import json, sys, time
 from pathlib import Path
 from helpers import corpus
+from llmtrain.data.readers import Reading
 from llmtrain.data.stream import open_stream
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     manifest = corpus.manifest_of(place / "tokenizer", place / "a", lanes=4)
     stream = open_stream(manifest, place / "tokenizer", blocks_per_step=4, rank=0, world_size=1,
-                         workers=1, timeout_seconds=60)
+                         workers=1, reading=Reading(60))
     next(stream)
     print(stream._items._workers[0].pid, flush=True)
     sys.stdin.read()
