@@ -79,7 +79,8 @@ def survey(config: Config, processes: int, run_dir: Path | None = None) -> Surve
     """Find files, units, lanes and held-out documents.
 
     processes: ranks × data workers (at least 1 each) · run_dir: as in `Reading`. Raises UserError
-    with the problems of all sources: nothing there, not readable, no text column, no training document left …
+    with the problems of all sources: nothing there, not readable, no text column, no training
+    document left …
     """
     data, seed = config.data, config.run.seed
     reading = reading_of(config, run_dir)
