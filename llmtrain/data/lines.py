@@ -66,6 +66,11 @@ def to_bytes(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
+def reach(unit: Unit, size: int, margin: int = LINE_MARGIN) -> tuple[int, int]:
+    """The bytes that hold a range's lines, if its last one is no longer than the margin."""
+    return max(unit.start - 1, 0), min(unit.stop + margin, size)
+
+
 def owned(
     file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str, where: str
 ) -> tuple[bytes, int]:
@@ -74,14 +79,13 @@ def owned(
     Reads a margin behind the end for the last line, and twice as much while it is too little.
     """
     end = end_of_line(kind)
-    base = max(unit.start - 1, 0)
     margin = LINE_MARGIN
     while True:
+        base, stop = reach(unit, size, margin)
         file.seek(base)
-        reach = min(unit.stop + margin, size)
-        data = read_exactly(file, reach - base)
-        first = 0 if unit.start == 0 else _behind(end, data, 0, reach == size)
-        last = _behind(end, data, unit.stop - 1 - base, reach == size)
+        data = read_exactly(file, stop - base)
+        first = 0 if unit.start == 0 else _behind(end, data, 0, stop == size)
+        last = _behind(end, data, unit.stop - 1 - base, stop == size)
         if first is not None and last is not None:
             return data[first:last], base + first
         if margin > DECODED_LIMIT:

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,9 +20,13 @@ import pyarrow.parquet as pq
 import xxhash
 
 from llmtrain.config.schema import Config
-from llmtrain.data.lines import MIB, decompress, end_of_line, owned, parse, read_exactly
+from llmtrain.data.ahead import Ranges
+from llmtrain.data.cache import Cache, cache_root
+from llmtrain.data.footers import column_spans, stored
+from llmtrain.data.lines import MIB, decompress, end_of_line, owned, parse, reach, read_exactly
 from llmtrain.data.manifest import Source, Unit
-from llmtrain.data.remote import RangeFile, Stopping, web_url
+from llmtrain.data.remote import PIECE_BYTES, RangeFile, Remote
+from llmtrain.data.request import HubFile, Stopping, web_url
 from llmtrain.data.sources import file_format
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
@@ -31,7 +34,7 @@ GROUP_LIMIT = 64 * MIB  # a row group that is decoded at once
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
-MERGE_BYTES = MIB  # two ranges that are nearer than this are one request
+HELD_BYTES = 128 * MIB  # of a group on the Hub that are read at once, still compressed
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -83,16 +86,19 @@ class Reading:
     """How units are read.
 
     timeout_seconds: after which peers give up on a process that waits for the network · run_dir:
-    where the run keeps what reading finds out; None = nowhere.
+    where the run keeps what reading finds out; None = nowhere · cache_bytes: of the disk for what
+    comes from the Hub.
     """
 
     timeout_seconds: float
     run_dir: Path | None = None
+    cache_bytes: int = 0
 
 
 def reading_of(config: Config, run_dir: Path | None) -> Reading:
     """How this config reads."""
-    return Reading(60 * config.distributed.timeout_minutes, run_dir)
+    timeout_seconds = 60 * config.distributed.timeout_minutes
+    return Reading(timeout_seconds, run_dir, int(config.data.cache_gb * 2**30))
 
 
 class Reader:
@@ -105,7 +111,8 @@ class Reader:
     def __init__(self, reading: Reading, stop: Stopping | None = None) -> None:
         self.reads = 0
         self._reading = reading
-        self._stop = stop
+        cache = Cache(cache_root(), reading.cache_bytes) if reading.cache_bytes else None
+        self._ranges = Ranges(Remote(reading.timeout_seconds, stop), cache, stop)
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
 
@@ -130,12 +137,31 @@ class Reader:
         where = source.where(file)
         footer = self._footers.get(where)
         if footer is None:
-            place = pa.PythonFile(self._ranged(source, file), "r") if source.remote else where
-            with pq.ParquetFile(place, pre_buffer=False) as opened:
-                footer = self._footers[where] = opened.metadata
+            footer = self._footers[where] = self._read_footer(source, file)
             if len(self._footers) > OPEN_FOOTERS:
                 self._footers.popitem(last=False)
         return footer
+
+    def _read_footer(self, source: Source, file: int) -> pq.FileMetaData:
+        if not source.remote:
+            return pq.read_metadata(source.where(file))
+        run_dir, etag = self._reading.run_dir, source.files[file].etag
+        return stored(run_dir, etag, lambda: pq.read_metadata(self._ranged(source, file)))
+
+    def expect(self, source: Source, unit: Unit) -> None:
+        """This unit will be asked for soon: begin to read it, if it is far away."""
+        if source.remote and self._key(source, unit) not in self._decoded:
+            for start, end in self._spans(source, unit):
+                self._ranges.expect(_hub_file(source, unit.file), start, end)
+
+    def _spans(self, source: Source, unit: Unit) -> list[tuple[int, int]]:
+        """The byte ranges that a unit is read from."""
+        known = source.files[unit.file]
+        if unit.group < 0:
+            compression = (file_format(known.name) or ("", None))[1]
+            return [(0, known.size) if compression else reach(unit, known.size)]
+        group = self.footer(source, unit.file).row_group(unit.group)
+        return column_spans(group, _wanted(source))
 
     def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
         """A file of a source, here or on the Hub, for reading at any position."""
@@ -143,24 +169,17 @@ class Reader:
             return Path(source.where(file)).open("rb")
         return self._ranged(source, file)
 
-    def _ranged(self, source: Source, file: int) -> RangeFile:
-        known = source.files[file]
-        return RangeFile(
-            web_url(source.where(file)),
-            known.size,
-            known.etag,
-            timeout=self._reading.timeout_seconds,
-            stop=self._stop,
-        )
+    def _ranged(self, source: Source, file: int, *, again: bool = False) -> RangeFile:
+        return self._ranges.open(_hub_file(source, file), again=again)
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
         """The lines of a byte range or compressed file: (position of the first byte, line)."""
         known, where = source.files[unit.file], source.where(unit.file)
         kind, compression = file_format(known.name) or ("", None)
         with self.open(source, unit.file) as file:
+            if isinstance(file, RangeFile):
+                file.hold(self._spans(source, unit))
             if compression:
-                if isinstance(file, RangeFile):
-                    file.hold(0, known.size)
                 data, start = decompress(file, compression, where), 0
             else:
                 data, start = owned(file, unit, known.size, kind, where)
@@ -185,10 +204,13 @@ class Reader:
                 return list(json.loads(line.decode("utf-8", "surrogateescape")))
         return None
 
-    def _kept(self, source: Source, unit: Unit) -> Rows:
+    def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
         begin = 0 if unit.group >= 0 else unit.start
         # With the columns: two sources may take other columns of the same file.
-        key = (source.where(unit.file), unit.group, begin, *_wanted(source))
+        return (source.where(unit.file), unit.group, begin, *_wanted(source))
+
+    def _kept(self, source: Source, unit: Unit) -> Rows:
+        key = self._key(source, unit)
         rows = self._decoded.pop(key, None)
         if rows is None:
             self.reads += 1
@@ -202,14 +224,14 @@ class Reader:
         return rows
 
     def _group(self, source: Source, unit: Unit) -> Rows:
-        with self._parquet(source, unit.file, group=unit.group) as file:
+        with self._parquet(source, unit) as file:
             wanted = _wanted(source)
             table = file.read_row_group(unit.group, columns=wanted, use_threads=False)
         return _columns(source, table)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
         """Rows [start, stop) of a group, without ever holding all of it."""
-        with self._parquet(source, unit.file, buffer_size=MIB) as file:
+        with self._parquet(source, unit, buffer_size=MIB) as file:
             tables, position = [], 0
             batches = file.iter_batches(
                 1000, row_groups=[unit.group], columns=_wanted(source), use_threads=False
@@ -224,17 +246,18 @@ class Reader:
                     break
         return _columns(source, pa.concat_tables(tables))
 
-    def _parquet(
-        self, source: Source, file: int, group: int | None = None, buffer_size: int = 0
-    ) -> pq.ParquetFile:
-        """A parquet file; on the Hub with the columns of `group` read at once."""
-        footer = self.footer(source, file)
-        opened: str | pa.PythonFile = source.where(file)
+    def _parquet(self, source: Source, unit: Unit, buffer_size: int = 0) -> pq.ParquetFile:
+        """A parquet file; on the Hub with the columns of the unit's group read at once."""
+        footer = self.footer(source, unit.file)
+        opened: str | pa.PythonFile = source.where(unit.file)
         if source.remote:
-            ranged = self._ranged(source, file)
-            span = None if group is None else column_span(footer.row_group(group), _wanted(source))
-            if span is not None:
-                ranged.hold(*span)
+            sliced = unit.stop - unit.start < footer.row_group(unit.group).num_rows
+            ranged = self._ranged(source, unit.file, again=sliced)
+            spans = self._spans(source, unit)
+            if sum(end - start for start, end in spans) <= HELD_BYTES:
+                ranged.hold(spans)
+            else:
+                buffer_size = PIECE_BYTES
             opened = pa.PythonFile(ranged, "r")
         return pq.ParquetFile(opened, metadata=footer, pre_buffer=False, buffer_size=buffer_size)
 
@@ -305,18 +328,9 @@ def is_text(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def column_span(group: pq.RowGroupMetaData, wanted: list[str]) -> tuple[int, int] | None:
-    """The bytes of a group that hold these columns; None: too far apart for one request."""
-    spans = []
-    for index in range(group.num_columns):
-        column = group.column(index)
-        if column.path_in_schema in wanted:
-            first = column.dictionary_page_offset or column.data_page_offset
-            spans.append((first, first + column.total_compressed_size))
-    spans.sort()
-    if any(after[0] - before[1] >= MERGE_BYTES for before, after in pairwise(spans)):
-        return None
-    return (spans[0][0], spans[-1][1]) if spans else None
+def _hub_file(source: Source, file: int) -> HubFile:
+    known = source.files[file]
+    return HubFile(web_url(source.where(file)), known.size, known.etag)
 
 
 def _wanted(source: Source) -> list[str]:

@@ -1,71 +1,100 @@
-"""Ranges of files on the Hub, read exactly or not at all.
+"""Ranges of files on the Hub, read exactly or not at all, for as long as peers have patience.
 
-An answer counts only with status 206, the `Content-Range` that was asked for and as many bytes.
-What a network does for a while (timeouts, resets, short bodies, 408, 429, 5xx) is tried again after
-a random wait that grows; what a person must change (401, 403, 404, 410, 416) is said at once.
+What a network does for a while (timeouts, resets, hangs, wrong bodies, 408, 429, 5xx) is tried
+again after a random wait that grows. Nothing is ever skipped: when time is up, the run ends so that
+a restart continues it.
 """
 
 from __future__ import annotations
 
-import email.utils
 import io
-import os
-import re
+import logging
 import secrets
 import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from typing import Protocol
-from urllib.parse import quote, urljoin, urlsplit
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.data.request import AttemptError, HubFile, Stopping, attempt, awaited, stopped
+from llmtrain.errors import RESTARTABLE, RunError
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 MAX_WAIT_SECONDS = 60.0
+ATTEMPT_SECONDS = 300.0
 RETRY_SHARE = 0.75  # of the timeout after which peers give up on this process
-REDIRECTS = 5
-REFUSED = {
-    401: "log in: the data set needs a token (HF_TOKEN)",
-    403: "ask for access on the data set's page, and set HF_TOKEN",
-    404: "see that the data set and its revision still exist",
-    410: "see that the data set and its revision still exist",
-    416: "see that the file was not replaced",
-}
+TELL_SECONDS = 10.0  # between two lines of the log about failed attempts
 
 
-class Stopping(Protocol):
-    """The part of an Event, of threads or of processes, that waiting code needs."""
+class Remote:
+    """Reads ranges for one process; its threads share what it knows.
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """True as soon as the process shall end."""
-        ...
+    timeout: seconds after which peers give up on this process; it gives up after 0.75 of them.
+    """
 
+    def __init__(self, timeout: float, stop: Stopping | None = None) -> None:
+        self._limit = RETRY_SHARE * timeout
+        self._stop = stop
+        self._signed: dict[str, str] = {}
+        self._told_at = float("-inf")
+        self._untold = 0
 
-class AttemptError(Exception):
-    """One attempt failed in a way that may pass. wait_seconds: what the server asks for."""
+    def deadline(self) -> float:
+        """When a unit that is asked for now has failed for good, on `time.monotonic`."""
+        return time.monotonic() + self._limit
 
-    def __init__(self, reason: str, wait_seconds: float = 0.0) -> None:
-        super().__init__(reason)
-        self.wait_seconds = wait_seconds
+    def fetch(self, file: HubFile, start: int, end: int, deadline: float) -> bytes:
+        """Bytes [start, end); in pieces of 16 MiB.
+
+        Raises UserError if the Hub refuses or the file changed, RunError (75) if the network stays
+        away until the deadline.
+        """
+        pieces = [
+            self._piece(file, first, min(first + PIECE_BYTES, end), deadline)
+            for first in range(start, end, PIECE_BYTES)
+        ]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _piece(self, file: HubFile, start: int, end: int, deadline: float) -> bytes:
+        failures = 0
+        while True:
+            seconds = min(ATTEMPT_SECONDS, max(1.0, deadline - time.monotonic()))
+            until = time.monotonic() + seconds
+            work = partial(attempt, file, start, end, until, self._signed)
+            try:
+                return awaited(work, seconds, self._stop)
+            except AttemptError as failed:
+                what = f"bytes {start} to {end} of {file.url}"
+                wait = back_off(failures, failed.wait_seconds, deadline, what, str(failed))
+                self._tell(what, str(failed), wait)
+            pause(wait, self._stop)
+            failures += 1
+
+    def _tell(self, what: str, reason: str, wait: float) -> None:
+        """Say that an attempt failed; while many do, for one of them every few seconds."""
+        self._untold += 1
+        if time.monotonic() - self._told_at < TELL_SECONDS:
+            return
+        more = f" ({self._untold} attempts failed since this was last said)"
+        log.warning("%s: %s, trying again in %.1f s%s", what, reason, wait, more)
+        self._told_at, self._untold = time.monotonic(), 0
 
 
 class RangeFile(io.RawIOBase):
-    """A file on the Hub as a file object: every read is one range, unless it is already held."""
+    """A file on the Hub as a file object: every read is one range, unless it is already held.
 
-    def __init__(
-        self, url: str, size: int, etag: str, *, timeout: float, stop: Stopping | None = None
-    ) -> None:
-        self._url = url
+    ask(start, end): the bytes of a range.
+    """
+
+    def __init__(self, size: int, ask: Callable[[int, int], bytes]) -> None:
         self._size = size
-        self._etag = etag
-        self._timeout = timeout
-        self._stop = stop
+        self._ask = ask
         self._position = 0
-        self._held: tuple[int, bytes] = (0, b"")
+        self._held: list[tuple[int, bytes]] = []
 
-    def hold(self, start: int, end: int) -> None:
-        """Read [start, end) at once and keep it for the reads that follow."""
-        self._held = (start, self._fetch(start, end))
+    def hold(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Read these ranges at once and keep them for the reads that follow."""
+        self._held = [(start, self._ask(start, end)) for start, end in spans]
 
     def readable(self) -> bool:
         """Always."""
@@ -86,64 +115,34 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next `size` bytes, fewer only at the end of the file."""
+        """The next `size` bytes, fewer only at the end of the file. What is held is kept."""
         end = self._size if size is None or size < 0 else min(self._position + size, self._size)
         start, self._position = self._position, max(self._position, end)
-        first, held = self._held
-        if first <= start and end <= first + len(held):
-            return held[start - first : end - first]
-        return self._fetch(start, end)
-
-    def _fetch(self, start: int, end: int) -> bytes:
-        return fetch(
-            self._url,
-            start,
-            end,
-            etag=self._etag,
-            size=self._size,
-            timeout=self._timeout,
-            stop=self._stop,
-        )
+        for index, (first, held) in enumerate(self._held):
+            stop = first + len(held)
+            if first <= start < stop:
+                if stop < end:  # a line that is longer than the margin that was read for it
+                    held += self._ask(stop, end)
+                    self._held[index] = (first, held)
+                return held[start - first : end - first]
+        return self._ask(start, end) if start < end else b""
 
     def readall(self) -> bytes:
         """All that is left."""
         return self.read()
 
 
-def fetch(
-    url: str,
-    start: int,
-    end: int,
-    *,
-    etag: str,
-    size: int,
-    timeout: float,
-    stop: Stopping | None = None,
-) -> bytes:
-    """Bytes [start, end) of a file of `size` bytes; in pieces of 16 MiB.
-
-    timeout: seconds after which a peer gives up on us; we give up after 0.75 of them. Raises
-    UserError if the Hub refuses or the file changed, RunError (75) if the network stays away.
-    """
-    deadline = time.monotonic() + RETRY_SHARE * timeout
-    pieces = [
-        _piece(url, first, min(first + PIECE_BYTES, end), etag, size, deadline, stop)
-        for first in range(start, end, PIECE_BYTES)
-    ]
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def back_off(attempt: int, asked: float, deadline: float, what: str, reason: str) -> float:
-    """Seconds to wait before attempt + 1: full jitter, at least what the server asks for.
+def back_off(failures: int, asked: float, deadline: float, what: str, reason: str) -> float:
+    """Seconds to wait after this many failures before: full jitter, at least what is asked for.
 
     Raises RunError (75) if that is later than the deadline.
     """
     jitter = secrets.randbelow(1 << 20) / (1 << 20)
-    wait = max(asked, jitter * min(MAX_WAIT_SECONDS, 2.0**attempt))
+    wait = max(asked, jitter * min(MAX_WAIT_SECONDS, 2.0**failures))
     if time.monotonic() + wait > deadline:
         asks = f"; the server asks to wait {asked:.0f} s" if asked else ""
         raise RunError(
-            f"{what} could not be read in {attempt + 1} attempts: {reason}{asks}",
+            f"{what} could not be read in {failures + 1} attempts: {reason}{asks}",
             RESTARTABLE,
             "the same command continues once the network is back",
         )
@@ -155,124 +154,4 @@ def pause(seconds: float, stop: Stopping | None) -> None:
     if stop is None:
         time.sleep(seconds)
     elif stop.wait(seconds):
-        raise RunError("stopped while waiting for data", RESTARTABLE, "start again")
-
-
-def _piece(
-    url: str, start: int, end: int, etag: str, size: int, deadline: float, stop: Stopping | None
-) -> bytes:
-    attempt = 0
-    while True:
-        try:
-            return _attempt(url, start, end, etag, size, deadline)
-        except AttemptError as failed:
-            wait = back_off(attempt, failed.wait_seconds, deadline, url, str(failed))
-        pause(wait, stop)
-        attempt += 1
-
-
-def _attempt(url: str, start: int, end: int, etag: str, size: int, deadline: float) -> bytes:
-    """One request, its redirects followed by hand: another origin never sees the token."""
-    import httpx2
-    from huggingface_hub import get_session
-    from huggingface_hub.errors import OfflineModeIsEnabled
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # untyped export
-
-    target = url
-    for _ in range(REDIRECTS + 1):
-        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        if _origin(target) == _origin(url):
-            headers |= build_hf_headers()
-        limits = httpx2.Timeout(30, connect=10, pool=30)
-        try:
-            with get_session().stream(
-                "GET", target, headers=headers, follow_redirects=False, timeout=limits
-            ) as answer:
-                if _origin(target) == _origin(url):
-                    _same_file(url, answer.headers, etag, answer.status_code)
-                if answer.status_code in (301, 302, 303, 307, 308):
-                    target = urljoin(target, answer.headers["location"])
-                    continue
-                _accept(url, target, answer.status_code, answer.headers, start, end, size)
-                return _body(answer, end - start, deadline)
-        except OfflineModeIsEnabled as error:
-            expected = f"unset, or 0: {url} is read from the Hub"
-            raise UserError(Problem("HF_HUB_OFFLINE", "1", expected)) from error
-        except httpx2.HTTPError as error:
-            raise AttemptError(type(error).__name__) from error
-    raise AttemptError(f"more than {REDIRECTS} redirects")
-
-
-def _accept(
-    url: str, target: str, status: int, headers: Mapping[str, str], start: int, end: int, size: int
-) -> None:
-    """Raise unless this is the range that was asked for."""
-    if status in REFUSED and _origin(target) == _origin(url):
-        expected = "an answer with the bytes of the file"
-        raise UserError(Problem(url, f"HTTP {status}", expected, REFUSED[status]))
-    if status == 200 and (start, end) == (0, size):
-        return
-    if status != 206:
-        raise AttemptError(f"HTTP {status}", asked_wait(headers))
-    if headers.get("content-range") != f"bytes {start}-{end - 1}/{size}":
-        raise AttemptError("an answer with another range")
-
-
-def _body(answer: object, length: int, deadline: float) -> bytes:
-    body = bytearray()
-    for chunk in answer.iter_raw():  # type: ignore[attr-defined]  # httpx2 is imported late
-        body += chunk
-        if len(body) > length or time.monotonic() > deadline:
-            break
-    if len(body) != length:
-        raise AttemptError(f"{len(body)} bytes instead of {length}")
-    return bytes(body)
-
-
-def _same_file(url: str, headers: Mapping[str, str], etag: str, status: int) -> None:
-    """The Hub's answers name the content; a difference is a file that was replaced."""
-    if status >= 400:
-        return
-    own = headers.get("etag") if status < 300 else None  # a redirect has an etag of its own
-    found = headers.get("x-linked-etag") or own or ""
-    found = found.removeprefix("W/").strip('"')
-    if found and etag and found != etag:
-        expected = f"the file with etag {etag}, as when the run began"
-        raise UserError(Problem(url, f"etag {found}", expected, "begin a new run"))
-
-
-def asked_wait(headers: Mapping[str, str]) -> float:
-    """Seconds that `Retry-After` (seconds or a date) or `ratelimit` asks for; else 0."""
-    after = headers.get("retry-after", "")
-    if re.fullmatch(r"\d+", after.strip()):
-        return float(after)
-    if after:
-        when = email.utils.parsedate_tz(after)
-        if when is not None:
-            then = email.utils.mktime_tz(when)
-            return max(0.0, then - datetime.now(UTC).timestamp())
-    limit = re.search(r"r=0;\s*t=(\d+)", headers.get("ratelimit", ""))
-    return float(limit.group(1)) if limit else 0.0
-
-
-def _origin(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc
-
-
-def web_url(address: str) -> str:
-    """Where the bytes of hf://datasets/ID@COMMIT/PATH are, on the endpoint of this process."""
-    quiet_hub()
-    from huggingface_hub import constants
-
-    name, rest = address.removeprefix("hf://datasets/").split("@", 1)
-    commit, path = rest.split("/", 1)
-    return f"{constants.ENDPOINT}/datasets/{name}/resolve/{commit}/{quote(path)}"
-
-
-def quiet_hub() -> None:
-    """Before the first import of huggingface_hub: no telemetry request, no signed URLs in logs."""
-    import logging
-
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
+        raise stopped()

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import xxhash
 
 from llmtrain.config.schema import SourceConfig
-from llmtrain.data.remote import REFUSED, back_off, pause, quiet_hub
+from llmtrain.data.remote import back_off, pause
+from llmtrain.data.request import REFUSED, quiet_hub
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:

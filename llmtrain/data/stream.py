@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.readers import Reader, Reading
-from llmtrain.data.remote import Stopping
+from llmtrain.data.request import Stopping
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import differing_tokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
@@ -118,9 +118,7 @@ class Blocks(IterableDataset[Block | Failed]):
 class Stream(Iterator[Batch]):
     """This rank's batches, one a step, for ever. Close it: workers are processes."""
 
-    def __init__(
-        self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Any | None
-    ) -> None:
+    def __init__(self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> None:
         self._next_block = blocks.next_block
         self._rank = blocks.rank
         self._world_size = blocks.world_size
@@ -151,11 +149,10 @@ class Stream(Iterator[Batch]):
         items, self._items = self._items, None
         if items is None:
             return
+        self._stop.set()
         processes = list(getattr(items, "_workers", ()))
         if not processes:
             return
-        if self._stop is not None:
-            self._stop.set()
         late = threading.Timer(CLOSE_SECONDS, _kill, [processes])
         late.start()
         try:
@@ -198,7 +195,7 @@ def open_stream(
     shape = (manifest.lanes, len(manifest.sources), 4)
     cursors = np.zeros(shape, np.int64) if cursors is None else cursors
     assert cursors.shape == shape
-    stop = multiprocessing.get_context("spawn").Event() if workers else None
+    stop = multiprocessing.get_context("spawn").Event() if workers else threading.Event()
     blocks = Blocks(
         manifest,
         tokenizer_dir,

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
-from llmtrain.data import readers, remote
+from llmtrain.data import readers, remote, request
+from llmtrain.data.ahead import Ranges
 from llmtrain.data.readers import Reader, Reading
+from llmtrain.data.request import HubFile
 from llmtrain.data.units import survey
 from llmtrain.errors import RunError, UserError
 
@@ -28,7 +30,8 @@ class Patience:
         self.waited = []
 
     def wait(self, timeout):
-        self.waited.append(timeout)
+        if timeout:
+            self.waited.append(timeout)
         return False
 
 
@@ -38,16 +41,13 @@ def server():
         yield serving
 
 
+def hub_file(server, content=CONTENT, name=NAME):
+    return HubFile(server.url(name), len(content), hub.etag(content))
+
+
 def fetched(server, start=10, end=500, timeout=60, stop=None):
-    return remote.fetch(
-        server.url(NAME),
-        start,
-        end,
-        etag=hub.etag(CONTENT),
-        size=len(CONTENT),
-        timeout=timeout,
-        stop=stop or Patience(),
-    )
+    reader = remote.Remote(timeout, stop or Patience())
+    return reader.fetch(hub_file(server), start, end, reader.deadline())
 
 
 def test_a_range_is_exactly_what_was_asked_for(server):
@@ -140,32 +140,52 @@ def test_a_process_that_shall_end_does_not_wait(server):
 
 
 def test_retry_after_may_be_a_date_or_a_limit():
-    assert remote.asked_wait({"retry-after": "12"}) == 12
+    assert request.asked_wait({"retry-after": "12"}) == 12
     assert (
         50
-        < remote.asked_wait({"retry-after": formatdate(60 + datetime.now(UTC).timestamp())})
+        < request.asked_wait({"retry-after": formatdate(60 + datetime.now(UTC).timestamp())})
         <= 60
     )
-    assert remote.asked_wait({"ratelimit": '"api";r=0;t=55'}) == 55
-    assert remote.asked_wait({"ratelimit": '"api";r=9;t=55'}) == 0
-    assert remote.asked_wait({}) == 0
+    assert request.asked_wait({"ratelimit": '"api";r=0;t=55'}) == 55
+    assert request.asked_wait({"ratelimit": '"api";r=9;t=55'}) == 0
+    assert request.asked_wait({}) == 0
 
 
-def test_a_range_file_reads_like_a_file(server):
-    file = remote.RangeFile(
-        server.url(NAME), len(CONTENT), hub.etag(CONTENT), timeout=60, stop=Patience()
-    )
+def test_a_range_file_reads_like_a_file():
+    asked = []
+
+    def ask(start, end):
+        asked.append((start, end))
+        return CONTENT[start:end]
+
+    file = remote.RangeFile(len(CONTENT), ask)
     assert file.seek(-5, io.SEEK_END) == len(CONTENT) - 5
     assert file.read(100) == CONTENT[-5:]
     assert file.read(1) == b""
     file.seek(3)
     assert (file.read(4), file.tell()) == (CONTENT[3:7], 7)
     assert file.readall() == CONTENT[7:]
+    assert len(asked) == 3
+
+
+def test_what_is_held_is_not_asked_for_again():
+    asked = []
+
+    def ask(start, end):
+        asked.append((start, end))
+        return CONTENT[start:end]
+
+    file = remote.RangeFile(len(CONTENT), ask)
+    file.hold([(10, 100), (300, 400)])
+    for start, end in [(10, 100), (350, 360), (20, 130)]:
+        file.seek(start)
+        assert file.read(end - start) == CONTENT[start:end]
+    assert asked == [(10, 100), (300, 400), (100, 130)]
 
 
 def test_errors_pass_through_pyarrow_as_they_are(server):
     server.faults.extend(["404"] * 3)
-    file = remote.RangeFile(server.url(NAME), len(CONTENT), "", timeout=60, stop=Patience())
+    file = Ranges(remote.Remote(60, Patience()), None).open(hub_file(server))
     with pytest.raises(UserError, match="HTTP 404"):
         pq.ParquetFile(pa.PythonFile(file, "r"))
 

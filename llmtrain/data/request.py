@@ -1,0 +1,234 @@
+"""One request for a range of a file on the Hub: the bytes that were asked for, or why not.
+
+    Hub  ──206──►  bytes                        with the token
+    Hub  ──302──►  storage  ──206──►  bytes     a signed address, never the token
+
+An answer counts only with status 206, the `Content-Range` that was asked for and as many bytes.
+What may pass is an `AttemptError`; what a person must change (401, 403, 404, 410, 416 from the Hub,
+a file that was replaced) a `UserError`. The trap: no time-out of a client notices a server that
+drips, so a request runs in a thread that can be left alone (`awaited`).
+"""
+
+from __future__ import annotations
+
+import email.utils
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from threading import Thread
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, urljoin, urlsplit
+
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 30.0
+POLL_SECONDS = 0.2  # how soon a thread that waits sees that the process shall end
+REDIRECTS = 5
+MOVED = (301, 302, 303, 307, 308)
+REFUSED = {
+    401: "log in: the data set needs a token (HF_TOKEN)",
+    403: "ask for access on the data set's page, and set HF_TOKEN",
+    404: "see that the data set and its revision still exist",
+    410: "see that the data set and its revision still exist",
+    416: "see that the file was not replaced",
+}
+
+
+class Stopping(Protocol):
+    """The part of an Event, of threads or of processes, that waiting code needs."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True as soon as the process shall end."""
+        ...
+
+
+class AttemptError(Exception):
+    """One attempt failed in a way that may pass. wait_seconds: what the server asks for."""
+
+    def __init__(self, reason: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_seconds = wait_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file at its commit. size in bytes · etag: the Hub's name of its content ("": unknown)."""
+
+    url: str
+    size: int
+    etag: str
+
+
+def attempt(
+    file: HubFile, start: int, end: int, until: float, signed: MutableMapping[str, str]
+) -> bytes:
+    """Bytes [start, end) by one request, its redirects followed by hand.
+
+    until: on `time.monotonic`, when nobody waits for it any more · signed: addresses that the Hub
+    sent this process to, by the Hub's own; one that fails is dropped.
+    """
+    target = signed.get(file.url, file.url)
+    try:
+        for _ in range(REDIRECTS + 1):
+            found = _ask(file, target, start, end, until)
+            if isinstance(found, bytes):
+                if not _same_origin(target, file.url):
+                    signed[file.url] = target
+                return found
+            target = found
+    except AttemptError:
+        signed.pop(file.url, None)
+        raise
+    raise AttemptError(f"more than {REDIRECTS} redirects")
+
+
+def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> bytes | str:
+    """The bytes, or where they are."""
+    import httpx2
+    from huggingface_hub import get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # untyped export
+
+    of_hub = _same_origin(target, file.url)
+    headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    headers |= build_hf_headers() if of_hub else {}
+    limits = httpx2.Timeout(READ_SECONDS, connect=CONNECT_SECONDS, pool=READ_SECONDS)
+    try:
+        with get_session().stream(
+            "GET", target, headers=headers, follow_redirects=False, timeout=limits
+        ) as answer:
+            if of_hub:
+                _refuse(file, answer.status_code, answer.headers)
+            if answer.status_code in MOVED and "location" in answer.headers:
+                return urljoin(target, answer.headers["location"])
+            _accept(answer.status_code, answer.headers, start, end, file.size)
+            return _body(answer, end - start, until)
+    except OfflineModeIsEnabled as error:
+        raise UserError(offline(file.url, start, end)) from error
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise AttemptError(type(error).__name__) from error  # its text may hold a signed address
+
+
+def _refuse(file: HubFile, status: int, headers: Mapping[str, str]) -> None:
+    """Raise UserError for what the Hub itself will not give, or gives no longer."""
+    if status in REFUSED:
+        page = file.url.split("/resolve/")[0]
+        expected = f"an answer with the bytes of the file; the data set's page is {page}"
+        raise UserError(Problem(file.url, f"HTTP {status}", expected, REFUSED[status]))
+    if status >= 400:
+        return
+    own = headers.get("etag") if status < 300 else None  # a redirect has an etag of its own
+    etag = (headers.get("x-linked-etag") or own or "").removeprefix("W/").strip('"')
+    size = headers.get("x-linked-size", str(file.size))
+    if etag and file.etag and etag != file.etag:
+        expected = f"the file with etag {file.etag}, as when the run began"
+        raise UserError(Problem(file.url, f"etag {etag}", expected, "begin a new run"))
+    if size != str(file.size):
+        expected = f"a file of {file.size} bytes, as when the run began"
+        raise UserError(Problem(file.url, f"{size} bytes", expected, "begin a new run"))
+
+
+def _accept(status: int, headers: Mapping[str, str], start: int, end: int, size: int) -> None:
+    """Raise unless this is the range that was asked for. A body that is not wanted stays unread."""
+    if status == 200 and (start, end) == (0, size):
+        return
+    if status != 206:
+        raise AttemptError(f"HTTP {status}", asked_wait(headers))
+    if headers.get("content-range") != f"bytes {start}-{end - 1}/{size}":
+        raise AttemptError("an answer with another range")
+
+
+def _body(answer: Any, length: int, until: float) -> bytes:
+    """What comes, as it comes: asked for in chunks of a size, a dripping body is not noticed."""
+    body = bytearray()
+    for chunk in answer.iter_raw():
+        body += chunk
+        if len(body) > length or time.monotonic() > until:
+            break
+    if len(body) != length:
+        raise AttemptError(f"{len(body)} bytes instead of {length}")
+    return bytes(body)
+
+
+def offline(url: str, start: int, end: int) -> Problem:
+    """What is wrong where the Hub must not be asked, and bytes are nowhere here."""
+    expected = f"unset, or 0: bytes {start} to {end} of {url} are not in the cache"
+    return Problem("HF_HUB_OFFLINE", "1", expected, "read them once online, with data.cache_gb set")
+
+
+def asked_wait(headers: Mapping[str, str]) -> float:
+    """Seconds that `Retry-After` (seconds or a date) or `ratelimit` asks for; else 0."""
+    after = headers.get("retry-after", "")
+    if re.fullmatch(r"\d+", after.strip()):
+        return float(after)
+    if after:
+        when = email.utils.parsedate_tz(after)
+        if when is not None:
+            then = email.utils.mktime_tz(when)
+            return max(0.0, then - datetime.now(UTC).timestamp())
+    limit = re.search(r"r=0;\s*t=(\d+)", headers.get("ratelimit", ""))
+    return float(limit.group(1)) if limit else 0.0
+
+
+def awaited(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
+    """What `work` returns or raises, in a daemon thread that is left alone after `seconds`.
+
+    Raises AttemptError when they are over, RunError (75) when the process shall end: an executor
+    would wait for a hanging thread when the process exits.
+    """
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((work(), None))
+        except BaseException as error:  # raised again by the thread that waits
+            answers.put((None, error))
+
+    Thread(target=run, name="hub", daemon=True).start()
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        try:
+            value, error = answers.get(timeout=min(POLL_SECONDS, left))
+        except queue.Empty:
+            if stop is not None and stop.wait(0):
+                raise stopped() from None
+            continue
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # None only where T is
+    raise AttemptError(f"no complete answer in {seconds:.0f} s")
+
+
+def stopped() -> RunError:
+    """The process ends while it waits for data."""
+    return RunError("stopped while waiting for data", RESTARTABLE, "start again")
+
+
+def _same_origin(one: str, other: str) -> bool:
+    first, second = urlsplit(one), urlsplit(other)
+    return (first.scheme, first.netloc) == (second.scheme, second.netloc)
+
+
+def web_url(address: str) -> str:
+    """Where the bytes of hf://datasets/ID@COMMIT/PATH are, on the endpoint of this process."""
+    quiet_hub()
+    from huggingface_hub import constants
+
+    name, rest = address.removeprefix("hf://datasets/").split("@", 1)
+    commit, path = rest.split("/", 1)
+    return f"{constants.ENDPOINT}/datasets/{name}/resolve/{commit}/{quote(path)}"
+
+
+def quiet_hub() -> None:
+    """Before the first import of huggingface_hub: no telemetry request, no signed URLs in logs."""
+    import logging
+
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
