@@ -174,6 +174,8 @@ SLOTS = (
     "signal",
     "stop_file",
     "lost_launcher",
+    "padding_only",
+    "ended",
 )
 
 
@@ -182,7 +184,8 @@ class StepVector:
     """fp64 (len(SLOTS) + sources,) on the device: one rank's numbers, or their sum over all ranks.
 
     squares: Σ g² of the gradient elements that this rank counts · digest_k: the k-th lowest 16
-    bits of the batch digest (a 64-bit sum would not fit a float) · wait_seconds: divided by W.
+    bits of the batch digest (a 64-bit sum would not fit a float) · wait_seconds: divided by W ·
+    padding_only: ranks that had no block but padding of ended lanes · ended: whose data is over.
     """
 
     data: torch.Tensor
@@ -198,7 +201,10 @@ class StepVector:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`)."""
+    """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`).
+
+    padding_only, ended: of all ranks. A step without a trained token has no loss: it is NaN.
+    """
 
     step: int
     loss: float
@@ -212,6 +218,8 @@ class Numbers:
     skipped: bool
     sources: Mapping[str, int]
     data_failed: bool
+    padding_only: bool = False
+    ended: bool = False
     stops: tuple[str, ...] = field(default=())
 
     @property

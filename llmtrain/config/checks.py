@@ -6,6 +6,7 @@ valid beside a section that is not.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def check(config: Config) -> list[Problem]:
         *check_micro_batch(config.training),
         *check_warmup(config.optimizer),
         *check_retention(config.checkpoint),
+        *check_accepted(config.checkpoint),
     ]
 
 
@@ -131,6 +133,23 @@ def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
         return []
     expected = f"a multiple of checkpoint.every_steps {every}, or 0"
     return [Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))]
+
+
+def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:
+    """Names that are no keys would accept nothing, silently."""
+    from llmtrain.config.keys import ITEM, all_keys
+
+    known = {key.name for key in all_keys()}
+    known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2, 3)}
+    problems = []
+    for name in checkpoint.accept_changes:
+        numbered = ".".join(ITEM if part.isdecimal() else part for part in name.split("."))
+        if numbered not in known and not name.startswith("model.config."):
+            near = difflib.get_close_matches(numbered, sorted(known), n=1)
+            expected = "a key or a section of the config"
+            remedy = f"did you mean {near[0]}?" if near else ""
+            problems.append(Problem("checkpoint.accept_changes", name, expected, remedy))
+    return problems
 
 
 def _nearest(value: int, unit: int) -> str:

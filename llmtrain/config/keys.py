@@ -51,7 +51,7 @@ def sections() -> frozenset[str]:
     for key in all_keys():
         parts = key.name.split(".")
         names.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return frozenset(names - {"data.sources"})
+    return frozenset(names - {"data.sources", "evaluation.sources"})
 
 
 def golden() -> str:

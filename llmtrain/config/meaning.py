@@ -6,8 +6,12 @@ must be equal then; how long, how often and where may change.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
+from llmtrain.errors import Problem
 
 # Keys, or beginnings of keys, that change what a finished step has done.
 _BINDING = (
@@ -29,17 +33,58 @@ def config_digest_values(config: Config) -> dict[str, object]:
     return dict(_flat("", config.model_dump(mode="json", by_alias=True)))
 
 
-def differences(old: Config, new: Config) -> list[tuple[str, object, object]]:
-    """(key, old, new) of every key that changes the meaning of a run; None where it is not set."""
-    before, after = config_digest_values(old), config_digest_values(new)
-    keys = [key for key in {**before, **after} if _binds(key)]
-    changed = [(key, before.get(key), after.get(key)) for key in keys]
-    return [change for change in changed if change[1] != change[2]]
+class Change(NamedTuple):
+    """A key whose value changes the meaning of a run; None where it is not set."""
+
+    key: str
+    old: object
+    new: object
 
 
 def binding_values(config: Config) -> dict[str, object]:
     """The values that a resumed run must share with the one that it continues, by dotted name."""
     return {key: value for key, value in config_digest_values(config).items() if _binds(key)}
+
+
+def data_values(config: Config) -> dict[str, object]:
+    """Those of `binding_values` that decide the blocks, and what is held out."""
+    return {key: value for key, value in binding_values(config).items() if _is_of_data(key)}
+
+
+def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
+    """What differs between two configs' binding values."""
+    found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
+    return [change for change in found if change.old != change.new]
+
+
+def is_accepted(key: str, config: Config) -> bool:
+    """Whether `checkpoint.accept_changes` names the key, or a section that it is in."""
+    return any(f"{key}.".startswith(f"{name}.") for name in config.checkpoint.accept_changes)
+
+
+def touches(key: str, config: Config) -> bool:
+    """Whether a key that is accepted is this one, or lies in it, or holds it."""
+    within = (f"{name}.".startswith(f"{key}.") for name in config.checkpoint.accept_changes)
+    return is_accepted(key, config) or any(within)
+
+
+def refused(found: Iterable[Change], config: Config, expected: str) -> list[Problem]:
+    """One problem for each change that is not accepted. expected: `as …`, where the old is from."""
+    return [
+        Problem(key, new, f"{old}, {expected}", f"put it back, or {way_out(key)}")
+        for key, old, new in found
+        if not is_accepted(key, config)
+    ]
+
+
+def way_out(key: str) -> str:
+    """What to do where the change is meant."""
+    return f"checkpoint.accept_changes=[{key}] if it is meant, or another run.dir"
+
+
+def _is_of_data(key: str) -> bool:
+    sections = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
+    return key.startswith(sections)
 
 
 def dump(config: Config) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
+from llmtrain.config.meaning import way_out
 from llmtrain.config.schema import Config
 from llmtrain.data.sources import File, locate
 from llmtrain.errors import Problem, UserError
@@ -24,7 +25,7 @@ from llmtrain.errors import Problem, UserError
 VERSION = 1
 _PLAIN = (
     *("seq_len", "packing", "document_mask", "own_evaluation"),
-    *("seed", "lanes", "heldout"),
+    *("seed", "lanes", "made_with"),
 )
 
 
@@ -86,7 +87,8 @@ class Manifest:
     """All that decides which tokens block g holds.
 
     document_mask: documents of a block do not see each other, and no label crosses their border ·
-    own_evaluation: `evaluation.sources` is set, so nothing is held out.
+    own_evaluation: `evaluation.sources` is set, so nothing is held out · made_with: the config's
+    values that all this was made from, by key.
     """
 
     sources: tuple[Source, ...]
@@ -97,7 +99,7 @@ class Manifest:
     own_evaluation: bool
     seed: int
     lanes: int
-    heldout: float
+    made_with: Mapping[str, object]
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -146,6 +148,19 @@ class Manifest:
         path.write_text(json.dumps(_to_json(self), separators=(",", ":")) + "\n", "utf-8")
 
 
+class Stored(NamedTuple):
+    """What a stored manifest says without a look at the data."""
+
+    made_with: Mapping[str, object]
+    lanes: int
+
+
+def glance(path: Path) -> Stored:
+    """Read a stored manifest's own facts."""
+    stored = json.loads(path.read_text("utf-8"))
+    return Stored(stored["made_with"], stored["lanes"])
+
+
 def load(path: Path, config: Config) -> Manifest:
     """The stored manifest, its sources looked up where `config` says they lie, with its weights.
 
@@ -159,7 +174,7 @@ def load(path: Path, config: Config) -> Manifest:
                 "data.sources",
                 f"{len(configured)} sources",
                 f"the {len(stored['sources'])} sources that the run began with",
-                "take the sources of the run's config.yaml, or another run.dir",
+                f"take the sources of the run's config.yaml, or {way_out('data.sources')}",
             )
         )
     sources = []
@@ -184,7 +199,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "own_evaluation": manifest.own_evaluation,
         "seed": manifest.seed,
         "lanes": manifest.lanes,
-        "heldout": manifest.heldout,
+        "made_with": dict(manifest.made_with),
         "tokenizer": {name: getattr(facts, name) for name in facts.__slots__},
         "sources": [_source_to_json(source) for source in manifest.sources],
     }

@@ -13,11 +13,32 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from llmtrain.config.meaning import touches, way_out
+from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
 
 VERSION = 1
+# Part of the fingerprint → the config key that decides it.
+_KEYS = {
+    "files": "data.sources",
+    "units": "data.sources",
+    "columns": "data.sources",
+    "held-out documents": "data.heldout",
+    "tokenizer": "model.tokenizer",
+    "tokenizer backend": "model.tokenizer",
+    "tokenizer probe": "model.tokenizer",
+    "seq_len": "data.seq_len",
+    "packing": "data.packing",
+    "document_mask": "data.document_mask",
+    "max_epochs": "data.sources",
+    "evaluation.sources": "evaluation.sources",
+    "seed": "run.seed",
+    "lanes": "data.lanes",
+}
+_ORDER = {"files", "units", "seed", "lanes"}
+_KEPT = {"document_mask", "max_epochs", "evaluation.sources"}
 Counts = Mapping[str, Mapping[str, int]]
 
 
@@ -82,22 +103,48 @@ class DataState:
         )
 
 
-def check(state: DataState, manifest: Manifest) -> None:
-    """Is this state one of this data? Raises UserError that lists what differs."""
+def differing(state: DataState, manifest: Manifest) -> list[str]:
+    """Names of the parts in which the data is not that of the state."""
     if state.fingerprint == manifest.fingerprint:
-        return
+        return []
     now = manifest.parts
-    raise UserError(
-        *(
-            Problem(
-                f"data: {name}",
-                now.get(name),
-                f"{state.parts.get(name)}, as in the checkpoint",
-                "restore the manifest.json of the run, or take another run.dir",
-            )
-            for name in sorted({*now, *state.parts})
-            if now.get(name) != state.parts.get(name)
+    return [name for name in sorted({*now, *state.parts}) if now.get(name) != state.parts.get(name)]
+
+
+def check(state: DataState, manifest: Manifest, config: Config) -> None:
+    """Is this state one of this data? Raises UserError that lists what differs unaccepted."""
+    problems = [
+        Problem(
+            f"data: {name}",
+            manifest.parts.get(name),
+            f"{state.parts.get(name)}, as in the checkpoint",
+            f"restore the manifest.json of the run, or {way_out(_KEYS[name])}",
         )
+        for name in differing(state, manifest)
+        if not touches(_KEYS[name], config)
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def carried_over(state: DataState, manifest: Manifest) -> DataState:
+    """The state on data that was changed: as far in as before, where the order is the same one.
+
+    Where units, seed or lanes are others, the new order begins at its beginning. Where only the
+    tokens or the blocks are others, each lane begins its present document again.
+    """
+    changed = set(differing(state, manifest))
+    cursors = state.cursors.copy()
+    if changed & _ORDER:
+        cursors = DataState.fresh(manifest).cursors
+    elif changed - _KEPT:
+        cursors[:, :, 3] = 0
+    return replace(
+        state,
+        fingerprint=manifest.fingerprint,
+        parts=manifest.parts,
+        lanes=manifest.lanes,
+        cursors=cursors,
     )
 
 

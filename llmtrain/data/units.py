@@ -10,7 +10,7 @@ are four units a lane, so that every lane has work in every epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
+from llmtrain.config.meaning import changes, data_values, refused, way_out
 from llmtrain.config.schema import Config, DataConfig, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.lanes import default_lanes
@@ -54,7 +55,7 @@ class Survey:
     own_evaluation: bool
     seed: int
     lanes: int
-    heldout: float
+    made_with: Mapping[str, object]
     reading: Reading
 
 
@@ -75,20 +76,23 @@ class Look(NamedTuple):
 T = TypeVar("T")
 
 
-def survey(config: Config, processes: int, run_dir: Path | None = None) -> Survey:
+def survey(
+    config: Config, processes: int, run_dir: Path | None = None, lanes: int | None = None
+) -> Survey:
     """Find files, units, lanes and held-out documents.
 
-    processes: ranks × data workers (at least 1 each) · run_dir: as in `Reading`. Raises UserError
-    with the problems of all sources: nothing there, not readable, no text column, no training
-    document left …
+    processes: ranks × data workers (at least 1 each) · run_dir: as in `Reading` · lanes: those of
+    a run that exists. Raises UserError with the problems of all sources: nothing there, not
+    readable, no text column, no training document left …
     """
     data, seed = config.data, config.run.seed
     reading = reading_of(config, run_dir)
     reader = Reader(reading)
     named = list(zip(data.sources, labels(data.sources), strict=True))
     drafts = _each(lambda i: _draft(*named[i], f"data.sources.{i}", reader), len(named))
-    lanes = data.lanes
-    if lanes == "auto":
+    if lanes is None and data.lanes != "auto":
+        lanes = data.lanes
+    if lanes is None:
         lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
     sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
     split = _each(lambda k: _split(sources[k], k, data.heldout, seed, reader), len(sources))
@@ -101,7 +105,7 @@ def survey(config: Config, processes: int, run_dir: Path | None = None) -> Surve
         own_evaluation=bool(config.evaluation.sources),
         seed=seed,
         lanes=lanes,
-        heldout=data.heldout,
+        made_with=data_values(config),
         reading=reading,
     )
 
@@ -138,7 +142,7 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
         own_evaluation=survey.own_evaluation,
         seed=survey.seed,
         lanes=survey.lanes,
-        heldout=survey.heldout,
+        made_with=survey.made_with,
     )
 
 
@@ -148,13 +152,21 @@ def check(manifest: Manifest, config: Config, tokenizer: Tokenizer) -> None:
     Raises UserError that lists all that differs. Local files are compared by size and by their
     first and last 64 KiB; files of the Hub when they are read, by their etag.
     """
-    problems = [*_differing_config(manifest, config), *differing_tokenizer(manifest, tokenizer)]
+    found = changes(manifest.made_with, data_values(config))
+    problems = refused(found, config, "as when the run began")
+    problems += [*differing_tokenizer(manifest, tokenizer), *changed_files(manifest)]
+    if problems:
+        raise UserError(*problems)
+
+
+def changed_files(manifest: Manifest) -> list[Problem]:
+    """Local files that are gone or not what they were, by their sources' `path` keys."""
+    problems: list[Problem] = []
     for i, source in enumerate(manifest.sources):
         if not source.remote:
             key = f"data.sources.{i}.path"
             problems += bounded(_changed_files(source, key), key)
-    if problems:
-        raise UserError(*problems)
+    return problems
 
 
 def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
@@ -335,38 +347,9 @@ def _facts(tokenizer: Tokenizer) -> TokenizerFacts:
     return TokenizerFacts(tokenizer.digest, tokenizer.backend, tokenizer.probe, tokenizer.length)
 
 
-def _differing_config(manifest: Manifest, config: Config) -> list[Problem]:
-    """Keys that the order of the data was made with, and that now say something else."""
-    data = config.data
-    packing, document_mask = packing_of(data)
-    own = "set" if manifest.own_evaluation else "not set"
-    pairs: list[tuple[str, object, object]] = [
-        ("data.packing", packing, manifest.packing),
-        ("data.document_mask", document_mask, manifest.document_mask),
-        ("evaluation.sources", "set" if config.evaluation.sources else "not set", own),
-        ("run.seed", config.run.seed, manifest.seed),
-        ("data.seq_len", data.seq_len, manifest.seq_len),
-        ("data.heldout", data.heldout, manifest.heldout),
-        ("data.lanes", manifest.lanes if data.lanes == "auto" else data.lanes, manifest.lanes),
-    ]
-    for i, (now, then) in enumerate(zip(data.sources, manifest.sources, strict=True)):
-        key = f"data.sources.{i}"
-        pairs.append((f"{key}.max_epochs", now.max_epochs, then.max_epochs))
-        pairs.append((f"{key}.text_column", now.text_column, then.text_column))
-        if then.id_column or "id_column" in now.model_fields_set:
-            pairs.append((f"{key}.id_column", now.id_column, then.id_column))
-        if then.remote:
-            pairs.append((f"{key}.path", now.path, then.path))
-    return [
-        Problem(key, now, f"{then}, as when the run began", "put it back, or take another run.dir")
-        for key, now, then in pairs
-        if now != then
-    ]
-
-
 def _changed_files(source: Source, key: str) -> list[Problem]:
     problems = []
-    remedy = "bring the old data back, or take another run.dir for other data"
+    remedy = f"bring the old data back, or {way_out(key)}"
     for index, file in enumerate(source.files):
         path = Path(source.where(index))
         if not path.is_file():

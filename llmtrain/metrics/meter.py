@@ -22,7 +22,11 @@ _STOP_SLOTS = {"launcher_lost": "lost_launcher", "signal": "signal", "stop_file"
 
 
 class DataFailedError(Exception):
-    """A rank's stream failed in this step; the ranks vote on what it was."""
+    """A rank's stream failed in `step`; the ranks vote on what it was."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
 
 
 class Decides(Protocol):
@@ -56,12 +60,14 @@ class Meter:
         learning_rate: Callable[[int], float],
         roll: Callable[[int, int], int],
         *,
+        world_size: int,
         sources: Mapping[str, int],
         stream_digest: int,
     ) -> None:
         self._cuda = device.type == "cuda"
         self._labels = tuple(labels)
         self._learning_rate = learning_rate
+        self._world_size = world_size
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
         self.sources = {label: sources.get(label, 0) for label in self._labels}
         self.stream_digest = stream_digest
@@ -97,7 +103,7 @@ class Meter:
         while self._pending and (self._pending[0].step < step or due.anything(step)):
             numbers = self._read(self._pending.pop(0))
             if numbers.data_failed:
-                raise DataFailedError
+                raise DataFailedError(numbers.step)
             due.learn(numbers)
             yield numbers
 
@@ -116,7 +122,7 @@ class Meter:
         self._count(tokens, digest, skipped=skipped, failed=failed)
         return Numbers(
             step=sent.step,
-            loss=slots["loss_sum"] / max(1, sum(tokens)),
+            loss=slots["loss_sum"] / sum(tokens) if any(tokens) else math.nan,
             learning_rate=self._learning_rate(sent.step),
             grad_norm=norm,
             tokens=self.tokens,
@@ -127,6 +133,8 @@ class Meter:
             skipped=skipped,
             sources=dict(self.sources),
             data_failed=failed,
+            padding_only=slots["padding_only"] == self._world_size,
+            ended=slots["ended"] == self._world_size,
             stops=tuple(reason for reason in _STOPS if slots[_STOP_SLOTS[reason]] > 0),
         )
 

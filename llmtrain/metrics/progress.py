@@ -31,20 +31,21 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Progress:
-    """Shows a run of `steps` steps on `stream`; on None (ranks > 0) it shows nothing.
+    """Shows a run on `stream`; on None (ranks > 0) it shows nothing.
+
+    steps: of the whole run; to be set before the first one is shown.
 
     A stream that breaks (its terminal was closed) is not written to again; the run goes on.
     """
 
     def __init__(
         self,
-        steps: int,
         stream: TextIO | None,
         *,
         device_memory_gb: float | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._steps = steps
+        self.steps = 1
         self._stream = stream
         self._moves = stream is not None and _is_terminal(stream)
         self._device_memory_gb = device_memory_gb
@@ -69,9 +70,9 @@ class Progress:
             self._memory_gb = memory_gb
         if not self._moves:
             self._print(
-                _plain({"step": f"{numbers.step}/{self._steps}", **self._facts(numbers, now)})
+                _plain({"step": f"{numbers.step}/{self.steps}", **self._facts(numbers, now)})
             )
-        elif now >= self._next_draw or numbers.step >= self._steps:
+        elif now >= self._next_draw or numbers.step >= self.steps:
             self._next_draw = now + _SECONDS_BETWEEN_DRAWS
             self._draw(numbers, now)
 
@@ -113,10 +114,10 @@ class Progress:
     def _moving_line(self, numbers: Numbers, now: float, width: int) -> Text:
         from rich.text import Text
 
-        share = min(1.0, numbers.step / self._steps)
+        share = min(1.0, numbers.step / self.steps)
         done = round(_BAR * share)
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(f"step {numbers.step:,}/{self._steps:,} ")
+        line.append(f"step {numbers.step:,}/{self.steps:,} ")
         line.append("━" * done, style="green").append("━" * (_BAR - done), style="bright_black")
         line.append(f" {share:.0%}".replace("%", " %"))
         line.append(f"  loss {numbers.loss:.3f}{self._trend(numbers.loss)}", style="bold")
@@ -155,7 +156,7 @@ class Progress:
         """What the rest takes at the pace of this start, evaluations and saves included."""
         if self._first is None or step <= self._first[0]:
             return None
-        return (now - self._first[1]) / (step - self._first[0]) * max(0, self._steps - step)
+        return (now - self._first[1]) / (step - self._first[0]) * max(0, self.steps - step)
 
     def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:

@@ -15,7 +15,9 @@ STOP_REASONS = ("launcher_lost", "signal", "stop_file")
 class Due:
     """Answers for one start of a run; `step` always counts finished steps."""
 
-    def __init__(self, config: Config, first: int, evaluated: int | None, *, heldout: bool) -> None:
+    def __init__(
+        self, config: Config, first: int, evaluated: int | None, *, heldout: bool, ended: bool
+    ) -> None:
         assert config.training.steps is not None
         self._steps = config.training.steps
         self._evaluate_every = config.evaluation.every_steps
@@ -25,11 +27,13 @@ class Due:
         self._evaluated = evaluated
         self._saved = first
         self._heldout = heldout
+        self.data_ended = ended
         self.stop_reason: str | None = None
 
     def learn(self, numbers: Numbers) -> None:
         """Hear what all ranks said at a step."""
         self.ask(numbers.stops)
+        self.data_ended = self.data_ended or numbers.ended
 
     def ask(self, stops: tuple[str, ...]) -> None:
         """Take up a stop that all ranks know of."""
@@ -47,18 +51,22 @@ class Due:
 
     def stop(self, step: int) -> bool:
         """Whether no step may follow `step`."""
-        return self.stop_reason is not None
+        return self.stop_reason is not None or self._last(step)
 
     def evaluation(self, step: int) -> bool:
         """Whether to measure now: the base line, the period, the end, or one that was cut off."""
-        wanted = step % self._evaluate_every == 0 or step == self._steps
+        wanted = step % self._evaluate_every == 0 or self._last(step)
         missing = self._heldout and self._evaluated != step
         return wanted and missing and self.stop_reason is None
 
     def checkpoint(self, step: int) -> bool:
         """Whether the state of `step` must be on disk before the next one."""
-        wanted = step % self._save_every == 0 or step == self._steps or self.stop(step)
-        return wanted and self._saved != step
+        wanted = step % self._save_every == 0 or self.stop(step)
+        return wanted and self.unsaved(step)
+
+    def unsaved(self, step: int) -> bool:
+        """Whether the state of `step` is on no disk yet."""
+        return self._saved != step
 
     def anything(self, step: int) -> bool:
         """Whether a decision of `step` is needed at once, instead of one step later."""
@@ -66,12 +74,14 @@ class Due:
 
     def line(self, step: int) -> bool:
         """Whether `step` gets a line of metrics."""
-        ends = step == self._steps or self.stop_reason is not None
-        return ends or step == self._first or step % self._log_every == 0
+        return self.stop(step) or step == self._first or step % self._log_every == 0
 
     def finished(self, step: int) -> bool:
         """Whether the run is complete: the last step is done and nothing is missing."""
-        return step == self._steps and not (self._heldout and self._evaluated != step)
+        return self._last(step) and not (self._heldout and self._evaluated != step)
+
+    def _last(self, step: int) -> bool:
+        return step == self._steps or self.data_ended
 
 
 def agreed_stop(ranks: ControlGroup, flags: Flags) -> tuple[str, ...]:

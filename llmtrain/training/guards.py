@@ -18,6 +18,8 @@ class Guards:
 
     def check(self, numbers: Numbers) -> None:
         """Count skipped updates; raise when there are too many, or none may be."""
+        if numbers.step_tokens == 0 and (numbers.ended or numbers.padding_only):
+            return  # nothing was left to train on: no sign of divergence
         if numbers.step_tokens == 0:
             raise UserError(
                 Problem(

@@ -38,11 +38,11 @@ _STATUS_SECONDS = 1.0
 class Journal:
     """Lines, status and notes of one start; open from the claim of the run directory to the end."""
 
-    def __init__(self, run_dir: Path, rank: int, steps: int) -> None:
+    def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir = run_dir
         self.step = 0
         self._lines = Lines(run_dir) if rank == 0 else None
-        self._progress = Progress(steps, sys.stderr if rank == 0 else None)
+        self._progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
         self._started = time.perf_counter()
         self._told = 0.0
@@ -51,6 +51,10 @@ class Journal:
     def note(self) -> Any:
         """Show one line of text on the terminal."""
         return self._progress.note
+
+    def expect(self, steps: int) -> None:
+        """Say how long the whole run is."""
+        self._progress.steps = steps
 
     def track(self, config: Config, step: int) -> None:
         """Open the trackers that the config asks for."""

@@ -25,13 +25,13 @@ from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found, Search
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.checks import check_batch
-from llmtrain.config.meaning import binding_values, config_digest_values
+from llmtrain.config.meaning import binding_values, changes, config_digest_values, refused
 from llmtrain.config.schema import Config
 from llmtrain.data import heldout, units
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.readers import Reading, reading_of
-from llmtrain.data.state import DataState, check
+from llmtrain.data.state import DataState, carried_over, check, differing
 from llmtrain.data.stream import Stream, discard_factor, open_stream
 from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.distributed import accelerator as launching
@@ -47,6 +47,7 @@ from llmtrain.training import prepare, rng
 from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.place import Auto, Place
+from llmtrain.training.rng import States
 from llmtrain.training.stop import Signals
 from llmtrain.training.trial import discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
@@ -78,13 +79,19 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class DataSide:
-    """The data, opened where the last checkpoint left it. heldout: None = nothing is held out."""
+    """The data, opened where the last checkpoint left it.
+
+    heldout: None = nothing is held out · changed: parts of the fingerprint that differ from the
+    checkpoint's, as accepted · ended: there is no block left to train on.
+    """
 
     manifest: Manifest
     tokenizer: Tokenizer
     heldout: HeldOut | None
     stream: Stream
     state: DataState
+    changed: tuple[str, ...]
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +184,17 @@ def open_data(
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
     state = DataState.from_json(found.state["data"]) if found else DataState.fresh(manifest)
-    agreed(ranks, lambda: check(state, manifest))
+    agreed(ranks, lambda: check(state, manifest, config))
+    changed = differing(state, manifest)
+    if changed:
+        state = carried_over(state, manifest)
+    if found:
+        state = replace(state, next_block=found.step * config.training.global_batch_size)
     if found and tuple(found.state["weights"]) != manifest.weights:
         state = replace(state, weights_from=state.next_block)
+    ended = bool(found and found.state["ended"] and not changed)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
-    path = run_dir / "eval.safetensors"
+    path = run_dir / prepare.HELDOUT
     limit, reading = config.evaluation.max_documents, reading_of(config, run_dir)
     on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit, reading))
     held = _same_heldout(ranks, path)
@@ -197,7 +210,7 @@ def open_data(
         reading=reading,
     )
     stack.enter_context(closing(stream))
-    return DataSide(manifest, tokenizer, held, stream, state)
+    return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
 
 
 def build_model(
@@ -231,7 +244,7 @@ def fill_state(config: Config, processes: Processes, model: ModelSide, found: Fo
     tensors.set_steps(model.optimizer, found.state["optimizer_steps"])
     same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
     if same:
-        rng.restore(found.state["rng"][ranks.rank], device)
+        rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)
     else:
         rng.seed_rank(config.run.seed, ranks.rank, found.step)
     return same
@@ -301,16 +314,8 @@ def _refuse_silent_restart(search: Search, known: str | None, root: Path) -> Non
 
 def _refuse_other_run(found: Found, config: Config) -> None:
     """The checkpoint must be one of this config, whatever became of config.yaml."""
-    saved, now = found.state["config"], binding_values(config)
-    problems = [
-        Problem(key, now.get(key), f"{saved.get(key)}, as in {found.name}", "put it back")
-        for key in {**saved, **now}
-        if saved.get(key) != now.get(key)
-    ]
-    if found.step > total_steps(config):
-        expected = f"at least {found.step}, the step of {found.name}"
-        problems.append(Problem("training.steps", config.training.steps, expected))
-    if problems:
+    changed = changes(found.state["config"], binding_values(config))
+    if problems := refused(changed, config, f"as in {found.name}"):
         raise UserError(*problems)
 
 

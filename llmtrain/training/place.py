@@ -20,7 +20,7 @@ from typing import Any
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.lock import RunLock, Takeover
 from llmtrain.config.load import load_config
-from llmtrain.config.meaning import differences, dump
+from llmtrain.config.meaning import binding_values, changes, dump, refused
 from llmtrain.config.schema import Config
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.metrics import jsonl
@@ -97,10 +97,8 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
         return
     if not path.exists():
         write_atomically(path, dump(config).encode())
-    changed = differences(load_config(path), config)
-    if changed:
-        expected, remedy = f"with which {run_dir} began", "put it back, or set another run.dir"
-        problems = [Problem(key, new, f"{old}, {expected}", remedy) for key, old, new in changed]
+    changed = changes(binding_values(load_config(path)), binding_values(config))
+    if problems := refused(changed, config, f"with which {run_dir} began"):
         raise UserError(*problems)
 
 

@@ -12,12 +12,14 @@ import shutil
 import time
 from pathlib import Path
 
+from llmtrain.config.meaning import changes, data_values, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.train_tokenizer import tokenizer_config, train_bpe
-from llmtrain.data.units import Survey, freeze, survey, training_texts
+from llmtrain.data.units import Survey, changed_files, freeze, survey, training_texts
+from llmtrain.errors import UserError
 from llmtrain.model.tokenizer import save_tokenizer
 from llmtrain.training.place import write_atomically
 
@@ -25,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
+HELDOUT = "eval.safetensors"
 _TOKENIZER_TEXT_BYTES = 64 << 20
 
 
@@ -34,12 +37,39 @@ def prepare(config: Config, run_dir: Path, processes: int, revision: str | None)
     processes: ranks times data workers, which the number of lanes should be a multiple of ·
     revision: the commit of `model.from`. Raises UserError for what is wrong with the data.
     """
+    lanes = None
     if (run_dir / MANIFEST).exists():
-        return
-    found = survey(config, processes, run_dir)
+        changed = accepted_changes(config, run_dir)
+        if not changed:
+            return
+        _log.info("made anew, as checkpoint.accept_changes asks: %s", ", ".join(changed))
+        if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
+            lanes = manifests.glance(run_dir / MANIFEST).lanes
+        _forget(run_dir, tokenizer=any(key.startswith("model.") for key in changed))
+    found = survey(config, processes, run_dir, lanes)
     _tokenizer(config, found, run_dir / TOKENIZER, revision)
     manifest = freeze(found, open_tokenizer(run_dir / TOKENIZER))
     _save(manifest, run_dir / MANIFEST)
+
+
+def accepted_changes(config: Config, run_dir: Path) -> list[str]:
+    """Keys that say something else than when the manifest was made, if all of them may.
+
+    Nothing if one of them may not: the check that follows on every rank refuses it.
+    """
+    known = manifests.glance(run_dir / MANIFEST)
+    keys = [change.key for change in changes(known.made_with, data_values(config))]
+    try:
+        keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
+    except UserError as error:
+        keys += [problem.key for problem in error.problems]
+    return sorted(set(keys)) if all(is_accepted(key, config) for key in keys) else []
+
+
+def _forget(run_dir: Path, *, tokenizer: bool) -> None:
+    (run_dir / HELDOUT).unlink(missing_ok=True)
+    if tokenizer:
+        shutil.rmtree(run_dir / TOKENIZER)
 
 
 def _save(manifest: Manifest, path: Path) -> None:

@@ -1,13 +1,15 @@
-"""The random states of one rank as JSON, so that a resumed run draws what the straight one drew."""
+"""The random states of one rank, so that a resumed run draws what the straight one drew."""
 
 from __future__ import annotations
 
 import base64
 import random  # noqa: TID251  # models and libraries may draw from it; its state is kept, not used
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from llmtrain.hashing import mix
 
@@ -22,30 +24,52 @@ def seed_rank(seed: int, rank: int, step: int = 0) -> None:
     torch.manual_seed(key)
 
 
-def capture(device: torch.device) -> dict[str, Any]:
-    """python, numpy and torch states of this process and its device."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, numbers, following = random.getstate()
-    states: dict[str, Any] = {
-        "python": [version, list(numbers), following],
-        "numpy": [str(name), _text(np.asarray(keys).tobytes()), position, has_gauss, gauss],
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
-    }
-    if device.type == "cuda":
-        states["device"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return states
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """The generators of this process as they give them; device: None without a GPU."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: Tensor
+    device: Tensor | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `trainer_state.json` keeps them."""
+        version, numbers, following = self.python
+        name, keys, position, has_gauss, gauss = self.numpy
+        keys = np.asarray(keys).astype("<u4").tobytes()
+        states: dict[str, Any] = {
+            "python": [version, list(numbers), following],
+            "numpy": [str(name), _text(keys), position, has_gauss, gauss],
+            "torch": _text(self.torch.numpy().tobytes()),
+        }
+        if self.device is not None:
+            states["device"] = _text(self.device.numpy().tobytes())
+        return states
+
+    @staticmethod
+    def from_json(kept: dict[str, Any]) -> States:
+        """The inverse of `to_json`."""
+        version, numbers, following = kept["python"]
+        name, keys, *rest = kept["numpy"]
+        numpy = (name, np.frombuffer(_bytes(keys), dtype="<u4"), *rest)
+        device = _tensor(kept["device"]) if "device" in kept else None
+        return States((version, tuple(numbers), following), numpy, _tensor(kept["torch"]), device)
 
 
-def restore(states: dict[str, Any], device: torch.device) -> None:
+def capture(device: torch.device) -> States:
+    """The states now; costs some microseconds and waits for no device."""
+    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return States(random.getstate(), np.random.get_state(), torch.get_rng_state(), there)
+
+
+def restore(states: States, device: torch.device) -> None:
     """Put back what `capture` returned."""
-    version, numbers, following = states["python"]
-    random.setstate((version, tuple(numbers), following))
-    name, keys, position, has_gauss, gauss = states["numpy"]
-    state = (name, np.frombuffer(_bytes(keys), dtype=np.uint32), position, has_gauss, gauss)
-    np.random.set_state(state)
-    torch.set_rng_state(_tensor(states["torch"]))
-    if device.type == "cuda" and "device" in states:
-        torch.cuda.set_rng_state(_tensor(states["device"]), device)
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.set_rng_state(states.torch)
+    if device.type == "cuda" and states.device is not None:
+        torch.cuda.set_rng_state(states.device, device)
 
 
 def _text(data: bytes) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
+from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.engine import TorchEngine
 from llmtrain.distributed.ranks import (
     ControlGroup,
     lost_peer,
-    on_rank_zero,
     peer_lost,
     refuse,
     sum_over_ranks,
@@ -36,7 +35,8 @@ from llmtrain.distributed.ranks import (
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.training import opening, saving, stop
+from llmtrain.training import opening, rng, saving, stop
+from llmtrain.training.announce import announce, tell_what_changed
 from llmtrain.training.due import Due, agreed_stop
 from llmtrain.training.guards import Guards
 from llmtrain.training.journal import Journal, RunLog
@@ -69,6 +69,16 @@ class StoppedEarlyError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.step = step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """What a step changes on the host, as it was in front of `step`."""
+
+    step: int
+    cursors: dict[int, tuple[Cursor, ...]]
+    counts: dict[str, Counter[str]]
+    rng: rng.States
 
 
 @dataclass(slots=True)
@@ -105,6 +115,7 @@ class Run:
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failed_saves: int = 0
     data_error: Exception | None = None
+    before: deque[Before] = field(default_factory=lambda: deque(maxlen=2))
 
     @property
     def steps(self) -> int:
@@ -138,7 +149,10 @@ class Run:
         return self.run_dir / "checkpoints"
 
     def begin(self, step: int) -> None:
-        """Start the clock of a step."""
+        """Start the clock of a step, and keep the state to return to if its data fails."""
+        counts = {label: Counter(met) for label, met in self.counts.items()}
+        state = Before(step, dict(self.cursors), counts, rng.capture(self.device))
+        self.before.append(state)
         self.meter.begin(step)
 
     def next_batch(self) -> Batch:
@@ -200,16 +214,27 @@ class Run:
         for label, met in batch.counts.items():
             self.counts.setdefault(label, Counter()).update(met)
 
+    def put_back(self, step: int) -> None:
+        """The state in front of `step`: neither it nor the one behind it was applied.
+
+        Their vectors said that data failed, so weights, moments and counted tokens are untouched.
+        """
+        before = next(one for one in self.before if one.step == step)
+        self.step = self.journal.step = step - 1
+        self.cursors, self.counts = before.cursors, before.counts
+        rng.restore(before.rng, self.device)
+
     def save(self, step: int) -> None:
         """Write a checkpoint of the state after `step`."""
-        ends = "end" if step == self.steps else "period"
+        ends = "end" if self.due.stop(step) else "period"
         saving.save(self, step, self.due.stop_reason or ends)
 
     def finish(self) -> Result:
         """The end line and the last status."""
         finished = self.due.finished(self.step)
         state = "finished" if finished else "stopped"
-        reason = None if finished else self.due.stop_reason
+        ended = "data_ended" if self.due.data_ended else None
+        reason = ended if finished else self.due.stop_reason
         for label, met in saving.documents_met(self).items():
             if met.get("dropped") or met.get("replaced"):
                 self.journal.event("dropped_documents", self.step, source=label, **met)
@@ -234,7 +259,7 @@ def open_run(config: Config) -> Iterator[Run]:
         logfile = stack.enter_context(closing(LogFile(rank)))
         place = stack.enter_context(_claim(config)) if rank == 0 else None
         run_dir = opening.run_directory(config)
-        journal = stack.enter_context(closing(Journal(run_dir, rank, opening.total_steps(config))))
+        journal = stack.enter_context(closing(Journal(run_dir, rank)))
         if place is not None:
             journal.step = place.step
             logfile.open(run_dir)
@@ -253,14 +278,28 @@ def open_run(config: Config) -> Iterator[Run]:
             _heed_a_stop(ranks, signals, journal)
             same = found is None or opening.fill_state(config, processes, model, found)
             run = _assemble(config, processes, found, data, model, journal, signals)
-            _announce(run, time.perf_counter() - started)
-            _tell_what_changed(run, place, processes, found, same_randomness=same)
+            announce(run, time.perf_counter() - started)
+            tell_what_changed(run, place, processes, found, same_randomness=same)
             run.due.ask(agreed_stop(ranks, run.flags()))
             try:
                 yield run
-            except DataFailedError:  # all ranks are here: those whose data failed say why
-                refuse(ranks.vote(run.data_error), run.data_error)
+            except DataFailedError as failed:  # all ranks are here
+                _end_without_data(run, failed.step)
                 raise
+
+
+def _end_without_data(run: Run, step: int) -> None:
+    """Ranks whose data failed in `step` say why, and all raise it.
+
+    What a restart may cure (the network stayed away, a worker died) is saved first, so that no
+    document is lost; behind a bad unit or a defect nothing is.
+    """
+    vote = run.ranks.vote(run.data_error)
+    run.put_back(step)
+    curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
+    if curable and run.due.unsaved(run.step):
+        saving.save(run, run.step, "data_failed")
+    refuse(vote, run.data_error)
 
 
 def _heed_a_stop(ranks: ControlGroup, signals: stop.Signals, journal: Journal) -> None:
@@ -324,6 +363,7 @@ def _assemble(
         first,
         evaluation["step"] if evaluation else None,
         heldout=data.heldout is not None,
+        ended=data.ended,
     )
     return Run(
         config=config,
@@ -339,7 +379,7 @@ def _assemble(
         spec=model.spec,
         micro_batch_size=model.micro_batch_size,
         data=data,
-        meter=_meter(config, launched.device, data, saved.get("sources", {})),
+        meter=_meter(config, launched, data, saved.get("sources", {})),
         journal=journal,
         log=RunLog(journal, due, launched.device, evaluation),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0)),
@@ -357,82 +397,19 @@ def _assemble(
     )
 
 
-def _meter(config: Config, device: torch.device, data: DataSide, sources: dict[str, int]) -> Meter:
+def _meter(config: Config, launched: Launched, data: DataSide, sources: dict[str, int]) -> Meter:
     def learning_rate(step: int) -> float:
         factor = learning_rate_factor(config.optimizer, opening.total_steps(config), step)
         return config.optimizer.learning_rate * factor
 
     digest = data.state.stream_digest
     labels = data.manifest.labels
-    return Meter(device, labels, learning_rate, roll, sources=sources, stream_digest=digest)
-
-
-def _announce(run: Run, seconds: float) -> None:
-    """The start's line, and the same for people."""
-    on_rank_zero(run.ranks, run.auto.save)
-    journal, first = run.journal, run.first_step
-    journal.step = first
-    journal.track(run.config, first)
-    parameters = list(run.unwrapped.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    journal.write(
-        "start",
-        first,
-        world_size=run.ranks.world_size,
-        strategy=run.strategy,
-        device=device_name(run.device),
-        micro_batch_size=run.micro_batch_size,
-        accumulation=run.accumulation,
-        parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=trainable,
-        resumed_from=run.resumed_from,
-        steps=run.steps,
-        versions=run.versions,
-        plan={},
+    return Meter(
+        launched.device,
+        labels,
+        learning_rate,
+        roll,
+        world_size=launched.ranks.world_size,
+        sources=sources,
+        stream_digest=digest,
     )
-    journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
-    for line in _summary(run, trainable, seconds):
-        _log.info(line)
-
-
-def _tell_what_changed(
-    run: Run,
-    place: Place | None,
-    processes: Processes,
-    found: Found | None,
-    *,
-    same_randomness: bool,
-) -> None:
-    """Events for what is not as it was when the run began, or not as one would expect."""
-    event, first = run.journal.event, run.first_step
-    if place is not None and place.takeover is not None:
-        event("lock_taken_over", first, reason=place.takeover.reason)
-    if not same_randomness:
-        event("rng_reseeded", first, world_size=run.ranks.world_size)
-    if processes.decided_anew:
-        event("auto_decided_anew", first, **run.auto.launch)
-    before: dict[str, str] = found.state["versions"] if found else {}
-    if other := {key: run.versions[key] for key in before if run.versions.get(key) != before[key]}:
-        event("other_versions", first, **other)
-    if run.data.heldout is None:
-        event("nothing_held_out", first)
-
-
-def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
-    manifest, training = run.data.manifest, run.config.training
-    processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
-    rows = f"{processes} × {run.micro_batch_size} × {run.accumulation}"
-    sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
-    return [
-        f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",
-        f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
-        f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
-        f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
-    ]
-
-
-def device_name(device: torch.device) -> str:
-    """What a person calls the device."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return platform.processor() or platform.machine()

@@ -103,7 +103,8 @@ def _gathered(run: Run, step: int) -> list[dict[str, Any]]:
         rank=run.ranks.rank,
         world_size=run.ranks.world_size,
     )
-    mine = {"rng": rng.capture(run.device), "cursors": cursors.tolist(), "counts": run.counts}
+    states = rng.capture(run.device).to_json()
+    mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.counts}
     return [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
 
 
@@ -153,7 +154,7 @@ def _small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, 
         "evaluation": run.log.last_evaluation,
         "skipped_in_a_row": run.guards.skipped_in_a_row,
         "patience": None,
-        "ended": None,
+        "ended": run.due.data_ended,
         "auto": json.loads(run.auto.to_bytes()),
         "versions": run.versions,
     }

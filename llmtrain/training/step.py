@@ -57,6 +57,8 @@ def host_part(
         "signal": flags.signal,
         "stop_file": flags.stop_file,
         "lost_launcher": flags.lost_launcher,
+        "padding_only": not batch.sources,
+        "ended": batch.ended,
     }
     return [float(said[slot]) for slot in SLOTS[3:]] + [
         float(batch.sources.get(label, 0)) for label in labels

@@ -207,3 +207,10 @@ def test_bestfit_needs_the_document_mask(tmp_path):
     assert not problems(tmp_path, "data.packing=bestfit")
     wrong = problems(tmp_path, "data.packing=bestfit", "data.document_mask=false")
     assert list(wrong) == ["data.document_mask"]
+
+
+def test_accept_changes_takes_names_of_keys_and_sections(tmp_path):
+    names = "[data, data.sources.0.path, optimizer.learning_rate, model.config.hidden_size]"
+    assert not problems(tmp_path, f"checkpoint.accept_changes={names}")
+    wrong = problems(tmp_path, "checkpoint.accept_changes=[optimizer.learning_rat]")
+    assert "optimizer.learning_rate" in wrong["checkpoint.accept_changes"]

@@ -8,8 +8,19 @@ from hypothesis import strategies as st
 
 from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.load import load_config
-from llmtrain.config.meaning import config_digest_values, differences, dump
+from llmtrain.config.meaning import (
+    binding_values,
+    changes,
+    config_digest_values,
+    dump,
+    is_accepted,
+    refused,
+)
 from llmtrain.config.schema import Config
+
+
+def differences(old: Config, new: Config):
+    return changes(binding_values(old), binding_values(new))
 
 
 def test_every_key_has_its_value(tmp_path):
@@ -109,3 +120,25 @@ def test_texts_that_look_like_numbers_stay_texts(tmp_path, revision):
     again = Path(tmp_path) / "config.yaml"
     again.write_text(dump(config), encoding="utf-8")
     assert load_config(again).data.sources[0].revision == revision
+
+
+def test_what_accept_changes_names_is_not_refused(tmp_path):
+    accept = "checkpoint.accept_changes=[data.seq_len, model.config]"
+    overrides = ["data.seq_len=8", "model.config.hidden_size=16", "run.seed=1"]
+    old, new = loaded(tmp_path), loaded(tmp_path, accept, *overrides)
+    found = differences(old, new)
+    assert {change.key for change in found} == {
+        "data.seq_len",
+        "model.config.hidden_size",
+        "run.seed",
+    }
+    (problem,) = refused(found, new, "as before")
+    assert problem.key == "run.seed"
+    assert "accept_changes=[run.seed]" in str(problem)
+
+
+def test_a_key_that_only_begins_alike_is_not_accepted(tmp_path):
+    config = loaded(tmp_path, "checkpoint.accept_changes=[data.sources.1]")
+    assert is_accepted("data.sources.1.text_column", config)
+    assert not is_accepted("data.sources.10.text_column", config)
+    assert not is_accepted("data.sources", config)

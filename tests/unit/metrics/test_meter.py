@@ -28,6 +28,7 @@ def meter(**sources: int) -> Meter:
         ("en", "vi"),
         lambda step: step / 10,
         roll,
+        world_size=2,
         sources=sources,
         stream_digest=0,
     )
@@ -120,3 +121,25 @@ def test_a_step_without_data_on_some_rank_raises_and_leaves_no_trace() -> None:
         list(one.receive(3, due))
     assert (one.stream_digest, one.tokens) == (digest, 8)
     assert due.learned == [1]
+
+
+def test_the_data_has_ended_when_all_ranks_say_so() -> None:
+    one, due = meter(), Decider(1, 2)
+    send(one, 1, ended=1.0, padding_only=1.0)
+    (numbers,) = one.receive(1, due)
+    assert not numbers.ended
+    assert not numbers.padding_only
+    send(one, 2, ended=2.0, padding_only=2.0, en=0, vi=0)
+    (numbers,) = one.receive(2, due)
+    assert numbers.ended
+    assert numbers.padding_only
+    assert math.isnan(numbers.loss)
+
+
+def test_a_step_whose_data_failed_is_named() -> None:
+    one, due = meter(), Decider()
+    send(one, 4, data_failed=1.0)
+    with pytest.raises(DataFailedError) as raised:
+        list(one.receive(5, due))
+    assert raised.value.step == 4
+    assert one.tokens == 0

@@ -23,13 +23,19 @@ def terminal(monkeypatch):
     return Terminal()
 
 
+def progress_of(steps, stream, **options):
+    progress = Progress(stream, **options)
+    progress.steps = steps
+    return progress
+
+
 def visible(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 def test_a_log_gets_plain_lines_without_control_characters():
     out = io.StringIO()
-    progress = Progress(300, out)
+    progress = progress_of(300, out)
     progress.note("run\x1b[31m runs/a\r")
     progress.training(numbers(10))
     progress.evaluation({"step": 10, "split": "heldout", "loss": 3.25, "bits_per_byte": 1.5})
@@ -50,7 +56,7 @@ def test_a_log_gets_plain_lines_without_control_characters():
 
 def test_a_log_gets_a_line_only_where_the_metrics_do():
     out = io.StringIO()
-    progress = Progress(300, out)
+    progress = progress_of(300, out)
     for step in range(1, 31):
         progress.training(numbers(step), line=step % 10 == 0)
     assert [line.split()[0] for line in out.getvalue().splitlines()] == [
@@ -62,7 +68,7 @@ def test_a_log_gets_a_line_only_where_the_metrics_do():
 
 def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     clock = iter([0.0, 10.0])
-    progress = Progress(300, terminal, clock=lambda: next(clock))
+    progress = progress_of(300, terminal, clock=lambda: next(clock))
     progress.checkpoint(100)
     progress.training(numbers(140, loss=3.5))
     progress.training(numbers(150, loss=3.4), memory_gb=1.25)
@@ -76,7 +82,7 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
 def test_a_narrow_terminal_keeps_what_matters_most(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     clock = iter([0.0, 10.0])
-    progress = Progress(100_000, terminal, clock=lambda: next(clock))
+    progress = progress_of(100_000, terminal, clock=lambda: next(clock))
     progress.checkpoint(40_000)
     progress.training(numbers(41_000))
     progress.training(numbers(42_000), memory_gb=70.5)
@@ -90,7 +96,7 @@ def test_a_narrow_terminal_keeps_what_matters_most(terminal, monkeypatch):
 
 def test_a_terminal_is_drawn_at_most_four_times_a_second(terminal):
     now = [0.0]
-    progress = Progress(10**6, terminal, clock=lambda: now[0])
+    progress = progress_of(10**6, terminal, clock=lambda: now[0])
     for step in range(1, 1001):  # ten seconds
         now[0] += 0.01
         progress.training(numbers(step))
@@ -99,7 +105,7 @@ def test_a_terminal_is_drawn_at_most_four_times_a_second(terminal):
 
 
 def test_a_step_between_two_draws_formats_and_writes_nothing(terminal):
-    progress = Progress(10**6, terminal, clock=lambda: 0.0)
+    progress = progress_of(10**6, terminal, clock=lambda: 0.0)
     progress.training(numbers(1))
     size = len(terminal.getvalue())
     unset = object.__new__(type(numbers(1)))  # a field that is read raises
@@ -110,7 +116,7 @@ def test_a_step_between_two_draws_formats_and_writes_nothing(terminal):
 
 def test_no_color_is_honoured(terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    progress = Progress(300, terminal)
+    progress = progress_of(300, terminal)
     progress.training(numbers(10))
     progress.close()
     assert not re.search(
@@ -119,7 +125,7 @@ def test_no_color_is_honoured(terminal, monkeypatch):
 
 
 def test_markup_in_a_text_stays_text(terminal):
-    progress = Progress(300, terminal)
+    progress = progress_of(300, terminal)
     progress.training(numbers(10))
     progress.note("[red]sample[/red] [/]")
     progress.close()
@@ -128,13 +134,13 @@ def test_markup_in_a_text_stays_text(terminal):
 
 def test_a_dumb_terminal_is_a_log(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    progress = Progress(300, terminal)
+    progress = progress_of(300, terminal)
     progress.training(numbers(10))
     assert terminal.getvalue().startswith("step=10/300 ")
 
 
 def test_without_a_stream_nothing_is_shown(capsys):
-    progress = Progress(300, None)
+    progress = progress_of(300, None)
     progress.training(numbers(10))
     progress.note("text")
     progress.close()
@@ -143,7 +149,7 @@ def test_without_a_stream_nothing_is_shown(capsys):
 
 def test_a_terminal_that_goes_away_does_not_end_the_run():
     out = io.StringIO()
-    progress = Progress(300, out)
+    progress = progress_of(300, out)
     out.close()
     progress.training(numbers(10))
     progress.training(numbers(20))
@@ -151,7 +157,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run():
 
 def test_a_loss_that_is_not_finite_is_shown_as_such():
     out = io.StringIO()
-    Progress(300, out).training(numbers(10, loss=math.nan))
+    progress_of(300, out).training(numbers(10, loss=math.nan))
     assert "loss=nan" in out.getvalue()
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from helpers.tiny import tiny_config
 
 from llmtrain.config.schema import Config
@@ -6,7 +8,9 @@ from llmtrain.training.due import Due, agreed_stop
 from llmtrain.types import Flags, Numbers
 
 
-def due(first: int = 0, evaluated: int | None = None, *, heldout: bool = True) -> Due:
+def due(
+    first: int = 0, evaluated: int | None = None, *, heldout: bool = True, ended: bool = False
+) -> Due:
     config = tiny_config(
         "run",
         training__steps=50,
@@ -14,11 +18,11 @@ def due(first: int = 0, evaluated: int | None = None, *, heldout: bool = True) -
         checkpoint__every_steps=15,
         logging__every_steps=10,
     )
-    return Due(Config.model_validate(config), first, evaluated, heldout=heldout)
+    return Due(Config.model_validate(config), first, evaluated, heldout=heldout, ended=ended)
 
 
 def numbers(step: int, *stops: str) -> Numbers:
-    return Numbers(step, 1.0, 1.0, 1.0, 1, 1, 1.0, 0.0, 0, False, {}, False, stops)
+    return Numbers(step, 1.0, 1.0, 1.0, 1, 1, 1.0, 0.0, 0, False, {}, False, stops=stops)
 
 
 def test_the_base_line_the_period_and_the_end_are_evaluated() -> None:
@@ -78,3 +82,24 @@ def test_outside_a_step_ranks_agree_on_the_reason_that_outranks_others() -> None
     assert agreed_stop(Single(), Flags()) == ()
     assert agreed_stop(Single(), Flags(signal=True, stop_file=True)) == ("signal",)
     assert agreed_stop(Single(), Flags(signal=True, lost_launcher=True)) == ("launcher_lost",)
+
+
+def test_the_end_of_the_data_ends_a_run_like_its_last_step() -> None:
+    one = due()
+    assert not one.stop(37)
+    one.learn(replace(numbers(36), ended=True))
+    assert one.stop(37)
+    assert one.evaluation(37)
+    assert one.checkpoint(37)
+    assert one.line(37)
+    assert not one.finished(37)
+    one.evaluated(37)
+    assert one.finished(37)
+    assert one.stop_reason is None
+
+
+def test_a_run_whose_data_ended_takes_no_step_after_a_resume() -> None:
+    again = due(first=37, evaluated=37, ended=True)
+    assert again.stop(37)
+    assert again.finished(37)
+    assert not again.checkpoint(37)

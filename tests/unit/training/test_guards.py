@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from llmtrain.config.schema import TrainingConfig
@@ -34,3 +36,10 @@ def test_a_step_without_a_trained_token_is_the_users_to_mend() -> None:
     guards = Guards(TrainingConfig(steps=9), 0)
     with pytest.raises(UserError, match="trained token"):
         guards.check(numbers(4, skipped=True, tokens=0))
+
+
+@pytest.mark.parametrize("what", ["ended", "padding_only"])
+def test_a_step_behind_the_end_of_the_data_is_no_failure(what: str) -> None:
+    guards = Guards(TrainingConfig(steps=9, on_nonfinite="stop"), 0)
+    guards.check(replace(numbers(4, skipped=True, tokens=0), **{what: True}))
+    assert guards.skipped_in_a_row == 0

@@ -1,0 +1,95 @@
+"""What a start says of the run once it is open: the `start` line, the summary, what has changed."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmtrain.checkpoint.read import Found
+from llmtrain.config.meaning import binding_values, changes
+from llmtrain.distributed.ranks import on_rank_zero
+from llmtrain.training.opening import Processes
+from llmtrain.training.place import Place
+
+if TYPE_CHECKING:
+    from llmtrain.training.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+def announce(run: Run, seconds: float) -> None:
+    """The start's line, and the same for people."""
+    on_rank_zero(run.ranks, run.auto.save)
+    journal, first = run.journal, run.first_step
+    journal.step = first
+    journal.track(run.config, first)
+    parameters = list(run.unwrapped.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    journal.write(
+        "start",
+        first,
+        world_size=run.ranks.world_size,
+        strategy=run.strategy,
+        device=_device_name(run.device),
+        micro_batch_size=run.micro_batch_size,
+        accumulation=run.accumulation,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=trainable,
+        resumed_from=run.resumed_from,
+        steps=run.steps,
+        versions=run.versions,
+        plan={},
+    )
+    journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
+    for line in _summary(run, trainable, seconds):
+        _log.info(line)
+
+
+def tell_what_changed(
+    run: Run,
+    place: Place | None,
+    processes: Processes,
+    found: Found | None,
+    *,
+    same_randomness: bool,
+) -> None:
+    """Events for what is not as it was when the run began, or not as one would expect."""
+    event, first = run.journal.event, run.first_step
+    if place is not None and place.takeover is not None:
+        event("lock_taken_over", first, reason=place.takeover.reason)
+    if not same_randomness:
+        event("rng_reseeded", first, world_size=run.ranks.world_size)
+    if processes.decided_anew:
+        event("auto_decided_anew", first, **run.auto.launch)
+    before: dict[str, str] = found.state["versions"] if found else {}
+    if other := {key: run.versions[key] for key in before if run.versions.get(key) != before[key]}:
+        event("other_versions", first, **other)
+    saved: dict[str, object] = found.state["config"] if found else binding_values(run.config)
+    keys = [change.key for change in changes(saved, binding_values(run.config))]
+    if keys or run.data.changed:
+        event("changes_accepted", first, keys=keys, data=list(run.data.changed))
+    if run.data.heldout is None:
+        event("nothing_held_out", first)
+
+
+def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
+    manifest, training = run.data.manifest, run.config.training
+    processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
+    rows = f"{processes} × {run.micro_batch_size} × {run.accumulation}"
+    sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
+    return [
+        f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",
+        f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
+        f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
+        f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
+    ]
+
+
+def _device_name(device: torch.device) -> str:
+    """What a person calls the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return platform.processor() or platform.machine()
