@@ -30,7 +30,7 @@ def test_a_state_comes_back_from_json_as_it_was(manifests):
     assert again.to_json() == state.to_json()
     assert np.array_equal(again.cursors, cursors)
     assert (again.next_block, again.stream_digest) == (480, 2**64 - 1)
-    check(again, manifests[0], corpus.config())
+    check(again, manifests[0], corpus.config("any"))
 
 
 def test_a_state_is_small(manifests):
@@ -42,7 +42,7 @@ def test_a_state_is_small(manifests):
 
 def test_a_state_of_other_data_is_refused_with_what_differs(manifests):
     with pytest.raises(UserError) as raised:
-        check(DataState.fresh(manifests[0]), manifests[1], corpus.config())
+        check(DataState.fresh(manifests[0]), manifests[1], corpus.config("any"))
     keys = {problem.key for problem in raised.value.problems}
     assert keys == {"data: files", "data: units", "data: seq_len"}
 
@@ -56,7 +56,7 @@ def test_the_last_block_of_a_lane_is_known_by_arithmetic(lanes):
 
 
 def accepting(*names):
-    config = corpus.config()
+    config = corpus.config("any")
     checkpoint = config.checkpoint.model_copy(update={"accept_changes": names})
     return config.model_copy(update={"checkpoint": checkpoint})
 
@@ -77,7 +77,7 @@ def test_other_blocks_of_the_same_order_begin_each_lanes_document_again(manifest
     longer = replace(manifests[0], seq_len=32)
     again = carried_over(state, longer)
     assert (again.cursors == [1, 2, 3, 0]).all()
-    check(again, longer, corpus.config())
+    check(again, longer, corpus.config("any"))
 
 
 def test_another_order_begins_at_its_beginning(manifests):
