@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import time
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +27,6 @@ from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.checks import check_batch
 from llmtrain.config.meaning import binding_values, changes, config_digest_values, refused
 from llmtrain.config.schema import Config
-from llmtrain.data import heldout, units
-from llmtrain.data.heldout import HeldOut
-from llmtrain.data.manifest import Manifest
-from llmtrain.data.readers import Reading, reading_of
-from llmtrain.data.state import DataState, carried_over, check, differing
-from llmtrain.data.stream import Stream, discard_factor, open_stream
-from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.distributed import accelerator as launching
 from llmtrain.distributed import state as tensors
 from llmtrain.distributed.accelerator import Launched
@@ -75,23 +68,6 @@ class Processes:
     auto: Auto
     versions: dict[str, str]
     decided_anew: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DataSide:
-    """The data, opened where the last checkpoint left it.
-
-    heldout: None = nothing is held out · changed: parts of the fingerprint that differ from the
-    checkpoint's, as accepted · ended: there is no block left to train on.
-    """
-
-    manifest: Manifest
-    tokenizer: Tokenizer
-    heldout: HeldOut | None
-    stream: Stream
-    state: DataState
-    changed: tuple[str, ...]
-    ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,49 +144,6 @@ def find_checkpoint(
     seconds = time.perf_counter() - start
     _log.info("resuming at step %s from %s (verified in %.1f s)", found.step, found.name, seconds)
     return found
-
-
-def open_data(
-    config: Config,
-    processes: Processes,
-    found: Found | None,
-    revision: str | None,
-    stack: ExitStack,
-) -> DataSide:
-    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead."""
-    ranks, run_dir = processes.launched.ranks, run_directory(config)
-    workers = _workers(config, processes.launched.device)
-    lanes_for = ranks.world_size * max(1, workers)
-    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision))
-    manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
-    state = DataState.from_json(found.state["data"]) if found else DataState.fresh(manifest)
-    agreed(ranks, lambda: check(state, manifest, config))
-    changed = differing(state, manifest)
-    if changed:
-        state = carried_over(state, manifest)
-    if found:
-        state = replace(state, next_block=found.step * config.training.global_batch_size)
-    if found and tuple(found.state["weights"]) != manifest.weights:
-        state = replace(state, weights_from=state.next_block)
-    ended = bool(found and found.state["ended"] and not changed)
-    _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
-    path = run_dir / prepare.HELDOUT
-    limit, reading = config.evaluation.max_documents, reading_of(config, run_dir)
-    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit, reading))
-    held = _same_heldout(ranks, path)
-    stream = open_stream(
-        manifest,
-        run_dir / prepare.TOKENIZER,
-        blocks_per_step=config.training.global_batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        workers=workers,
-        next_block=state.next_block,
-        cursors=state.cursors,
-        reading=reading,
-    )
-    stack.enter_context(closing(stream))
-    return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
 
 
 def build_model(
@@ -317,63 +250,6 @@ def _refuse_other_run(found: Found, config: Config) -> None:
     changed = changes(found.state["config"], binding_values(config))
     if problems := refused(changed, config, f"as in {found.name}"):
         raise UserError(*problems)
-
-
-def _workers(config: Config, device: torch.device) -> int:
-    """On a CPU the rank reads in its own process; beside a GPU one worker reads ahead."""
-    if config.data.workers == "auto":
-        return 1 if device.type == "cuda" else 0
-    return config.data.workers
-
-
-def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
-    manifest = prepare.load_manifest(config, run_dir)
-    tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER)
-    units.check(manifest, config, tokenizer)
-    return manifest, tokenizer
-
-
-def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None:
-    factor = discard_factor(world_size, workers, lanes)
-    if factor > 1:
-        _log.warning(
-            "each process reads %d blocks for one that it uses: %d processes × %d workers do not "
-            "divide the run's %d lanes",
-            *(factor, world_size, max(1, workers), lanes),
-        )
-
-
-def _prepare_heldout(
-    manifest: Manifest,
-    tokenizer: Tokenizer,
-    path: Path,
-    max_documents: int,
-    reading: Reading,
-) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        if path.exists():
-            heldout.load(path)
-            return
-    except SafetensorError:
-        _log.warning("%s was damaged and is made again", path)
-    heldout.prepare(manifest, tokenizer, path, max_documents, reading)
-
-
-def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:
-    """What rank 0 prepared, on every rank: evaluation is collective."""
-    held = agreed(ranks, lambda: heldout.load(path))
-    tokens = len(held.ids) if held else 0
-
-    def compare() -> None:
-        if int(there) != tokens:
-            expected = "the same file on every rank: the run directory must be shared"
-            raise UserError(Problem(str(path), None, expected))
-
-    there = ranks.broadcast(str(tokens).encode())
-    agreed(ranks, compare)
-    return held
 
 
 def _bare_model(config: Config, found: Found | None, revision: str | None) -> PreTrainedModel:

@@ -35,12 +35,13 @@ from llmtrain.distributed.ranks import (
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.training import opening, rng, saving, stop
+from llmtrain.training import data_side, opening, rng, saving, stop
 from llmtrain.training.announce import announce, tell_what_changed
+from llmtrain.training.data_side import DataSide
 from llmtrain.training.due import Due, agreed_stop
 from llmtrain.training.guards import Guards
 from llmtrain.training.journal import Journal, RunLog
-from llmtrain.training.opening import DataSide, ModelSide, Processes
+from llmtrain.training.opening import ModelSide, Processes
 from llmtrain.training.place import Auto, Place, claim
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.types import Batch, Cursor, Flags, Spec, StepVector
@@ -272,7 +273,9 @@ def open_run(config: Config) -> Iterator[Run]:
             found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
             _heed_a_stop(ranks, signals, journal)
             revision = opening.base_revision(config, processes, found)
-            data = opening.open_data(config, processes, found, revision, stack)
+            data = data_side.open_data(config, processes, found, revision, stack)
+            config = data_side.with_steps(config, processes, found)
+            journal.expect(opening.total_steps(config))
             _heed_a_stop(ranks, signals, journal)
             model = opening.build_model(config, processes, found, revision)
             _heed_a_stop(ranks, signals, journal)
