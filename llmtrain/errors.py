@@ -62,6 +62,9 @@ class RunError(Exception):
         self.exit_code = exit_code
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type[RunError], tuple[object, ...]]:
+        return RunError, (self.args[0], self.exit_code, self.remedy)  # it may cross processes
+
     def __str__(self) -> str:
         return f"{self.args[0]}\n    next:     {self.remedy}"
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from llmtrain.cli import data
+
 if TYPE_CHECKING:
     from llmtrain.tools.launch import Ended
 
@@ -109,6 +111,9 @@ def report(
     from llmtrain.report.page import write_report
 
     print(write_report(run, out))
+
+
+app.add_typer(data.app, name="data", rich_help_panel="Look after", help="tokenize")
 
 
 def _end(ended: Ended) -> NoReturn:

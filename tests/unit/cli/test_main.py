@@ -41,13 +41,15 @@ def test_help_shows_the_commands_in_groups():
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
         "Train      train         run a config; the same command resumes\n"
         "           report        write report.html\n"
+        "Look after data          tokenize\n"
         "\n"
         "Options    --version  --help  --install-completion\n"
     )
 
 
-def test_help_imports_typer_alone():
-    assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
+@pytest.mark.parametrize("command", ["", "data", "data tokenize"])
+def test_help_imports_typer_alone(command):
+    assert not (HEAVY | {"pydantic", "yaml"}) & imported_by(*command.split(), "--help")
 
 
 def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
@@ -56,9 +58,9 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
         assert not HEAVY & imported_by("train", path, *launched)
 
 
-@pytest.mark.parametrize("command", ["quickstart", "train", "report"])
+@pytest.mark.parametrize("command", ["quickstart", "train", "report", "data", "data tokenize"])
 def test_every_command_explains_itself(command):
-    shown = run(command, "--help")
+    shown = run(*command.split(), "--help")
     assert shown.returncode == 0
     assert f"Usage: llmtrain {command}" in shown.stdout
 

@@ -1,0 +1,82 @@
+"""`llmtrain data …`: look after what is trained on. Parse, call, print.
+
+Only typer is imported here, as in `main.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory, or the same.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Processes; as many as there are processors."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
+
+
+@app.command(help="tokens of all documents as Megatron .bin and .idx; the same command goes on")
+def tokenize(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    out: Out,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    ] = None,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Write the token cache of a config's sources."""
+    from llmtrain.config.load import load_config
+    from llmtrain.tools.pool import processors
+    from llmtrain.tools.tokenize import tokenize as write
+
+    told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
+    result = write(load_config(config, overrides or []), out, jobs or processors(), told)
+    values = {
+        "files": list(result.files),
+        "documents": result.documents,
+        "tokens": result.tokens,
+        "dropped": result.dropped,
+        "replaced": result.replaced,
+        "seconds": round(result.seconds, 3),
+    }
+    _show(values, as_json, out)
+
+
+def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:
+    """Says on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
+    moves = sys.stderr.isatty()
+    next_time = 0.0
+
+    def tell(done: int, of: int, amount: int) -> None:
+        nonlocal next_time
+        now = time.perf_counter()
+        if now < next_time and done < of:
+            return
+        next_time = now + _SECONDS_BETWEEN[moves]
+        begin, end = ("\r\033[K", "\n" if done == of else "") if moves else ("", "\n")
+        print(f"{begin}{words(done, of, amount)}", end=end, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _show(values: dict[str, Any], as_json: bool, out: Path) -> None:
+    """The result: an object for scripts, lines for people."""
+    if as_json:
+        print(json.dumps(values))
+        return
+    for name in values["files"]:
+        print(out / name)
+    facts = [f"{value:,} {key}" for key, value in values.items() if isinstance(value, int)]
+    print(f"{', '.join(facts)} in {values['seconds']:.1f} s")

@@ -1,0 +1,67 @@
+"""One function over many tasks, in spawned processes that end with the command whatever ends it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from llmtrain.errors import RESTARTABLE, RunError
+
+T = TypeVar("T")
+R = TypeVar("R")
+_PR_SET_PDEATHSIG = 1
+_AHEAD = 2  # tasks a process that are handed out
+
+
+def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
+    """The results as they come, in any order; with one job they are made in this process.
+
+    jobs: processes. Raises what the function raises, after which no further task is begun, and
+    RunError if a process died.
+    """
+    if jobs == 1 or len(tasks) < 2:
+        yield from map(function, tasks)
+        return
+    pool = ProcessPoolExecutor(
+        min(jobs, len(tasks)), multiprocessing.get_context("spawn"), _start, (os.getpid(),)
+    )
+    try:
+        left = iter(tasks)
+        running: set[Future[R]] = set()
+        while True:
+            for task in left:
+                running.add(pool.submit(function, task))
+                if len(running) >= _AHEAD * jobs:
+                    break
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    except BrokenProcessPool as error:
+        message = "a process of this command died (out of memory?)"
+        remedy = "give the same command again, perhaps with fewer --jobs: it goes on"
+        raise RunError(message, RESTARTABLE, remedy) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _start(parent: int) -> None:
+    """In a new process: an interrupt is the command's business; die with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
