@@ -23,7 +23,8 @@ import pyarrow as pa
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
 from llmtrain.data.packing import Document, Packed, Span, concat
-from llmtrain.data.readers import Reader, Rows
+from llmtrain.data.readers import Reader
+from llmtrain.data.rows import Rows
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
@@ -49,8 +50,8 @@ class Block:
     """One block.
 
     ids, starts, trained, spans: as in `Packed` · source: −1 = padding, its lane has ended · counts:
-    dropped (null, empty, blank), replaced (invalid UTF-8) and held-out documents met · cursors: its
-    lane's of all sources, behind this block.
+    dropped (null, empty, blank), replaced (invalid UTF-8) and held-out documents met, and skipped
+    units and lines · cursors: its lane's of all sources, behind this block.
     """
 
     ids: np.ndarray
@@ -146,6 +147,8 @@ def _texts(manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor
         if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
             raise _no_documents(source.label, lane)
         first = cursor.row if (epoch, position) == cursor[:2] else 0
+        if rows.skipped:
+            counts["skipped"] += rows.skipped
         for row in range(first, len(rows)):
             text, replaced = rows.text(row)
             if text is None:
@@ -184,7 +187,8 @@ def _units(
         units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
         for index in range(position, len(units)):
             u = int(units[index])
-            rows = reader.rows(source, source.units[u])
+            needed = cursor != START and (epoch, index) == cursor[:2]
+            rows = reader.rows(source, source.units[u], epoch, needed=needed)
             order = permutation(len(rows), mix(seed, 2, k, epoch, u))
             yield epoch, index, rows.take(pa.array(order)), u in heldout
         epoch, position = epoch + 1, 0

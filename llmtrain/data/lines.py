@@ -18,7 +18,8 @@ import json
 import re
 
 from llmtrain.data.manifest import Unit
-from llmtrain.errors import Problem, UserError
+from llmtrain.data.skipped import UnreadableError
+from llmtrain.errors import Problem
 
 MIB = 1 << 20
 DECODED_LIMIT = 64 * MIB  # a compressed file when decoded; a line
@@ -26,8 +27,8 @@ LINE_MARGIN = 64 * 1024
 ZSTD_CHUNK = 64 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
-
-
+GZIP_MAGIC = b"\x1f\x8b"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 
 
@@ -40,6 +41,8 @@ def parse(
     line: bytes, text_column: str, id_column: str | None
 ) -> tuple[bytes | None, bytes | None]:
     """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
+    if line.lstrip(BOM + b" \t\r").startswith(b"["):
+        raise ValueError("a JSON list; `llmtrain data repack` makes one object a line of it")
     try:
         row = json.loads(line.removeprefix(BOM).decode("utf-8", "surrogateescape"))
     except RecursionError as error:
@@ -71,6 +74,18 @@ def reach(unit: Unit, size: int, margin: int = LINE_MARGIN) -> tuple[int, int]:
     return max(unit.start - 1, 0), min(unit.stop + margin, size)
 
 
+def refuse_utf_16(data: bytes, where: str) -> None:
+    """Raise UnreadableError if a file begins as UTF-16 and 32 do."""
+    if data.startswith(UTF_16):
+        raise UnreadableError(not_utf_8(where, "its first bytes are those of UTF-16"))
+
+
+def not_utf_8(where: str, reason: str) -> Problem:
+    """Text in another encoding."""
+    remedy = "convert the file, with iconv for example"
+    return Problem(where, f"not UTF-8: {reason}", "text in UTF-8", remedy)
+
+
 def owned(
     file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str, where: str
 ) -> tuple[bytes, int]:
@@ -90,7 +105,8 @@ def owned(
             return data[first:last], base + first
         if margin > DECODED_LIMIT:
             expected = f"lines of at most {DECODED_LIMIT // MIB} MiB"
-            raise UserError(Problem(f"{where}, byte {unit.start}", "a longer line", expected))
+            place = f"{where}, byte {unit.start}"
+            raise UnreadableError(Problem(place, "a longer line", expected))
         margin *= 2
 
 
@@ -105,15 +121,35 @@ def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> 
     return found.end() if found and found.end() < len(data) else None
 
 
+def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size: int) -> int:
+    """Bytes of a compressed file when decoded, as far as its own words tell; −1 or less: unknown.
+
+    gzip says it at its end (of the last member), zstd in its header. size: of the file in bytes.
+    """
+    if compression == "gz":
+        if file.read(2) != GZIP_MAGIC:
+            return -1  # reading it says so
+        file.seek(max(0, size - 4))
+        said = int.from_bytes(file.read(4) or b"", "little")
+        # Deflate cannot make 1,032 bytes of less than one: such a file was cut off.
+        return said if said <= 1032 * size else -1
+    import zstandard
+
+    try:
+        return int(zstandard.frame_content_size(file.read(18) or b""))
+    except zstandard.ZstdError:
+        return -1
+
+
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
-    """The whole content. Raises UserError over DECODED_LIMIT bytes, EOFError if it is cut off."""
+    """The whole content. Raises UnreadableError over DECODED_LIMIT, EOFError if it is cut off."""
     if compression == "gz":
         with gzip.GzipFile(fileobj=file) as stream:
             data = stream.read(DECODED_LIMIT + 1)
     else:
         data = _unpack_zstd(file)
     if len(data) > DECODED_LIMIT:
-        raise UserError(too_large(where))
+        raise UnreadableError(too_large(where))
     return data
 
 
@@ -140,7 +176,8 @@ def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
 def too_large(where: str) -> Problem:
     """A compressed file can only be read whole."""
     expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
-    return Problem(where, "a larger one", expected, "split it, or store it as parquet")
+    remedy = "rewrite it with `llmtrain data repack`, or split it"
+    return Problem(where, "a larger one", expected, remedy)
 
 
 def read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:

@@ -14,19 +14,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from llmtrain.config.schema import Config
 from llmtrain.data.ahead import Ranges
 from llmtrain.data.cache import Cache, cache_root
 from llmtrain.data.footers import column_spans, stored
-from llmtrain.data.lines import MIB, decompress, end_of_line, owned, parse, reach, read_exactly
+from llmtrain.data.lines import (
+    MIB,
+    decompress,
+    end_of_line,
+    owned,
+    parse,
+    reach,
+    read_exactly,
+    refuse_utf_16,
+)
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote import PIECE_BYTES, RangeFile, Remote
 from llmtrain.data.request import HubFile, Stopping, web_url
+from llmtrain.data.rows import Rows, of_table, refuse_other_encoding
+from llmtrain.data.skipped import (
+    FILE_NAME,
+    MANY_IN_A_ROW,
+    LeftOut,
+    Skipped,
+    UnreadableError,
+    too_many,
+)
 from llmtrain.data.sources import file_format
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
@@ -35,50 +53,6 @@ CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
 HELD_BYTES = 128 * MIB  # of a group on the Hub that are read at once, still compressed
-GZIP_MAGIC = b"\x1f\x8b"
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The decoded rows of one unit: texts and ids as bytes, null where there is none."""
-
-    texts: pa.Array
-    ids: pa.Array | None
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the texts and ids."""
-        return int(self.texts.nbytes) + (0 if self.ids is None else int(self.ids.nbytes))
-
-    def text(self, row: int) -> tuple[str | None, bool]:
-        """The document, and whether invalid UTF-8 was replaced; None: null, empty or blank."""
-        raw = self.texts[row].as_py()
-        if raw is None:
-            return None, False
-        try:
-            text, replaced = raw.decode("utf-8"), False
-        except UnicodeDecodeError:
-            text, replaced = raw.decode("utf-8", "replace"), True
-        return (None, False) if not text or text.isspace() else (text, replaced)
-
-    def hash(self, row: int, seed: int) -> int:
-        """xxh3_64 of the document's id, or of its text where it has none."""
-        name = None if self.ids is None else self.ids[row].as_py()
-        if name is None:
-            name = self.texts[row].as_py() or b""
-        return xxhash.xxh3_64_intdigest(name, seed=seed & ((1 << 64) - 1))
-
-    def slice(self, start: int, stop: int) -> Rows:
-        """A range of the rows, without a copy."""
-        ids = None if self.ids is None else self.ids.slice(start, stop - start)
-        return Rows(self.texts.slice(start, stop - start), ids)
-
-    def take(self, order: pa.Array) -> Rows:
-        """A copy of some rows in this order; the unit's other memory can be freed."""
-        return Rows(self.texts.take(order), None if self.ids is None else self.ids.take(order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +61,21 @@ class Reading:
 
     timeout_seconds: after which peers give up on a process that waits for the network · run_dir:
     where the run keeps what reading finds out; None = nowhere · cache_bytes: of the disk for what
-    comes from the Hub.
+    comes from the Hub · skip_bad_units: a unit or line that cannot be decoded is left out and
+    written down; those that were, are left out in any case.
     """
 
     timeout_seconds: float
     run_dir: Path | None = None
     cache_bytes: int = 0
+    skip_bad_units: bool = False
 
 
 def reading_of(config: Config, run_dir: Path | None) -> Reading:
     """How this config reads."""
     timeout_seconds = 60 * config.distributed.timeout_minutes
-    return Reading(timeout_seconds, run_dir, int(config.data.cache_gb * 2**30))
+    cache_bytes = int(config.data.cache_gb * 2**30)
+    return Reading(timeout_seconds, run_dir, cache_bytes, config.data.on_bad_unit == "skip")
 
 
 class Reader:
@@ -115,9 +92,57 @@ class Reader:
         self._ranges = Ranges(Remote(reading.timeout_seconds, stop), cache, stop)
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._skipped = Skipped(reading.run_dir and reading.run_dir / FILE_NAME)
+        self._in_a_row: dict[str, list[tuple[object, ...]]] = {}  # bad units since a good one
 
-    def rows(self, source: Source, unit: Unit) -> Rows:
-        """The rows of a unit, in file order. Raises UserError for a bad file or line."""
+    def rows(
+        self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False
+    ) -> Rows:
+        """The rows of a unit, in file order; none of one that is left out.
+
+        epoch: which the unit is wanted for; None = before the first step · needed: blocks were made
+        of it, so it is not left out now. Raises UserError for a bad file or line unless they are
+        skipped, RunError for what the machine did.
+        """
+        if needed:
+            return self._rows(source, unit)
+        kind: Literal["rows", "bytes"] = "rows" if unit.group >= 0 else "bytes"
+        part = LeftOut(source.label, source.files[unit.file].name, kind, *unit[1:], epoch)
+        error: UnreadableError | None = None
+        if not self._skipped.holds(part):
+            try:
+                rows = self._rows(source, unit)
+            except UnreadableError as caught:
+                if not self._reading.skip_bad_units:
+                    raise
+                error = caught
+                self._skipped.add([(part, _reason(error))])
+            else:
+                self._in_a_row.pop(source.label, None)
+                return rows
+        self._count(source, unit, epoch, error)
+        return Rows(pa.array([], pa.large_binary()), None, skipped=1)
+
+    def skips_file(self, source: Source, file: int, error: UnreadableError | None = None) -> bool:
+        """Is this file left out as a whole? With what is wrong with it, it may be from now on."""
+        known = source.files[file]
+        part = LeftOut(source.label, known.name, "file", -1, 0, known.size, None)
+        if error is not None and self._reading.skip_bad_units:
+            self._skipped.add([(part, _reason(error))])
+        return self._skipped.holds(part)
+
+    def _count(
+        self, source: Source, unit: Unit, epoch: int | None, error: UnreadableError | None
+    ) -> None:
+        """Slices of one group are one thing, so that it alone can not end a run."""
+        place = (unit.file, unit.group if unit.group >= 0 else unit.start, epoch)
+        row = self._in_a_row.setdefault(source.label, [])
+        if row[-1:] != [place]:
+            row.append(place)
+        if len(row) >= MANY_IN_A_ROW:
+            raise too_many(source.label, error)
+
+    def _rows(self, source: Source, unit: Unit) -> Rows:
         with _readable(source, unit):
             if unit.group < 0:
                 return self._kept(source, unit)
@@ -183,6 +208,8 @@ class Reader:
                 data, start = decompress(file, compression, where), 0
             else:
                 data, start = owned(file, unit, known.size, kind, where)
+        if start == 0:
+            refuse_utf_16(data, where)
         position = 0
         for end in end_of_line(kind).finditer(data):
             yield start + position, data[position : end.start()]
@@ -200,6 +227,8 @@ class Reader:
                 try:
                     parse(line, source.text_column, None)
                 except ValueError as error:
+                    if self._reading.skip_bad_units:
+                        return None  # reading leaves it out
                     raise self._bad_line(source, unit, position, error) from error
                 return list(json.loads(line.decode("utf-8", "surrogateescape")))
         return None
@@ -215,6 +244,7 @@ class Reader:
         if rows is None:
             self.reads += 1
             rows = self._group(source, unit) if unit.group >= 0 else self._range(source, unit)
+            refuse_other_encoding(rows.texts, _place(source, unit))
         self._decoded[key] = rows
         while len(self._decoded) > 1 and (
             len(self._decoded) > CACHED_GROUPS
@@ -227,7 +257,7 @@ class Reader:
         with self._parquet(source, unit) as file:
             wanted = _wanted(source)
             table = file.read_row_group(unit.group, columns=wanted, use_threads=False)
-        return _columns(source, table)
+        return of_table(table, source.text_column, source.id_column)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
         """Rows [start, stop) of a group, without ever holding all of it."""
@@ -244,7 +274,10 @@ class Reader:
                     tables.append(pa.Table.from_batches([part]))
                 if position >= unit.stop:
                     break
-        return _columns(source, pa.concat_tables(tables))
+        table = pa.concat_tables(tables)
+        rows = of_table(table, source.text_column, source.id_column)
+        refuse_other_encoding(rows.texts, _place(source, unit))
+        return rows
 
     def _parquet(self, source: Source, unit: Unit, buffer_size: int = 0) -> pq.ParquetFile:
         """A parquet file; on the Hub with the columns of the unit's group read at once."""
@@ -262,20 +295,35 @@ class Reader:
         return pq.ParquetFile(opened, metadata=footer, pre_buffer=False, buffer_size=buffer_size)
 
     def _range(self, source: Source, unit: Unit) -> Rows:
+        name = source.files[unit.file].name
         lines = self.lines(source, unit)
-        if (file_format(source.files[unit.file].name) or ("",))[0] == "text":
+        if (file_format(name) or ("",))[0] == "text":
             return Rows(pa.array([line for _, line in lines], pa.large_binary()), None)
         texts: list[bytes | None] = []
         ids: list[bytes | None] = []
+        bad: list[tuple[LeftOut, str]] = []
+        left_out = self._skipped.lines(source.label, name)
         for position, line in lines:
-            if line.strip():
-                try:
-                    text, name = parse(line, source.text_column, source.id_column)
-                except ValueError as error:
+            if not line.strip():
+                continue
+            part = LeftOut(source.label, name, "line", -1, position, position, None)
+            if position in left_out:
+                bad.append((part, ""))
+                continue
+            try:
+                text, id_ = parse(line, source.text_column, source.id_column)
+            except ValueError as error:
+                if not self._reading.skip_bad_units:
                     raise self._bad_line(source, unit, position, error) from error
+                bad.append((part, str(error)))
+            else:
                 texts.append(text)
-                ids.append(name)
-        return Rows(pa.array(texts, pa.large_binary()), pa.array(ids, pa.large_binary()))
+                ids.append(id_)
+        if bad and not texts:  # one record instead of thousands
+            reason = f"no line can be used; the first: {bad[0][1]}"
+            raise UnreadableError(Problem(_place(source, unit), reason, "JSON lines"))
+        self._skipped.add(bad)
+        return Rows(pa.array(texts, pa.large_binary()), pa.array(ids, pa.large_binary()), len(bad))
 
     def _bad_line(self, source: Source, unit: Unit, position: int, error: ValueError) -> UserError:
         where = f"{source.where(unit.file)}, byte {position}"
@@ -298,36 +346,6 @@ class Reader:
             return count
 
 
-def decoded_size(reader: Reader, source: Source, file: int) -> int:
-    """Bytes of a compressed file when decoded, as far as its own words tell; −1 or less: unknown.
-
-    gzip says it at its end (of the last member), zstd in its header.
-    """
-    compression = (file_format(source.files[file].name) or ("", None))[1]
-    with reader.open(source, file) as opened:
-        if compression == "gz":
-            if opened.read(2) != GZIP_MAGIC:
-                return -1  # reading it says so
-            size = source.files[file].size
-            opened.seek(max(0, size - 4))
-            said = int.from_bytes(opened.read(4) or b"", "little")
-            # Deflate cannot make 1,032 bytes of less than one: such a file was cut off.
-            return said if said <= 1032 * size else -1
-        import zstandard
-
-        try:
-            return int(zstandard.frame_content_size(opened.read(18) or b""))
-        except zstandard.ZstdError:
-            return -1
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Can a column of this type be the text?"""
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(test(kind) for test in tests)
-
-
 def _hub_file(source: Source, file: int) -> HubFile:
     known = source.files[file]
     return HubFile(web_url(source.where(file)), known.size, known.etag)
@@ -337,28 +355,13 @@ def _wanted(source: Source) -> list[str]:
     return [source.text_column, *([source.id_column] if source.id_column else [])]
 
 
-def _columns(source: Source, table: pa.Table) -> Rows:
-    texts = _as_bytes(table.column(source.text_column))
-    return Rows(texts, _as_bytes(table.column(source.id_column)) if source.id_column else None)
-
-
-def _as_bytes(column: pa.ChunkedArray) -> pa.Array:
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        if pa.types.is_string_view(kind):
-            column = column.cast(pa.large_string())
-        else:  # numbers and other ids: as Python writes them
-            values = [None if v is None else str(v).encode() for v in column.to_pylist()]
-            return pa.array(values, pa.large_binary())
-    chunks = column.cast(pa.large_binary()).chunks
-    return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
-
-
 def _place(source: Source, unit: Unit) -> str:
     part = f", row group {unit.group}" if unit.group >= 0 else f", byte {unit.start}"
     return source.where(unit.file) + part
+
+
+def _reason(error: UnreadableError) -> str:
+    return f"{error.problems[0].value}; expected: {error.problems[0].expected}"
 
 
 def _changed(source: Source, unit: Unit) -> Problem:
@@ -378,4 +381,6 @@ def _readable(source: Source, unit: Unit) -> Iterator[None]:
             raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         problem = Problem(place, reason, "data that can be read", "replace the file")
-        raise UserError(problem) from error
+        if isinstance(error, FileNotFoundError):  # a file that is gone is nothing to pass over
+            raise UserError(problem) from error
+        raise UnreadableError(problem) from error

@@ -4,44 +4,32 @@
                                                                                           │
     later starts:   manifest.load  ─►  check(manifest, config, tokenizer)  ◄──────────────┘
 
-Row groups, ranges of lines and whole compressed files become units; groups are sliced until there
-are four units a lane, so that every lane has work in every epoch.
+How files become parts, and parts units, stands in `parts.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-
-import pyarrow as pa
+from typing import TypeVar
 
 from llmtrain.config.meaning import changes, data_values, refused, way_out
 from llmtrain.config.schema import Config, DataConfig, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.lanes import default_lanes
-from llmtrain.data.lines import DECODED_LIMIT, MIB, too_large
-from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, Unit, load
-from llmtrain.data.readers import Reader, Reading, decoded_size, is_text, reading_of
-from llmtrain.data.sources import bounded, edges_digest, file_format, labels, resolve
+from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, load
+from llmtrain.data.parts import Part, cut, inspect, missing_column
+from llmtrain.data.readers import Reader, Reading, reading_of
+from llmtrain.data.sources import bounded, edges_digest, labels, resolve
 from llmtrain.data.tokenizer import Tokenizer
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
 
-__all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
+T = TypeVar("T")
 
-UNITS_PER_LANE = 4
-SLICE_BYTES = 16 * MIB
-RANGE_BYTES = 4 * MIB
-MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # a request has its price
-SMALL_SOURCE_BYTES = 1 << 30
-RANGES = 256
-THREADS = 16
-CHECKED_LINES = 16  # files whose first line is looked at
+__all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +45,6 @@ class Survey:
     lanes: int
     made_with: Mapping[str, object]
     reading: Reading
-
-
-class Part(NamedTuple):
-    """A unit before slicing, and its decoded size."""
-
-    unit: Unit
-    nbytes: int
-
-
-class Look(NamedTuple):
-    """What a look into a file shows; columns None: not looked at."""
-
-    parts: list[Part]
-    columns: list[str] | None
-
-
-T = TypeVar("T")
 
 
 def survey(
@@ -187,17 +158,6 @@ def packing_of(data: DataConfig) -> tuple[Packing, bool]:
     return packing, packing == "bestfit" if asked == "auto" else asked
 
 
-def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
-    """Row groups in near-equal slices of rows, until there are four units a lane."""
-    wanted = -(-UNITS_PER_LANE * lanes // max(1, len(parts)))
-    for unit, nbytes in parts:
-        rows = unit.stop - unit.start
-        slices = 1 if unit.group < 0 else min(rows, max(wanted, -(-nbytes // SLICE_BYTES)))
-        bounds = [unit.start + rows * i // slices for i in range(slices + 1)]
-        for start, stop in pairwise(bounds):
-            yield unit._replace(start=start, stop=stop)
-
-
 def _each(function: Callable[[int], T], count: int) -> list[T]:
     """The results for 0 … count − 1; if some raise UserError, one with all their problems."""
     results: list[T] = []
@@ -230,103 +190,17 @@ def _draft(
         max_epochs=configured.max_epochs,
         units=(),
     )
-    parts, columns = _inspect(source, key, reader)
+    parts, columns = inspect(source, key, reader)
     if not parts:
-        raise UserError(
-            Problem(f"{key}.path", configured.path, "files with documents; all are empty")
-        )
+        files = range(len(source.files))
+        why = "are left out" if any(reader.skips_file(source, i) for i in files) else "are empty"
+        expected = f"files with documents; all {why}"
+        raise UserError(Problem(f"{key}.path", configured.path, expected))
     name = configured.id_column
     present = all(name in found for found in columns)
     if not present and "id_column" in configured.model_fields_set:
-        raise UserError(_missing_column(f"{key}.id_column", name, configured.path, columns[0]))
+        raise UserError(missing_column(f"{key}.id_column", name, configured.path, columns[0]))
     return replace(source, id_column=name if present else None), parts
-
-
-def _inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[list[str]]]:
-    """Units before slicing, and the columns of each file that was looked into."""
-    numbers = range(len(source.files))
-    with ThreadPoolExecutor(THREADS if source.remote else 1) as threads:
-        found = list(threads.map(lambda file: _look_into(source, file, key, reader), numbers))
-    problems = [problem for problem in found if isinstance(problem, Problem)]
-    if problems:
-        raise UserError(*bounded(problems, key))
-    looks = [look for look in found if isinstance(look, Look)]
-    parts = [part for look in looks for part in look.parts]
-    return parts, [look.columns for look in looks if look.columns is not None]
-
-
-def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
-    kind, compression = file_format(source.files[file].name) or ("", None)
-    try:
-        if source.files[file].size == 0 and kind != "parquet":
-            return Look([], None)
-        if kind == "parquet":
-            return _look_into_parquet(source, file, key, reader)
-        if compression and decoded_size(reader, source, file) > DECODED_LIMIT:
-            return too_large(source.where(file))
-        return _look_into_lines(source, file, kind, bool(compression), reader)
-    except UserError as error:
-        return error.problems[0]
-
-
-def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
-    where = source.where(file)
-    try:
-        footer = reader.footer(source, file)
-        schema = footer.schema.to_arrow_schema()
-    except (pa.ArrowException, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise RunError(
-                f"{where} cannot be read: {error}",
-                RESTARTABLE,
-                "look at the disk, then start again",
-            ) from error
-        reason = str(error).splitlines()[0]
-        expected = f"a complete parquet file ({reason})"
-        return Problem(
-            f"{key}.path", where, expected, "replace the file, or rename it by its format"
-        )
-    if source.text_column not in schema.names:
-        return _missing_column(f"{key}.text_column", source.text_column, where, schema.names)
-    column = schema.field(source.text_column).type
-    if not is_text(column):
-        expected = f"a column of strings; in {where} it is {column}"
-        return Problem(f"{key}.text_column", source.text_column, expected)
-    groups = [footer.row_group(g) for g in range(footer.num_row_groups)]
-    units = [
-        Part(Unit(file, g, 0, group.num_rows), group.total_byte_size)
-        for g, group in enumerate(groups)
-        if group.num_rows
-    ]
-    return Look(units, schema.names)
-
-
-def _look_into_lines(
-    source: Source, file: int, kind: str, compressed: bool, reader: Reader
-) -> Look | Problem:
-    size = source.files[file].size
-    if compressed:
-        parts = [Part(Unit(file, -1, 0, size), size)]
-    else:
-        step = _range_bytes(source)
-        starts = range(0, size, step)
-        parts = [Part(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
-    if kind == "text" or file >= CHECKED_LINES:
-        return Look(parts, [] if kind == "text" else None)
-    return Look(parts, reader.first_keys(source, file))
-
-
-def _range_bytes(source: Source) -> int:
-    """Length of the ranges that plain files of lines are cut into."""
-    plain = [file.size for file in source.files if _is_plain(file.name)]
-    if sum(plain) >= SMALL_SOURCE_BYTES:
-        return RANGE_BYTES
-    return max(MIN_RANGE_BYTES[source.remote], -(-sum(plain) // RANGES))
-
-
-def _is_plain(name: str) -> bool:
-    found = file_format(name)
-    return found is not None and found.kind != "parquet" and not found.compression
 
 
 def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
@@ -350,8 +224,11 @@ def _facts(tokenizer: Tokenizer) -> TokenizerFacts:
 def _changed_files(source: Source, key: str) -> list[Problem]:
     problems = []
     remedy = f"bring the old data back, or {way_out(key)}"
+    used = {unit.file for unit in source.units}  # not the empty ones, nor those left out
     for index, file in enumerate(source.files):
         path = Path(source.where(index))
+        if index not in used:
+            continue
         if not path.is_file():
             expected = "a file of this name, as when the run began"
             problems.append(Problem(key, str(path), expected, remedy))
@@ -362,8 +239,3 @@ def _changed_files(source: Source, key: str) -> list[Problem]:
             expected = "the content that the run began with; it has changed"
             problems.append(Problem(key, str(path), expected, remedy))
     return problems
-
-
-def _missing_column(key: str, name: str, where: str, columns: Sequence[str]) -> Problem:
-    there = ", ".join(columns) or "none"
-    return Problem(key, name, f"a column of {where}, which has: {there}")

@@ -237,7 +237,7 @@ class Run:
         ended = "data_ended" if self.due.data_ended else None
         reason = ended if finished else self.due.stop_reason
         for label, met in saving.documents_met(self).items():
-            if met.get("dropped") or met.get("replaced"):
+            if any(met.get(name) for name in ("dropped", "replaced", "skipped")):
                 self.journal.event("dropped_documents", self.step, source=label, **met)
         if self.ranks.rank == 0:
             self.stop_file.unlink(missing_ok=True)

@@ -185,7 +185,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def documents_met(run: Run) -> dict[str, dict[str, int]]:
-    """Source → dropped, replaced, held out → how often since the run began; {} on ranks > 0."""
+    """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
     heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.counts).encode())]
     return _added(run.data.state.counts, heard) if heard else {}
 

@@ -250,9 +250,9 @@ def reads_of_two_steps(manifest, place, cursors, next_block, monkeypatch):
     counts = []
     original = Reader.rows
 
-    def counting(self, *arguments):
+    def counting(self, *arguments, **named):
         counts.append(arguments)
-        return original(self, *arguments)
+        return original(self, *arguments, **named)
 
     monkeypatch.setattr(Reader, "rows", counting)
     stream = opened(manifest, place, next_block=next_block, cursors=cursors)

@@ -158,7 +158,7 @@ def test_a_source_without_a_training_document_is_refused(place, texts):
 
 
 def test_a_compressed_file_that_says_it_is_too_large_is_refused_at_start(place, monkeypatch):
-    monkeypatch.setattr("llmtrain.data.units.DECODED_LIMIT", 100)
+    monkeypatch.setattr("llmtrain.data.parts.DECODED_LIMIT", 100)
     for suffix in ("gz", "zst"):
         path = corpus.write_jsonl(place / f"c.jsonl.{suffix}", corpus.articles(50))
         assert "a larger one" in message(path)

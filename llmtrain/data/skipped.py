@@ -1,0 +1,197 @@
+"""What `data.on_bad_unit: skip` left out: one line each in the run's `skipped-units.jsonl`.
+
+    {"source": "en", "file": "7.parquet", "kind": "rows", "group": 3, "start": 0, "stop": 1000,
+     "epoch": 0, "reason": "…", "time": 1.7e9}
+
+A line is durable before any block that follows its unit is used, and before a unit is read the file
+decides: whoever makes these blocks again leaves out the same, even if it could be read by then. The
+trap: a unit stands there with the epoch it was wanted for (null: before the first step). In one
+epoch one lane reads it, so what a process writes never changes what another has already read; a
+record for all epochs would be a race between lanes that have drifted apart.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "skipped-units.jsonl"
+MANY_IN_A_ROW = 64
+
+
+class UnreadableError(UserError):
+    """Content that cannot be decoded: what `on_bad_unit` is about. Machines never cause it."""
+
+
+class LeftOut(NamedTuple):
+    """What is left out, in words that hold on any machine.
+
+    kind: a whole file, rows of a row group, bytes of a file, or one line · group: −1 where there is
+    none · start, stop: rows, or bytes (a line: where it begins, twice) · epoch: None = before the
+    first step; of files and lines, whose content alone decides, always.
+    """
+
+    source: str
+    file: str
+    kind: Literal["file", "rows", "bytes", "line"]
+    group: int
+    start: int
+    stop: int
+    epoch: int | None
+
+
+class Skipped:
+    """The parts that a run leaves out. Several processes may append to one file at a time."""
+
+    def __init__(self, path: Path | None) -> None:
+        """path: the file, which need not exist; None = remembered in this process alone."""
+        self._path = path
+        self._known: set[LeftOut] = set()
+        self._lines: dict[tuple[str, str], set[int]] = {}
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    def holds(self, part: LeftOut) -> bool:
+        """Is this part left out, as far as any process has written down by now?"""
+        with self._lock:
+            self._read_on()
+            return part in self._known
+
+    def lines(self, source: str, file: str) -> frozenset[int]:
+        """Where the lines of a file begin that are left out."""
+        with self._lock:
+            self._read_on()
+            return frozenset(self._lines.get((source, file), ()))
+
+    def add(self, found: Sequence[tuple[LeftOut, str]]) -> None:
+        """Write down parts, each with its reason: durable when this returns.
+
+        Raises RunError if the disk does not take it.
+        """
+        with self._lock:
+            self._read_on()
+            new = [(part, reason) for part, reason in found if part not in self._known]
+            now = time.time()  # noqa: TID251  a time stamp
+            if new and self._path is not None:
+                _append(self._path, [part._asdict() | _facts(reason, now) for part, reason in new])
+            for part, reason in new:
+                self._know(part)
+                log.warning("skipped %s: %s", _words(part), reason)
+
+    def _know(self, part: LeftOut) -> None:
+        self._known.add(part)
+        if part.kind == "line":
+            self._lines.setdefault((part.source, part.file), set()).add(part.start)
+
+    def _read_on(self) -> None:
+        """Take in what has been appended since the last look; an unfinished line stays for later.
+
+        A line that a kill cut off is ended by the next writer. Its own block was never used, so
+        nothing is lost with it.
+        """
+        if self._path is None:
+            return
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        for line in data[:whole].splitlines():
+            part = _parsed(line)
+            if part is not None:
+                self._know(part)
+
+
+def read(path: Path) -> list[LeftOut]:
+    """All parts that a run has left out, each once, as they were written."""
+    if not path.exists():
+        return []
+    found = (_parsed(line) for line in path.read_bytes().splitlines())
+    return list(dict.fromkeys(part for part in found if part is not None))
+
+
+def too_many(source: str, last: UnreadableError | None) -> UserError:
+    """So many parts in a row are no accident."""
+    expected = "a source of which most can be read; data.on_bad_unit is skip, but"
+    reason = f"; the last: {last.problems[0].key}: {last.problems[0].value}" if last else ""
+    return UserError(
+        Problem(
+            f"source {source}",
+            f"{MANY_IN_A_ROW} parts in a row cannot be read",
+            f"{expected} this is no accident{reason}",
+            f"look at {FILE_NAME} in the run directory, and at text_column and the files",
+        )
+    )
+
+
+def _facts(reason: str, now: float) -> dict[str, object]:
+    return {"reason": reason, "time": round(now, 3)}
+
+
+def _parsed(line: bytes) -> LeftOut | None:
+    try:
+        entry = json.loads(line)
+        return LeftOut(**{name: entry[name] for name in LeftOut._fields})
+    except (ValueError, KeyError, TypeError):
+        if line.strip():
+            log.warning("%s: a line that was cut off says nothing: %r", FILE_NAME, line[:80])
+        return None
+
+
+def _append(path: Path, entries: list[dict[str, object]]) -> None:
+    """One write at the end, so that writers do not mix; then to the disk."""
+    data = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                data = b"\n" + data
+            if os.write(descriptor, data) != len(data):
+                raise OSError(f"the disk took only a part of {len(data)} bytes")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if size == 0:
+            _sync_directory(path.parent)
+    except OSError as error:
+        message = f"{path} cannot be written: {error}"
+        remedy = "make room or repair the disk, then give the same command again"
+        raise RunError(message, DISK_FAILED, remedy) from error
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _words(part: LeftOut) -> str:
+    match part.kind:
+        case "file":
+            place = ""
+        case "rows":
+            place = f", rows {part.start} to {part.stop} of row group {part.group}"
+        case "bytes":
+            place = f", bytes {part.start} to {part.stop}"
+        case "line":
+            place = f", the line at byte {part.start}"
+    epoch = "" if part.epoch is None else f", epoch {part.epoch}"
+    return f"{part.file} of {part.source}{place}{epoch}"
