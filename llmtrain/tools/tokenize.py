@@ -23,6 +23,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.tools.pool import each
 
 if TYPE_CHECKING:
+    from llmtrain.config.meaning import Change
     from llmtrain.config.schema import Config
     from llmtrain.data.manifest import Manifest, Source
     from llmtrain.data.readers import Reading
@@ -137,7 +138,7 @@ def _make(out: Path, work: Path) -> None:
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     """Manifest and tokenizer: made now, or those of the command that began here."""
     from llmtrain.config.load import load_config
-    from llmtrain.config.meaning import differences, dump
+    from llmtrain.config.meaning import binding_values, changes, dump
     from llmtrain.data.tokenizer import open_tokenizer
     from llmtrain.data.units import check
     from llmtrain.training.place import write_atomically
@@ -146,7 +147,8 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     record = work / "config.yaml"
     begun = record.exists() and (work / MANIFEST).exists()
     if begun:
-        _refuse_changes(differences(load_config(record), config), out)
+        known = binding_values(load_config(record))
+        _refuse(changes(known, binding_values(config)), out)
     else:
         for entry in (work / TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
@@ -163,12 +165,11 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     return manifest, tokenizer
 
 
-def _refuse_changes(changes: list[tuple[str, object, object]], out: Path) -> None:
-    if changes:
-        expected, remedy = f"with which {out} began", "put it back, or take another --out"
-        raise UserError(
-            *(Problem(key, new, f"{old}, {expected}", remedy) for key, old, new in changes)
-        )
+def _refuse(changed: Sequence[Change], out: Path) -> None:
+    expected, remedy = f"with which {out} began", "put it back, or take another --out"
+    problems = [Problem(key, new, f"{old}, {expected}", remedy) for key, old, new in changed]
+    if problems:
+        raise UserError(*problems)
 
 
 def _write(

@@ -47,9 +47,13 @@ def test_help_shows_the_commands_in_groups():
     )
 
 
-@pytest.mark.parametrize("command", ["", "data", "data tokenize"])
-def test_help_imports_typer_alone(command):
-    assert not (HEAVY | {"pydantic", "yaml"}) & imported_by(*command.split(), "--help")
+def test_help_imports_typer_alone():
+    assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
+
+
+@pytest.mark.parametrize("command", ["train", "data", "data tokenize"])
+def test_the_help_of_a_command_imports_nothing_heavy(command):
+    assert not HEAVY & imported_by(*command.split(), "--help")
 
 
 def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
@@ -93,7 +97,7 @@ def test_a_config_error_is_one_message_and_code_2(tmp_path, more):
     done = run("train", str(path), "run.sed=3", *more)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"error: 6 problems in {path}\n")
+    assert done.stderr.startswith(f"error: 5 problems in {path}\n")
     assert "did you mean optimizer.learning_rate?" in done.stderr
     assert "did you mean run.seed?" in done.stderr
     assert "Traceback" not in done.stderr
