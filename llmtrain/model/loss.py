@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from llmtrain.model.attention import model_keywords
+
 
 class LossModule(nn.Module):
     """Wraps a causal LM (`.model`); parameter names in files are those of `.model`."""
@@ -24,13 +26,23 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens: Tensor | None = None,
+        max_length: int | None = None,
+    ) -> Tensor:
         """input_ids (B, T) int64 · labels (B, T) int64, already shifted, −100 = not trained.
 
+        position_ids, cu_seq_lens, max_length: of `attention.document_tensors`, where documents are
+        hidden from each other; never an attention_mask, which would show them to each other again.
         Returns the summed cross-entropy in nats, () fp32; without labels the last position's
         logits, (B, V) fp32.
         """
-        logits: Tensor = self.model(input_ids, use_cache=False).logits
+        keywords = model_keywords(position_ids, cu_seq_lens, max_length)
+        logits: Tensor = self.model(input_ids, **keywords).logits
         if labels is None:
             return logits[:, -1].float()
         return F.cross_entropy(

@@ -33,10 +33,12 @@ from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.launch import verify_launch
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
+from llmtrain.model import attention
 from llmtrain.model.build import build, model_config, rebuild, resolve_revision
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.training import prepare, rng
+from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.place import Auto, Place
@@ -159,10 +161,11 @@ def build_model(
     tensors.create_state(optimizer, steps=0)
     spec = tensors.spec(bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(ranks, lambda: _check_room(config, spec))
+    hiding = hiding_attention(bare, config, processes.auto.run["precision"], launched)
     vocabulary = bare.config.get_text_config().vocab_size
-    micro_batch_size = _micro_batch_size(config, processes, prepared, vocabulary)
+    micro_batch_size = _micro_batch_size(config, processes, prepared, vocabulary, hiding)
     shape = (micro_batch_size, config.data.seq_len, vocabulary)
-    discarded_pass(prepared, launched.engine, launched.device, shape)
+    discarded_pass(prepared, launched.engine, launched.device, shape, hiding)
     return ModelSide(bare, prepared, optimizer, spec, micro_batch_size)
 
 
@@ -254,10 +257,13 @@ def _refuse_other_run(found: Found, config: Config) -> None:
 
 def _bare_model(config: Config, found: Found | None, revision: str | None) -> PreTrainedModel:
     if found and config.model.from_:  # the weights it began with may be gone by now
-        return rebuild(found.path)
-    tokens = special_tokens(run_directory(config) / prepare.TOKENIZER)
-    described = model_config(config.model, tokens, config.data.seq_len)
-    return build(described, config.model, revision)
+        model = rebuild(found.path)
+    else:
+        tokens = special_tokens(run_directory(config) / prepare.TOKENIZER)
+        described = model_config(config.model, tokens, config.data.seq_len)
+        model = build(described, config.model, revision)
+    attention.install(model, config.data.seq_len)
+    return model
 
 
 def _check_room(config: Config, spec: Spec) -> None:
@@ -268,7 +274,11 @@ def _check_room(config: Config, spec: Spec) -> None:
 
 
 def _micro_batch_size(
-    config: Config, processes: Processes, prepared: nn.Module, vocabulary: int
+    config: Config,
+    processes: Processes,
+    prepared: nn.Module,
+    vocabulary: int,
+    hiding: str | None,
 ) -> int:
     """As asked, or the largest divisor of a rank's blocks that its device can take."""
     asked, launched = config.training.micro_batch_size, processes.launched
@@ -286,6 +296,7 @@ def _micro_batch_size(
             fitting,
             config.data.seq_len,
             vocabulary,
+            hiding,
         )
     size: int = processes.auto.launch["micro_batch_size"]
     return size

@@ -10,11 +10,11 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from llmtrain.distributed.ranks import (
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
+from llmtrain.model.attention import backend, document_tensors, on
 from llmtrain.training import data_side, opening, rng, saving, stop
 from llmtrain.training.announce import announce, tell_what_changed
 from llmtrain.training.data_side import DataSide
@@ -184,16 +185,24 @@ class Run:
         mine = torch.tensor(float(batch.trained_tokens), device=self.device)
         return sum_over_ranks(mine)
 
-    def micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """The step's forwards: dicts of (B, T) int64 tensors on the device."""
-        ids = torch.from_numpy(batch.ids[:, :-1].astype(np.int64))
-        labels = torch.from_numpy(batch.labels)
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
-            labels = labels.pin_memory().to(self.device, non_blocking=True)
+    def micro_batches(self, batch: Batch) -> list[dict[str, Any]]:
+        """The step's forwards: keywords of `LossModule.forward`, tensors on the device."""
+        ids = on(self.device, torch.from_numpy(batch.ids[:, :-1].astype(np.int64)))
+        labels = on(self.device, torch.from_numpy(batch.labels))
         size = self.micro_batch_size
         parts = [slice(first, first + size) for first in range(0, len(ids), size)]
-        return [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
+        rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
+        if batch.starts is None:  # documents see each other
+            return rows
+        return [
+            row | self.documents(batch.starts[part]) for row, part in zip(rows, parts, strict=True)
+        ]
+
+    def documents(self, starts: Sequence[np.ndarray]) -> dict[str, Any]:
+        """What hides the documents of a micro-batch from each other. starts: as in `Batch`."""
+        return document_tensors(
+            starts, self.config.data.seq_len, backend(self.unwrapped), self.device
+        )
 
     def sum(self, vector: StepVector) -> StepVector:
         """The step's reduction."""

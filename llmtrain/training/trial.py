@@ -7,12 +7,14 @@ bits from three processes on. And memory that does not suffice shows before the 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
 from llmtrain.distributed.engine import TorchEngine
 from llmtrain.distributed.ranks import ControlGroup
 from llmtrain.errors import Problem, UserError
+from llmtrain.model.attention import document_tensors
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training import rng
 
@@ -22,14 +24,16 @@ def discarded_pass(
     engine: TorchEngine,
     device: torch.device,
     shape: tuple[int, int, int],
+    hiding: str | None = None,
 ) -> None:
     """Forward and backward with gradient synchronisation on made-up tokens; leaves no trace.
 
-    shape: micro-batch, seq_len, vocabulary. Buffers, random states and gradients are put back.
+    shape: micro-batch, seq_len, vocabulary · hiding: the attention that hides documents, None where
+    they are not hidden. Buffers, random states and gradients are put back.
     """
     states = rng.capture(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    _pass(model, engine, device, shape, last=True)
+    _pass(model, engine, device, shape, hiding, last=True)
     engine.clear()
     for buffer, before in buffers:
         buffer.copy_(before)
@@ -44,6 +48,7 @@ def fitting_micro_batch(
     candidates: list[int],
     seq_len: int,
     vocabulary: int,
+    hiding: str | None = None,
 ) -> int:
     """The first of `candidates` (falling) whose forward and backward fit every device's memory.
 
@@ -58,7 +63,8 @@ def fitting_micro_batch(
         failed = 0
         try:
             for _ in range(2):
-                _pass(model, engine, device, (micro_batch_size, seq_len, vocabulary), last=False)
+                shape = (micro_batch_size, seq_len, vocabulary)
+                _pass(model, engine, device, shape, hiding, last=False)
         except torch.cuda.OutOfMemoryError:
             failed = 1
         engine.clear()
@@ -81,10 +87,14 @@ def _pass(
     engine: TorchEngine,
     device: torch.device,
     shape: tuple[int, int, int],
+    hiding: str | None,
     *,
     last: bool,
 ) -> None:
     ids = made_up_batch(*shape, device)
+    rows, seq_len, _ = shape
+    halves = [np.array([0, seq_len // 2])] * rows
+    documents = document_tensors(halves, seq_len, hiding, device) if hiding else {}
     with engine.micro(last=last):
-        loss = model(input_ids=ids, labels=ids)
+        loss = model(input_ids=ids, labels=ids, **documents)
         engine.backward(loss, torch.ones((), device=device))

@@ -1,0 +1,312 @@
+"""One attention function for every model whose attention is plain and causal: `llmtrain`.
+
+transformers finds it by name and, as no mask function has that name, builds no mask tensor. It
+takes the kernel from what it is given:
+
+    documents    device and dtype       kernel
+    none         any                    SDPA with is_causal
+    given        CUDA, bf16 or fp16     varlen_attn, all documents of the micro-batch at once
+    given        else                   SDPA with is_causal, once a document: exact, Σ len²
+
+Models with sliding windows, sinks, soft caps or masks of their own keep transformers' attention,
+which hides documents from each other by the restarts of `position_ids`. The traps: it does so only
+without a cache and without an `attention_mask`; and our function looks at neither, so a model gets
+it only after `install` has compared the two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAME = "llmtrain"
+_TRIED = "llmtrain_tried"  # while a model is examined
+_TRIED_TOKENS = 8
+# What transformers' models pass on that changes nothing here: positions are in q and k already.
+_MEANINGLESS = {"position_ids", "position_embeddings", "layer_idx", "num_items_in_batch"}
+_DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+_log = logging.getLogger(__name__)
+
+
+def install(model: PreTrainedModel, seq_len: int) -> str:
+    """Let the model use our function if it computes what the model's own attention computes.
+
+    model: on the CPU in fp32 · seq_len: positions of a block. Returns the name of what it uses now:
+    `llmtrain`, or transformers' `sdpa` or `eager`, with the reason in the log.
+    """
+    AttentionInterface.register(NAME, attention)
+    reason = _why_not(model, seq_len)
+    own = backend(model)
+    if reason:
+        _log.info("attention: transformers' %s, as %s", own, reason)
+        return own
+    model.set_attn_implementation(NAME)
+    return NAME
+
+
+def backend(model: PreTrainedModel) -> str:
+    """The name of the attention function that the model uses."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document, in the signature of transformers' interface.
+
+    query (B, H, T, D) · key, value (B, H or a divisor, T, D) · cu_seq_lens_q (n + 1,) int32:
+    borders of the documents in the B·T positions, rows one behind the other; absent: each row is
+    one document · max_length_q: at least the longest document's length.
+    Returns (B, T, H, D). Raises NotImplementedError for what it cannot compute.
+    """
+    borders: Tensor | None = keywords.get("cu_seq_lens_q")
+    longest = query.shape[2] if borders is None else int(keywords["max_length_q"])
+    _refuse(module, query, key, attention_mask, longest, keywords)
+    if borders is None:
+        out = _causal(query, key, value, dropout, scaling)
+        return out.transpose(1, 2).contiguous(), None
+    if takes_varlen(query.device.type, _dtype(query), query.shape[-1], value.shape[-1], dropout):
+        return _varlen(query, key, value, borders, longest, scaling), None
+    return _each_document(query, key, value, borders, dropout, scaling), None
+
+
+def _refuse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    longest: int,
+    keywords: dict[str, Any],
+) -> None:
+    """An error is better than a wrong number: whatever is not known to be harmless is refused."""
+    causal = keywords.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise NotImplementedError("it is not causal")
+    if attention_mask is not None:
+        raise NotImplementedError("it brings a mask of its own")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError("queries and keys differ in number")
+    window = keywords.get("sliding_window")
+    if window is not None and window < longest:
+        raise NotImplementedError(f"it has a sliding window of {window} positions")
+    for name in keywords.keys() - _MEANINGLESS - _DOCUMENTS - {"is_causal", "sliding_window"}:
+        if keywords[name] is not None and keywords[name] is not False:
+            raise NotImplementedError(f"it needs {name}")
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def takes_varlen(
+    device: str, dtype: torch.dtype, head: int, value_head: int, dropout: float
+) -> bool:
+    """Whether torch's kernel for documents takes these heads. It has no dropout of its own."""
+    sizes = head == value_head and head % 8 == 0 and head <= 256
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and sizes and dropout == 0
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """What SDPA would compute in: under autocast q and k arrive in fp32 from the rotation."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Tensor,
+    longest: int,
+    scaling: float | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    dtype = _dtype(query)  # autocast does not know this kernel
+    q, k, v = (_in_a_row(heads).to(dtype) for heads in (query, key, value))
+    out = varlen_attn(
+        *(q, k, v, borders, borders, longest, longest),
+        scale=scaling,
+        window_size=(-1, 0),  # causal: torch 2.13 has no argument of that name
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.view(query.shape[0], query.shape[2], query.shape[1], -1)  # type: ignore[union-attr]
+
+
+def _each_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """`split`, not slices: the backward of each slice would fill a tensor of the whole size."""
+    lengths = borders.diff().tolist()
+    parts = (torch.split(_in_a_row(heads), lengths) for heads in (query, key, value))
+    outs = [
+        _causal(_one_row(q), _one_row(k), _one_row(v), dropout, scaling)
+        for q, k, v in zip(*parts, strict=True)
+    ]
+    joined = torch.cat([out[0].transpose(0, 1) for out in outs])
+    return joined.view(query.shape[0], query.shape[2], query.shape[1], -1)
+
+
+def _in_a_row(heads: Tensor) -> Tensor:
+    """(B, H, T, D) → (B·T, H, D): a view, as projections lie in memory."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def _one_row(document: Tensor) -> Tensor:
+    """(len, H, D) → (1, H, len, D), a view."""
+    return document.transpose(0, 1)[None]
+
+
+def positions(starts: Sequence[np.ndarray], seq_len: int) -> Tensor:
+    """(B, T) int64, which begin at 0 with each document and row. starts: as in `Batch`."""
+    first, lengths = _documents(starts, seq_len)
+    count = torch.arange(len(starts) * seq_len) - first.repeat_interleave(lengths)
+    return count.view(len(starts), seq_len)
+
+
+def borders(starts: Sequence[np.ndarray], seq_len: int) -> tuple[Tensor, int]:
+    """cu_seq_lens (n + 1,) int32 of a micro-batch's rows one behind the other, and max_length.
+
+    max_length is the longest document's length, rounded up to a power of two but not over seq_len:
+    kernels are chosen and compiled by it.
+    """
+    first, lengths = _documents(starts, seq_len)
+    longest = 1 << (int(lengths.max()) - 1).bit_length()
+    ends = F.pad(first.int(), (0, 1), value=len(starts) * seq_len)
+    return ends, min(longest, seq_len)
+
+
+def _documents(starts: Sequence[np.ndarray], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Where the documents of all rows begin, and their lengths, in positions of the flat rows."""
+    first = torch.cat(
+        [torch.from_numpy(row).long() + index * seq_len for index, row in enumerate(starts)]
+    )
+    return first, first.diff(append=torch.tensor([len(starts) * seq_len]))
+
+
+def document_tensors(
+    starts: Sequence[np.ndarray], seq_len: int, name: str, device: torch.device
+) -> dict[str, Any]:
+    """What `LossModule.forward` takes beside ids and labels, so that documents are hidden.
+
+    name: the model's backend. position_ids (B, T) int64; for `llmtrain` also cu_seq_lens (n + 1,)
+    int32 and max_length. On CUDA copied without waiting.
+    """
+    found: dict[str, Any] = {"position_ids": on(device, positions(starts, seq_len))}
+    if name == NAME:
+        cu_seq_lens, max_length = borders(starts, seq_len)
+        found |= {"cu_seq_lens": on(device, cu_seq_lens), "max_length": max_length}
+    return found
+
+
+def on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor of the host on the device; the copy to CUDA waits for nothing."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def model_keywords(
+    position_ids: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
+    max_length: int | None = None,
+) -> dict[str, Any]:
+    """The same as keywords of a transformers model, which hands them down to its attention."""
+    keywords: dict[str, Any] = {"use_cache": False}  # with a cache packing is ignored in silence
+    if position_ids is not None:
+        keywords["position_ids"] = position_ids
+    if cu_seq_lens is not None:
+        keywords |= {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
+        keywords |= {"max_length_q": max_length, "max_length_k": max_length}
+    return keywords
+
+
+def _why_not(model: PreTrainedModel, seq_len: int) -> str:
+    """Why the model must keep its own attention; empty: ours computes the same.
+
+    Two forwards on few tokens. What few tokens cannot show, masks with a window or chunks, is seen
+    in the mask functions that the model asks for: they are asked about `seq_len` positions.
+    """
+    if not type(model)._can_set_attn_implementation():  # private, but asking aloud is logged
+        return "it does not go through transformers' attention interface"
+    own, training = backend(model), model.training
+    handed_down: list[bool] = []
+    AttentionInterface.register(_TRIED, _recording(handed_down))
+    AttentionMaskInterface.register(_TRIED, _refuse_other_masks(seq_len))
+    count = min(_TRIED_TOKENS, seq_len)
+    ids = torch.arange(count)[None] % model.config.get_text_config().vocab_size
+    one_document = model_keywords(
+        cu_seq_lens=torch.tensor([0, count], dtype=torch.int32), max_length=count
+    )
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits
+            model.set_attn_implementation(_TRIED)
+            found = model(ids, **one_document).logits
+    except NotImplementedError as error:
+        return str(error)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"with ours its code fails: {type(error).__name__}: {error}"
+    finally:
+        model.set_attn_implementation(own)
+        model.train(training)
+    if not handed_down:
+        return "it has no attention layer that asks transformers' interface"
+    if not all(handed_down):
+        return "it does not hand keywords down to its attention"
+    same = torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    return "" if same else "ours gives other logits"
+
+
+def _recording(handed_down: list[bool]) -> Callable[..., tuple[Tensor, None]]:
+    def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
+        handed_down.append(keywords.get("cu_seq_lens_q") is not None)
+        return attention(*arguments, **keywords)
+
+    return attend
+
+
+def _refuse_other_masks(seq_len: int) -> Callable[..., None]:
+    def no_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> None:
+        zero, count = torch.zeros((), dtype=torch.int64), torch.arange(seq_len)
+        last_sees = mask_function(zero, zero, zero + seq_len - 1, count)
+        first_is_seen = mask_function(zero, zero, count, zero)
+        sees_ahead = mask_function(zero, zero, zero, zero + 1)
+        if not (last_sees.all() and first_is_seen.all()) or bool(sees_ahead):
+            raise NotImplementedError("its masks are not plainly causal")
+
+    return no_mask

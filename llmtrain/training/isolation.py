@@ -1,0 +1,116 @@
+"""Are documents really hidden from each other? Asked of the loaded model, before it is trained.
+
+Attention that is asked to keep documents apart may do nothing of the kind, and say nothing: a model
+may ignore positions, carry a state along the row, or lose the keywords on the way. So a few rows
+are packed of small documents, and their logits compared with those of each document alone, and with
+those beside other documents: the second comparison is the sharper one, because it is one of equal
+shapes, which no rounding blurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmtrain.config.schema import Config
+from llmtrain.data.units import packing_of
+from llmtrain.distributed.accelerator import Launched
+from llmtrain.distributed.ranks import agreed
+from llmtrain.errors import Problem, UserError
+from llmtrain.model.attention import backend, document_tensors, model_keywords
+from llmtrain.model.loss import made_up_batch
+from llmtrain.training import rng
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Relative to the largest logit, by precision: packed against separate logits, and what another
+# document's tokens may change. Of 40 architectures, those that hide documents came to 6e-7 and
+# 1.6e-2 (bf16 rounds each kernel's sums), and changed by at most 1.4e-7; the least that one which
+# does not hide them (a state-space model) changed was 1.7e-3 and 4.3e-3.
+_BOUNDS = {"fp32": (1e-3, 1e-4), "bf16": (5e-2, 2e-3)}
+_TOKENS = 16
+
+
+def hiding_attention(
+    model: PreTrainedModel, config: Config, precision: str, launched: Launched
+) -> str | None:
+    """The attention that hides documents in this run, once every rank has seen that it does.
+
+    None where documents see each other. Raises UserError as `check_documents_apart` does.
+    """
+    _, document_mask = packing_of(config.data)
+    if not document_mask:
+        return None
+    device, seq_len = launched.device, config.data.seq_len
+    agreed(launched.ranks, lambda: check_documents_apart(model, device, precision, seq_len))
+    return backend(model)
+
+
+def check_documents_apart(
+    model: PreTrainedModel, device: torch.device, precision: str, seq_len: int
+) -> None:
+    """Raise UserError unless documents packed into rows get the logits that they get alone.
+
+    model: the bare one, on its device, with its attention installed. Under DDP that is the module
+    itself; its wrapper would make collectives of forwards that one rank may refuse.
+    """
+    size = min(_TOKENS, seq_len)
+    starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2])]
+    name, vocabulary = backend(model), model.config.get_text_config().vocab_size
+    ids = made_up_batch(len(starts), size, vocabulary, device)
+    others = ids.clone()  # the last document of each row is the same, those before it are not
+    for row, first in enumerate(starts):
+        others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
+    keywords = model_keywords(**document_tensors(starts, size, name, device))
+    bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    with _leaving_no_trace(model, device), torch.no_grad(), bf16:
+        packed, changed = (model(rows, **keywords).logits.float() for rows in (ids, others))
+        alone = [
+            torch.cat([model(part[None], **model_keywords()).logits[0].float() for part in parts])
+            for parts in (_cut(row, first) for row, first in zip(ids, starts, strict=True))
+        ]
+    most = max(float(logits.abs().max()) for logits in alone)
+    wrong = max(float((packed[row] - logits).abs().max()) for row, logits in enumerate(alone))
+    seen = max(
+        float((packed - changed)[row, first[-1] :].abs().max()) for row, first in enumerate(starts)
+    )
+    equal_within, change_within = _BOUNDS[precision]
+    if not (wrong <= equal_within * most and seen <= change_within * most):
+        raise _not_apart(model, name, wrong / most, seen / most)
+
+
+def _cut(row: Tensor, starts: np.ndarray) -> list[Tensor]:
+    return list(row.tensor_split(starts[1:].tolist()))
+
+
+def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> UserError:
+    kind = model.config.model_type
+    expected = (
+        f"a model that can hide documents from each other: with {kind} (attention: {name}) the "
+        f"logits of packed documents differ from those of each alone by {wrong:.1e} of the "
+        f"largest, and by {seen:.1e} when another document changes"
+    )
+    remedy = "data.document_mask=false with data.packing=concat, or another model"
+    return UserError(Problem("data.document_mask", True, expected, remedy))
+
+
+@contextmanager
+def _leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode; afterwards training mode, buffers and random states are as before."""
+    states = rng.capture(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        rng.restore(states, device)

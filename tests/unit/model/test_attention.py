@@ -1,0 +1,428 @@
+"""Packed documents against each of them alone, in every attention that a CPU has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llmtrain.model import attention
+from llmtrain.model.attention import NAME, document_tensors, install
+from llmtrain.model.loss import LossModule, made_up_batch
+
+CPU = torch.device("cpu")
+VOCABULARY = 61
+SEQ_LEN = 24
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+WINDOW = {**GROUPED, "head_dim": 8, "sliding_window": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "llama-gqa": GROUPED,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+    "qwen3": {**GROUPED, "head_dim": 8},
+    "mixtral": {**GROUPED, "num_local_experts": 3},
+    "mistral": WINDOW,
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+}
+OWN = {"mistral": "sdpa", "gemma2": "eager", "gemma3_text": "sdpa"}
+# Rows with several, one and many documents, and with a document of one token.
+STARTS = [np.array([0, 7, 8, 19]), np.array([0]), np.array([0, 1, 2, 12, 20])]
+
+
+def build(kind: str, implementation: str | None = None, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind.split("-")[0]](
+        vocab_size=VOCABULARY, pad_token_id=0, **{**MODELS[kind], **changes}
+    )
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=implementation
+    )
+    return model.eval()
+
+
+def documents(starts: list[np.ndarray]) -> Iterator[tuple[int, slice]]:
+    for row, first in enumerate(starts):
+        for start, stop in zip(first, [*first[1:], SEQ_LEN], strict=True):
+            yield row, slice(int(start), int(stop))
+
+
+def hidden(model: PreTrainedModel, starts: list[np.ndarray] = STARTS) -> dict[str, Any]:
+    return document_tensors(starts, SEQ_LEN, attention.backend(model), CPU)
+
+
+def logits(model: PreTrainedModel, ids: Tensor, starts: list[np.ndarray] | None = None) -> Tensor:
+    given = hidden(model, starts) if starts else {}
+    return model(ids, **attention.model_keywords(**given)).logits
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: float) -> None:
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        most = float(other[name].abs().max())
+        assert float((gradient - other[name]).abs().max()) <= relative * max(most, 1e-3), name
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return made_up_batch(len(STARTS), SEQ_LEN, VOCABULARY, CPU)
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """The mask of every call of SDPA."""
+    seen: list[Tensor | None] = []
+    real = F.scaled_dot_product_attention
+
+    def spy(*arguments: Any, attn_mask: Tensor | None = None, **keywords: Any) -> Tensor:
+        assert len(arguments) == 3
+        seen.append(attn_mask)
+        return real(*arguments, attn_mask=attn_mask, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_with_plain_attention_get_ours_and_others_keep_their_own(kind: str) -> None:
+    model = build(kind)
+    expected = OWN.get(kind, NAME)
+    assert install(model, SEQ_LEN) == expected
+    assert attention.backend(model) == expected
+
+
+def test_a_window_as_long_as_a_block_is_no_window() -> None:
+    assert install(build("mistral", sliding_window=SEQ_LEN), SEQ_LEN) == NAME
+    assert install(build("mistral", sliding_window=SEQ_LEN - 1), SEQ_LEN) == "sdpa"
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-gqa", "gpt2", "qwen3", "mixtral"])
+def test_without_documents_logits_and_gradients_are_sdpas_bit_for_bit(
+    kind: str, ids: Tensor, masks: list[Tensor | None]
+) -> None:
+    model = build(kind, "sdpa").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    LossModule(model)(ids, ids).backward()
+    expected, theirs = logits(model, ids), gradients(model)
+    assert install(model, SEQ_LEN) == NAME
+    masks.clear()
+    LossModule(model)(ids, ids).backward()
+    assert torch.equal(logits(model, ids), expected)
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, theirs[name]), name
+    assert masks == [None] * 4, "two layers, two forwards, and never a mask"
+
+
+def test_dropout_and_scale_are_those_that_the_model_passes(ids: Tensor) -> None:
+    model = build("gpt2", "sdpa", scale_attn_by_inverse_layer_idx=True).train()
+    torch.manual_seed(1)
+    expected = logits(model, ids)
+    assert install(model, SEQ_LEN) == NAME
+    torch.manual_seed(1)
+    assert torch.equal(logits(model, ids), expected)
+    assert not torch.equal(logits(model, ids), expected), "dropout is on"
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [
+        (kind, implementation)
+        for kind in MODELS
+        for implementation in (None, "sdpa", "eager")
+        if (kind, implementation) != ("gemma2", "sdpa")  # which has no soft cap
+    ],
+)
+def test_packed_logits_are_those_of_each_document_alone(
+    kind: str, implementation: str | None, ids: Tensor
+) -> None:
+    model = build(kind, implementation)
+    if implementation is None:
+        install(model, SEQ_LEN)
+    packed = logits(model, ids, STARTS)
+    for row, part in documents(STARTS):
+        alone = logits(model, ids[row : row + 1, part])[0]
+        torch.testing.assert_close(packed[row, part], alone, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_gradients_are_the_sum_over_documents_alone(kind: str, ids: Tensor) -> None:
+    model = build(kind)
+    install(model, SEQ_LEN)
+    module = LossModule(model)
+    labels = made_up_batch(len(STARTS), SEQ_LEN, VOCABULARY - 2, CPU)
+    module(ids, labels, **hidden(model)).backward()
+    packed = gradients(model)
+    for row, part in documents(STARTS):
+        module(ids[row : row + 1, part], labels[row : row + 1, part]).backward()
+    assert_close(packed, gradients(model), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_the_loss_of_rows_with_padding_is_the_sum_over_documents_alone(kind: str) -> None:
+    model = build(kind)
+    install(model, SEQ_LEN)
+    module = LossModule(model)
+    rows = made_up_batch(len(STARTS), SEQ_LEN, VOCABULARY, CPU)
+    labels = rows.roll(-1, 1)
+    padding = [5, 24, 4]  # at the end of each row: the last document is no text
+    expected = torch.zeros(())
+    for row, part in documents(STARTS):
+        labels[row, part.stop - 1] = -100  # no label across a border
+        if part.stop == SEQ_LEN and part.start == SEQ_LEN - padding[row]:
+            rows[row, part], labels[row, part] = 0, -100
+            continue
+        expected = expected + module(rows[row : row + 1, part], labels[row : row + 1, part])
+    packed = module(rows, labels, **hidden(model))
+    assert packed.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert packed.item() > 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_df_28_a_documents_tokens_change_nothing_in_its_neighbours(kind: str, ids: Tensor) -> None:
+    """Positions that restart are not enough: documents must not attend to each other."""
+    model = build(kind)
+    install(model, SEQ_LEN)
+    row, part = 0, slice(8, 19)  # the third document of four
+    changed = ids.clone()
+    changed[0, :8] = (changed[0, :8] + 5) % VOCABULARY
+    changed[0, 19:] = (changed[0, 19:] + 5) % VOCABULARY
+    changed[1:] = (changed[1:] + 5) % VOCABULARY
+    labels = torch.full_like(ids, -100)
+    labels[row, part] = ids[row, part]
+    found = []
+    for rows in (ids, changed):
+        LossModule(model)(rows, labels, **hidden(model)).backward()
+        found.append((logits(model, rows, STARTS)[row, part], gradients(model)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
+    assert_close(found[0][1], found[1][1], 1e-6)
+    with torch.no_grad():
+        seen = logits(model, ids)[row, part] - logits(model, changed)[row, part]
+    assert float(seen.abs().max()) > 1e-4, "without the mask the neighbours are seen"
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_df_27_no_attention_mask_is_passed_for_it_would_show_documents_to_each_other(
+    kind: str, ids: Tensor
+) -> None:
+    model = build(kind, "sdpa")
+    seen: list[dict[str, Any]] = []
+    model.register_forward_pre_hook(lambda _, __, kw: seen.append(kw), with_kwargs=True)
+    given = document_tensors(STARTS, SEQ_LEN, "sdpa", CPU)
+    LossModule(model)(ids, ids, **given)
+    assert seen[0].keys() == {"use_cache", "position_ids"}
+    assert seen[0]["use_cache"] is False
+    with torch.no_grad():
+        packed = logits(model, ids, STARTS)
+        ones = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits
+    assert float((packed - ones).abs().max()) > 1e-3, "an all-ones mask disables packing"
+
+
+def test_our_function_refuses_an_attention_mask() -> None:
+    model = build("llama")
+    install(model, SEQ_LEN)
+    heads = torch.ones(1, 4, 3, 8)
+    layer = model.model.layers[0].self_attn
+    with pytest.raises(NotImplementedError, match="mask of its own"):
+        attention.attention(layer, heads, heads, heads, torch.ones(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"sliding_window": 2}, "sliding window of 2"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"position_bias": torch.zeros(1, 4, 3, 3)}, "position_bias"),
+        ({"is_causal": False}, "not causal"),
+        ({"something_new": 1}, "something_new"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(keywords: dict[str, Any], reason: str) -> None:
+    heads = torch.ones(1, 4, 3, 8)
+    with pytest.raises(NotImplementedError, match=reason):
+        attention.attention(torch.nn.Module(), heads, heads, heads, None, **keywords)
+
+
+def test_keys_of_another_sequence_are_refused() -> None:
+    queries, keys = torch.ones(1, 4, 3, 8), torch.ones(1, 4, 5, 8)
+    with pytest.raises(NotImplementedError, match="number"):
+        attention.attention(torch.nn.Module(), queries, keys, keys, None)
+
+
+def test_what_says_nothing_is_let_through() -> None:
+    heads = torch.ones(1, 4, 3, 8)
+    harmless = {"sliding_window": 3, "softcap": None, "output_attentions": False}
+    found, _ = attention.attention(torch.nn.Module(), heads, heads, heads, None, **harmless)
+    assert found.shape == (1, 3, 4, 8)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_recomputed_activations_give_the_same_gradients(kind: str, ids: Tensor) -> None:
+    model = build(kind)
+    install(model, SEQ_LEN)
+    found = []
+    for recomputed in (False, True):
+        if recomputed:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(2)
+        loss = LossModule(model.train())(ids, ids, **hidden(model))
+        loss.backward()
+        found.append((loss.item(), gradients(model)))
+    assert found[0][0] == found[1][0]
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_positions_restart_with_each_document_and_row() -> None:
+    starts = [np.array([0, 3], np.int32), np.array([0], np.int32)]
+    assert attention.positions(starts, 5).tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert attention.positions(starts, 5).dtype == torch.int64
+
+
+def test_borders_run_through_the_rows() -> None:
+    starts = [np.array([0, 3], np.int32), np.array([0], np.int32)]
+    cu_seq_lens, max_length = attention.borders(starts, 5)
+    assert cu_seq_lens.tolist() == [0, 3, 5, 10]
+    assert cu_seq_lens.dtype == torch.int32
+    assert max_length == 5
+
+
+def test_max_length_takes_few_values_and_covers_the_longest_document() -> None:
+    found = {n: attention.borders([np.array([0, n])], 100)[1] for n in range(50, 100)}
+    assert all(value >= n for n, value in found.items())
+    assert set(found.values()) == {64, 100}
+
+
+def test_only_our_attention_is_told_the_borders() -> None:
+    assert document_tensors(STARTS, SEQ_LEN, "sdpa", CPU).keys() == {"position_ids"}
+    given = document_tensors(STARTS, SEQ_LEN, NAME, CPU)
+    assert given.keys() == {"position_ids", "cu_seq_lens", "max_length"}
+    assert isinstance(given["max_length"], int)
+
+
+def test_neither_attention_nor_a_cache_is_written_into_the_config(tmp_path: Path) -> None:
+    model = build("llama")
+    before = model.config.to_json_string(use_diff=True)
+    install(model, SEQ_LEN)
+    assert model.config.to_json_string(use_diff=True) == before
+    assert NAME not in before
+    model.save_pretrained(tmp_path)
+    assert "_attn_implementation" not in json.loads((tmp_path / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_trying_a_model_leaves_its_mode_and_random_state_alone() -> None:
+    model = build("gpt2").train()
+    state = torch.get_rng_state()
+    install(model, SEQ_LEN)
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head", "value_head", "dropout", "expected"),
+    [
+        ("cuda", torch.bfloat16, 64, 64, 0.0, True),
+        ("cuda", torch.float16, 256, 256, 0.0, True),
+        ("cuda", torch.float32, 64, 64, 0.0, False),
+        ("cuda", torch.bfloat16, 20, 20, 0.0, False),
+        ("cuda", torch.bfloat16, 512, 512, 0.0, False),
+        ("cuda", torch.bfloat16, 192, 128, 0.0, False),
+        ("cuda", torch.bfloat16, 64, 64, 0.1, False),
+        ("cpu", torch.bfloat16, 64, 64, 0.0, False),
+    ],
+)
+def test_torchs_kernel_for_documents_gets_what_it_can_compute(
+    device: str, dtype: torch.dtype, head: int, value_head: int, dropout: float, expected: bool
+) -> None:
+    assert attention.takes_varlen(device, dtype, head, value_head, dropout) is expected
+
+
+def test_the_kernel_for_documents_is_called_with_all_rows_in_one(
+    monkeypatch: pytest.MonkeyPatch, ids: Tensor
+) -> None:
+    """A stand-in for the CUDA kernel with its signature in torch 2.13, under autocast."""
+    from torch.nn.attention import varlen
+
+    seen: list[tuple[torch.dtype, int, int]] = []
+
+    def stand_in(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        assert window_size == (-1, 0)
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        assert cu_seq_q is cu_seq_k
+        assert {key.dtype, value.dtype} == {query.dtype}
+        seen.append((query.dtype, max_q, max_k))
+        allowed = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+        document = torch.bucketize(torch.arange(len(query)), cu_seq_q[1:], right=True)
+        allowed &= document[:, None] == document[None]
+        out = F.scaled_dot_product_attention(
+            *(heads.transpose(0, 1) for heads in (query, key, value)),
+            attn_mask=allowed,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        return out.transpose(0, 1)
+
+    model = build("llama-gqa")
+    install(model, SEQ_LEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(model, ids, STARTS)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    monkeypatch.setattr(attention, "takes_varlen", lambda _, dtype, *__: dtype == torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, ids, STARTS)
+    assert seen == [(torch.bfloat16, 24, 24)] * 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
+def test_the_kernels_signature_is_the_one_we_call() -> None:
+    """Shapes alone: without a CUDA device it computes nothing."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key = (
+        torch.empty(10, heads, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2)
+    )
+    borders = torch.empty(3, dtype=torch.int32, device="meta")
+    out = varlen_attn(
+        *(query, key, key, borders, borders, 8, 8),
+        scale=0.3,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    assert out.shape == (10, 4, 8)
