@@ -81,13 +81,13 @@ def reading_of(config: Config, run_dir: Path | None) -> Reading:
 class Reader:
     """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
 
-    stop: set when the process shall end · reads: units decoded so far, those that were still in
-    memory not counted.
+    reading: how · stop: set when the process shall end · reads: units decoded so far, those that
+    were still in memory not counted.
     """
 
     def __init__(self, reading: Reading, stop: Stopping | None = None) -> None:
         self.reads = 0
-        self._reading = reading
+        self.reading = reading
         cache = Cache(cache_root(), reading.cache_bytes) if reading.cache_bytes else None
         self._ranges = Ranges(Remote(reading.timeout_seconds, stop), cache, stop)
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
@@ -170,7 +170,7 @@ class Reader:
     def _read_footer(self, source: Source, file: int) -> pq.FileMetaData:
         if not source.remote:
             return pq.read_metadata(source.where(file))
-        run_dir, etag = self._reading.run_dir, source.files[file].etag
+        run_dir, etag = self.reading.run_dir, source.files[file].etag
         return stored(run_dir, etag, lambda: pq.read_metadata(self._ranged(source, file)))
 
     def expect(self, source: Source, unit: Unit) -> None:

@@ -18,11 +18,12 @@ from typing import TypeVar
 from llmtrain.config.meaning import changes, data_values, refused, way_out
 from llmtrain.config.schema import Config, DataConfig, SourceConfig
 from llmtrain.data import heldout
+from llmtrain.data.hub import resolve
 from llmtrain.data.lanes import default_lanes
 from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, load
 from llmtrain.data.parts import Part, cut, inspect, missing_column
 from llmtrain.data.readers import Reader, Reading, reading_of
-from llmtrain.data.sources import bounded, edges_digest, labels, resolve
+from llmtrain.data.sources import bounded, edges_digest, labels
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
@@ -176,7 +177,7 @@ def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
 ) -> tuple[Source, list[Part]]:
     """A source without its units, and what they are cut from."""
-    resolved = resolve(configured, f"{key}.path")
+    resolved = resolve(configured, f"{key}.path", reader.reading.cache_bytes > 0)
     source = Source(
         label=label,
         path=configured.path,
