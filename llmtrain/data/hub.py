@@ -165,7 +165,7 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
     import datasets
 
     names = datasets.get_dataset_config_names(source.path, revision=source.revision)
-    if source.name in names or len(names) < 2:
+    if source.name in names or len(names) < (2 if source.name is None else 1):
         expected = f"a data set that can be read ({_first_line(error)})"
         return Problem(key, source.path, expected)
     return Problem(_beside(key, "name"), source.name, f"one of: {_nearest(source.name, names)}")
@@ -231,18 +231,30 @@ def _retried(ask: Callable[[], T], what: str) -> T:
         try:
             return awaited(ask, ATTEMPT_SECONDS, None)
         except (OSError, httpx2.HTTPError, AttemptError) as error:
-            answer = getattr(error, "response", None)
-            status, asked = getattr(answer, "status_code", None), 0.0
+            status, asked = _status(error)
             if status in REFUSED:
                 expected = f"an answer of the Hub ({_first_line(error)})"
                 problem = Problem(what, f"HTTP {status}", expected, REFUSED[status])
                 raise UserError(problem) from error
-            if answer is not None:
-                asked = asked_wait(answer.headers)
-            wait = back_off(failures, asked, deadline, what, _first_line(error))
-        log.warning("%s: no answer yet, trying again in %.1f s", what, wait)
+            reason = _first_line(error)
+            wait = back_off(failures, asked, deadline, what, reason)
+        log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
         pause(wait, None)
         failures += 1
+
+
+def _status(error: BaseException) -> tuple[int, float]:
+    """Status of the answer that an error comes from (0: of none), and the wait it asks for.
+
+    `datasets` wraps errors in others. Of what lies below only a refusal is believed: a file that
+    need not be there gives 404, long before the network fails.
+    """
+    answer = getattr(error, "response", None)
+    if answer is not None:
+        return int(answer.status_code), asked_wait(answer.headers)
+    below = error.__cause__ or error.__context__
+    status, asked = _status(below) if below is not None else (0, 0.0)
+    return status if status in (401, 403) else 0, asked
 
 
 def _offline(source: SourceConfig, key: str) -> Problem:

@@ -1,8 +1,6 @@
 import io
-import json
-import os
-import subprocess
-import sys
+import threading
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import formatdate
@@ -66,22 +64,21 @@ def test_an_empty_range_is_never_asked_for(server):
     assert not server.requests
 
 
-@pytest.mark.parametrize("fault", ["503", "500", "408", "short", "shifted", "whole", "reset"])
-def test_what_passes_is_tried_again(server, fault):
+@pytest.mark.parametrize("wait", ["7", "date 7", "ratelimit 7"])
+def test_the_wait_that_the_server_asks_for_is_kept(server, wait):
     patience = Patience()
-    server.faults.extend([fault, fault])
+    server.faults.append(f"429 {wait}")
     assert fetched(server, stop=patience) == CONTENT[10:500]
-    assert server.requests["range"] == 3
-    assert len(patience.waited) == 2
-    assert patience.waited[0] <= 1
-    assert patience.waited[1] <= 2
+    assert len(patience.waited) == 1
+    assert 6 <= patience.waited[0] <= 8
 
 
-def test_the_wait_that_the_server_asks_for_is_kept(server):
-    patience = Patience()
-    server.faults.append("429 7")
-    assert fetched(server, stop=patience) == CONTENT[10:500]
-    assert patience.waited == [7.0]
+def test_waits_are_random_and_grow_to_a_minute_at_most():
+    far = remote.Remote(10_000).deadline()
+    for failures in range(20):
+        waits = [remote.back_off(failures, 0.0, far, "it", "why") for _ in range(50)]
+        bound = min(60, 2**failures)
+        assert 0 <= min(waits) < bound / 2 < max(waits) <= bound
 
 
 def test_a_longer_wait_than_peers_have_ends_the_run_at_once(server):
@@ -129,6 +126,56 @@ def test_a_redirect_is_followed_without_the_token(server, monkeypatch):
     assert server.tokens == ["Bearer hf_secret"]
 
 
+def test_a_signed_address_is_kept_until_it_expires(server):
+    with hub.serving({NAME: CONTENT}) as store:
+        server.store, store.uses = store, 3
+        reader = remote.Remote(60, Patience())
+        for start in range(8):
+            found = reader.fetch(hub_file(server), start, start + 5, reader.deadline())
+            assert found == CONTENT[start : start + 5]
+    assert server.requests["range"] == 3  # of the Hub: one for each address
+    assert store.requests["elsewhere"] == 8 + 2  # two were refused
+
+
+def test_a_store_that_fails_is_asked_by_a_new_address(server):
+    with hub.serving({NAME: CONTENT}) as store:
+        server.store = store
+        store.faults.extend(["404", "416", "401", "reset"])
+        assert fetched(server) == CONTENT[10:500]
+    assert server.requests["range"] == 5
+
+
+def test_addresses_with_signatures_stand_nowhere(server, caplog):
+    with hub.serving({NAME: CONTENT}) as store:
+        server.store = store
+        store.faults.extend(["503", "reset", "short"] * 40)
+        with pytest.raises(RunError) as raised:
+            fetched(server, timeout=4)
+    assert server.url(NAME) in caplog.text
+    assert "signature" not in caplog.text + str(raised.value)
+    assert str(store.server_port) not in caplog.text + str(raised.value)
+
+
+def test_a_file_of_another_size_was_replaced(server):
+    with hub.serving({NAME: CONTENT}) as store:
+        server.store = store
+        longer = replace(hub_file(server), size=len(CONTENT) + 1)
+        reader = remote.Remote(60, Patience())
+        with pytest.raises(UserError, match=f"a file of {len(CONTENT) + 1} bytes"):
+            reader.fetch(longer, 0, 5, reader.deadline())
+
+
+def test_redirects_in_a_circle_end(server):
+    server.faults.extend([f"redirect {server.endpoint}"] * 1000)
+    with pytest.raises(RunError, match="more than 5 redirects"):
+        fetched(server, timeout=0)
+
+
+def test_what_is_not_there_elsewhere_is_no_mistake_of_the_user(server):
+    server.faults.append("redirect http://127.0.0.1:9")  # nothing listens there
+    assert fetched(server) == CONTENT[10:500]
+
+
 def test_a_process_that_shall_end_does_not_wait(server):
     class Ending:
         def wait(self, timeout):
@@ -139,16 +186,42 @@ def test_a_process_that_shall_end_does_not_wait(server):
         fetched(server, stop=Ending())
 
 
+@pytest.mark.parametrize("fault", ["hang", "drip", "drip-headers"])
+def test_a_process_that_shall_end_leaves_a_hanging_request_alone(server, fault):
+    ending = threading.Event()
+    server.faults.append(fault)
+    threading.Timer(0.2, ending.set).start()
+    began = time.monotonic()
+    with pytest.raises(RunError, match="stopped"):
+        fetched(server, 0, len(CONTENT), stop=ending)
+    assert time.monotonic() - began < 2
+
+
+def test_failed_attempts_are_said_now_and_then(server, caplog):
+    server.faults.extend(["503"] * 5)
+    assert fetched(server) == CONTENT[10:500]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"bytes 10 to 500 of {server.url(NAME)}: HTTP 503, trying again in" in line
+
+
 def test_retry_after_may_be_a_date_or_a_limit():
     assert request.asked_wait({"retry-after": "12"}) == 12
-    assert (
-        50
-        < request.asked_wait({"retry-after": formatdate(60 + datetime.now(UTC).timestamp())})
-        <= 60
-    )
+    date = formatdate(60 + datetime.now(UTC).timestamp())
+    assert 50 < request.asked_wait({"retry-after": date}) <= 60
+    assert request.asked_wait({"retry-after": "soon"}) == 0
     assert request.asked_wait({"ratelimit": '"api";r=0;t=55'}) == 55
     assert request.asked_wait({"ratelimit": '"api";r=9;t=55'}) == 0
     assert request.asked_wait({}) == 0
+
+
+def test_nothing_is_asked_for_offline(server, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    file = Ranges(remote.Remote(60, Patience()), None).open(hub_file(server))
+    with pytest.raises(UserError, match=f"bytes 0 to {len(CONTENT)} of {server.url(NAME)}"):
+        file.readall()
+    assert not server.requests
 
 
 def test_a_range_file_reads_like_a_file():
@@ -208,70 +281,3 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
             assert there.rows(away, unit).texts.equals(here.rows(local, unit).texts)
         footer = name.endswith("parquet")
         assert server.requests["range"] == len(local.units) + footer
-
-
-READ_ALL = """
-import json, sys
-from llmtrain.config.schema import Config
-from llmtrain.data.readers import Reader, Reading
-from llmtrain.data.units import survey
-data = {"sources": [json.loads(sys.argv[1])], "heldout": 0.0, "lanes": 2}
-found = survey(Config.model_validate({"data": data, "training": {"steps": 1}}), 1)
-reader, (source,) = Reader(Reading(60)), found.sources
-rows = [reader.rows(source, unit) for unit in source.units]
-texts = [part.text(row)[0] for part in rows for row in range(len(part))]
-print(json.dumps({"revision": source.revision, "label": source.label, "texts": texts}))
-"""
-
-
-README = """---
-configs:
-- config_name: 2023.en
-  data_files:
-  - {split: train, path: 2023.en/train-*}
-- config_name: 2023.vi
-  data_files:
-  - {split: train, path: 2023.vi/train-*}
----
-"""
-
-
-def read_all(endpoint, home, source):
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    environment.pop("HF_HUB_OFFLINE", None)
-    return subprocess.run(
-        [sys.executable, "-c", READ_ALL, json.dumps(source)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_a_data_set_of_the_hub_gives_the_documents_of_the_local_files(tmp_path):
-    rows = corpus.articles(50)
-    corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-0.parquet", rows[:30], group=7)
-    corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-1.parquet", rows[30:], group=7)
-    corpus.write_parquet(tmp_path / "hub" / "2023.vi" / "train-0.parquet", corpus.articles(1))
-    (tmp_path / "hub" / "README.md").write_text(README)
-    with hub.serving(hub.read_files(tmp_path / "hub")) as server:
-        server.listing_faults.extend(["503"])
-        server.faults.extend(["503", "short", "", "429 0", "reset"])
-        done = read_all(server.endpoint, tmp_path / "home", {"path": hub.ID, "name": "2023.en"})
-        missing = read_all(server.endpoint, tmp_path / "home", {"path": hub.ID, "name": "2023.de"})
-        no_split = {"path": hub.ID, "name": "2023.en", "split": "test"}
-        other = read_all(server.endpoint, tmp_path / "home", no_split)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["texts"] == [row["text"] for row in rows]
-    assert (found["revision"], found["label"]) == (hub.SHA, "encyclopedia/2023.en")
-    assert "UserError" in missing.stderr
-    assert "2023.en" in missing.stderr.splitlines()[-1]
-    assert "expected: one of: train" in other.stderr
-
-
-def test_a_data_set_that_does_not_exist_is_a_mistake_of_the_user(tmp_path):
-    with hub.serving({}) as server:
-        done = read_all(server.endpoint, tmp_path, {"path": "someone/elses"})
-    assert "UserError" in done.stderr
-    assert "data.sources.0.path = someone/elses" in done.stderr
