@@ -108,13 +108,18 @@ class Ranges:
         Its patience counts from now, not from when nobody waited yet.
         """
         while not wait([future], POLL_SECONDS).done:
-            if self._stop is not None and self._stop.wait(0):
-                raise stopped()
+            self._go_on()
         with self._lock:
             self._ahead.pop(key, None)
         self._admit()
-        failed = isinstance(future.exception(), UserError | RunError)
-        return None if failed else future.result()
+        if not isinstance(future.exception(), UserError | RunError):
+            return future.result()
+        self._go_on()
+        return None
+
+    def _go_on(self) -> None:
+        if self._stop is not None and self._stop.wait(0):
+            raise stopped()
 
     def _read(self, key: Range, deadline: float) -> bytes:
         file, start, end = key

@@ -30,7 +30,7 @@ def stored(run_dir: Path | None, etag: str, ask: Callable[[], pq.FileMetaData]) 
     path = run_dir / "footers" / file_name(etag)
     try:
         return pq.read_metadata(io.BytesIO(path.read_bytes()))
-    except FileNotFoundError:
+    except OSError:  # not there yet, or not for us to see
         footer = ask()
     except pa.ArrowException as error:
         log.warning("%s is damaged, and read again: %s", path, error)
