@@ -113,7 +113,7 @@ class Reader:
             try:
                 rows = self._rows(source, unit)
             except UnreadableError as caught:
-                if not self._reading.skip_bad_units:
+                if not self.reading.skip_bad_units:
                     raise
                 error = caught
                 self._skipped.add([(part, _reason(error))])
@@ -127,7 +127,7 @@ class Reader:
         """Is this file left out as a whole? With what is wrong with it, it may be from now on."""
         known = source.files[file]
         part = LeftOut(source.label, known.name, "file", -1, 0, known.size, None)
-        if error is not None and self._reading.skip_bad_units:
+        if error is not None and self.reading.skip_bad_units:
             self._skipped.add([(part, _reason(error))])
         return self._skipped.holds(part)
 
@@ -227,7 +227,7 @@ class Reader:
                 try:
                     parse(line, source.text_column, None)
                 except ValueError as error:
-                    if self._reading.skip_bad_units:
+                    if self.reading.skip_bad_units:
                         return None  # reading leaves it out
                     raise self._bad_line(source, unit, position, error) from error
                 return list(json.loads(line.decode("utf-8", "surrogateescape")))
@@ -313,7 +313,7 @@ class Reader:
             try:
                 text, id_ = parse(line, source.text_column, source.id_column)
             except ValueError as error:
-                if not self._reading.skip_bad_units:
+                if not self.reading.skip_bad_units:
                     raise self._bad_line(source, unit, position, error) from error
                 bad.append((part, str(error)))
             else:
