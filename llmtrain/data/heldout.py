@@ -9,6 +9,10 @@ The held-out set is one stream, in which every token of a document is scored onc
     ids      eos  d o c u m e n t  eos  d o c  eos …        scored: the letters
 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
+
+The trap: with a document mask and no begin token, nothing stands before a document's first token,
+and training never asks for it. It is not scored then, and its bytes are not counted, so that
+bits_per_byte is that of the tokens that a model could learn.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,11 +29,13 @@ import numpy as np
 from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.tokenizer import Tokenizer
+from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
 NOT_SCORED = -100
+FIRST_TOKENS = 8  # a character has at most four bytes, and so do tokens of one byte each
 _WHOLE = 1 << 64
 
 
@@ -82,6 +88,12 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
     return any(next(training_texts(source, u, seed, reader), None) is not None for u in order)
 
 
+def all_held_out(source: Source, k: int, seed: int) -> Source:
+    """Source number k of `evaluation.sources`: every document is one to evaluate on."""
+    order = sorted(range(len(source.units)), key=lambda u: mix(seed, 3, k, u))
+    return replace(source, heldout_units=tuple(order), threshold=_WHOLE)
+
+
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
     """The training documents of unit u, in file order."""
     return _texts(source, u, seed, reader, heldout=False)
@@ -107,12 +119,14 @@ def _texts(source: Source, u: int, seed: int, reader: Reader, heldout: bool) -> 
 class HeldOut:
     """The held-out set as tokens.
 
-    ids (n,) int32 · scored (n,) bool: tokens of documents · documents, bytes: how many of them, and
-    their UTF-8 bytes · pad: id that fills the last block.
+    ids (n,) int32 · scored (n,) bool: tokens of documents · starts (documents,) int64: where they
+    begin · documents, bytes: how many of them, and the UTF-8 bytes of what is scored · pad: id that
+    fills the last block.
     """
 
     ids: np.ndarray
     scored: np.ndarray
+    starts: np.ndarray
     documents: int
     bytes: int
     pad: int
@@ -121,17 +135,23 @@ class HeldOut:
         """Blocks of `seq_len` trained positions that hold every token once."""
         return max(1, math.ceil((len(self.ids) - 1) / seq_len))
 
-    def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (S + 1,) int32 and labels (S,) int64 of block g; −100 where nothing is scored.
+    def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of block g: ids (S + 1,) int32, labels (S,) int64, −100 where nothing is scored, starts.
 
-        Behind the last token, and in blocks behind the last, there is padding.
+        starts (n,) int32: where documents begin in ids[:-1]; the first is 0. Behind the last token,
+        and in blocks behind the last, there is padding, as a document of its own.
         """
-        part = slice(g * seq_len, g * seq_len + seq_len + 1)
+        begin = g * seq_len
+        part = slice(begin, begin + seq_len + 1)
         ids = np.full(seq_len + 1, self.pad, dtype=np.int32)
         scored = np.zeros(seq_len + 1, dtype=bool)
         found = self.ids[part]
         ids[: len(found)], scored[: len(found)] = found, self.scored[part]
-        return ids, np.where(scored[1:], ids[1:], NOT_SCORED).astype(np.int64)
+        first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
+        starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
+        starts = starts[starts < seq_len] if len(found) else starts[:1]
+        labels = np.where(scored[1:], ids[1:], NOT_SCORED).astype(np.int64)
+        return ids, labels, starts.astype(np.int32)
 
 
 def prepare(
@@ -140,27 +160,57 @@ def prepare(
     path: Path,
     max_documents: int,
     reading: Reading,
+    sources: Sequence[Source] = (),
 ) -> None:
     """Tokenize up to `max_documents` held-out documents, sources in turn, into a safetensors file.
 
-    Nothing held out: no file is written. Raises UserError or RunError as reading does.
+    sources: those of `evaluation.sources`, in place of the manifest's. Nothing held out: no file is
+    written. Raises UserError or RunError as reading does, and UserError where `sources` have no
+    document.
     """
     reader = Reader(reading)
-    streams = [heldout_texts(source, manifest.seed, reader) for source in manifest.sources]
+    asked = sources or manifest.sources
+    streams = [heldout_texts(source, manifest.seed, reader) for source in asked]
     ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
     scored = [np.zeros(len(part), dtype=bool) for part in ids]
-    documents = size = 0
+    starts: list[int] = []
+    size, end = 0, len(ids)
     for text in _in_turn(streams, max_documents):
         document = tokenizer.documents([text])[0]
-        mask = np.ones(len(document), dtype=bool)
-        mask[-1] = False
-        mask[: 0 if tokenizer.bos is None else 1] = False
+        mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
+        starts.append(end)
         ids.append(document)
         scored.append(mask)
-        documents, size = documents + 1, size + len(text.encode())
-    if documents:
-        held = HeldOut(np.concatenate(ids), np.concatenate(scored), documents, size, tokenizer.pad)
-        _save(held, path)
+        size, end = size + nbytes, end + len(document)
+    if any(mask.any() for mask in scored):
+        found = (np.concatenate(ids), np.concatenate(scored), np.array(starts, np.int64))
+        _save(HeldOut(*found, len(starts), size, tokenizer.pad), path)
+    elif sources:
+        places = ", ".join(source.path for source in sources)
+        expected = "at least one document that is not empty"
+        raise UserError(Problem("evaluation.sources", places, expected))
+
+
+def _scored(
+    text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
+) -> tuple[np.ndarray, int]:
+    """Which of a document's tokens are scored, (n,) bool, and the UTF-8 bytes that they stand for.
+
+    Without a begin token, under a document mask, all but those of the first character.
+    """
+    mask, size = np.ones(len(ids), dtype=bool), len(text.encode())
+    mask[-1] = False
+    if tokenizer.bos is not None:
+        mask[0] = False
+    elif document_mask:
+        for count in range(1, min(FIRST_TOKENS, len(ids) - 1) + 1):
+            first = tokenizer.decode(ids[:count])
+            if first and text.startswith(first):
+                mask[:count] = False
+                return mask, size - len(first.encode())
+        mask[0] = False  # a tokenizer that changes the text: its share of the bytes
+        return mask, size - size // max(1, len(ids) - 1)
+    return mask, size
 
 
 def load(path: Path) -> HeldOut | None:
@@ -171,7 +221,8 @@ def load(path: Path) -> HeldOut | None:
         return None
     with safe_open(str(path), framework="numpy") as file:
         facts = json.loads(file.metadata()["heldout"])
-        return HeldOut(file.get_tensor("ids"), file.get_tensor("scored"), **facts)
+        tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
+        return HeldOut(*tensors, **facts)
 
 
 def _save(held: HeldOut, path: Path) -> None:
@@ -179,7 +230,7 @@ def _save(held: HeldOut, path: Path) -> None:
 
     facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
     unfinished = path.with_name(path.name + ".partial")
-    tensors = {"ids": held.ids, "scored": held.scored}
+    tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
     save_file(tensors, str(unfinished), metadata={"heldout": json.dumps(facts)})
     unfinished.replace(path)
 

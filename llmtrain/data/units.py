@@ -9,7 +9,8 @@ How files become parts, and parts units, stands in `parts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 __all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
@@ -60,14 +62,21 @@ def survey(
     data, seed = config.data, config.run.seed
     reading = reading_of(config, run_dir)
     reader = Reader(reading)
-    named = list(zip(data.sources, labels(data.sources), strict=True))
-    drafts = _each(lambda i: _draft(*named[i], f"data.sources.{i}", reader), len(named))
+    named = [
+        (source, label, f"data.sources.{i}")
+        for i, (source, label) in enumerate(zip(data.sources, labels(data.sources), strict=True))
+    ]
+    both = [*named, *_own_evaluation(config)]  # so that all problems are told at once
+    drafts = _each(lambda i: _draft(*both[i], reader), len(both))
+    _warn_of_shared_files([source for source, _ in drafts])
+    drafts = drafts[: len(named)]
     if lanes is None and data.lanes != "auto":
         lanes = data.lanes
     if lanes is None:
         lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
     sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
-    split = _each(lambda k: _split(sources[k], k, data.heldout, seed, reader), len(sources))
+    share = 0.0 if config.evaluation.sources else data.heldout
+    split = _each(lambda k: _split(sources[k], k, share, seed, reader), len(sources))
     packing, document_mask = packing_of(data)
     return Survey(
         sources=tuple(split),
@@ -80,6 +89,27 @@ def survey(
         made_with=data_values(config),
         reading=reading,
     )
+
+
+def evaluation_sources(config: Config, reading: Reading) -> tuple[Source, ...]:
+    """`evaluation.sources`, as sources of which every document is held out; () = none are set.
+
+    Raises UserError as `survey` does.
+    """
+    reader = Reader(reading)
+    own = _own_evaluation(config)
+    drafts = _each(lambda i: _draft(*own[i], reader), len(own))
+    sources = [replace(s, units=tuple(cut(parts, 1)), id_column=None) for s, parts in drafts]
+    return tuple(heldout.all_held_out(s, k, config.run.seed) for k, s in enumerate(sources))
+
+
+def _own_evaluation(config: Config) -> list[tuple[SourceConfig, str, str]]:
+    """(source, label, key) of each of `evaluation.sources`."""
+    described = [SourceConfig(**source.model_dump()) for source in config.evaluation.sources]
+    return [
+        (source, f"evaluation/{label}", f"evaluation.sources.{i}")
+        for i, (source, label) in enumerate(zip(described, labels(described), strict=True))
+    ]
 
 
 def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
@@ -157,6 +187,20 @@ def packing_of(data: DataConfig) -> tuple[Packing, bool]:
     packing: Packing = "concat" if data.packing == "auto" else data.packing
     asked = data.document_mask
     return packing, packing == "bestfit" if asked == "auto" else asked
+
+
+def _warn_of_shared_files(sources: Sequence[Source]) -> None:
+    """What is held out of a source, or evaluated on, must not be trained on through another."""
+    first: dict[tuple[int, str], str] = {}
+    for source in sources:
+        for index, file in enumerate(source.files):
+            other = first.setdefault((file.size, file.etag), source.label)
+            if other != source.label:
+                log.warning(
+                    "%s of source %s is in source %s too: what is held out of one of them can be "
+                    "trained on through the other",
+                    *(source.where(index), source.label, other),
+                )
 
 
 def _each(function: Callable[[int], T], count: int) -> list[T]:

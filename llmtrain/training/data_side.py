@@ -68,8 +68,8 @@ def open_data(
     ended = bool(found and found.state["ended"] and not changed)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     path = run_dir / prepare.HELDOUT
-    limit, reading = config.evaluation.max_documents, reading_of(config, run_dir)
-    on_rank_zero(ranks, lambda: _prepare_heldout(manifest, tokenizer, path, limit, reading))
+    reading = reading_of(config, run_dir)
+    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
     held = _same_heldout(ranks, path)
     stream = open_stream(
         manifest,
@@ -126,11 +126,7 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
 
 
 def _prepare_heldout(
-    manifest: Manifest,
-    tokenizer: Tokenizer,
-    path: Path,
-    max_documents: int,
-    reading: Reading,
+    config: Config, manifest: Manifest, tokenizer: Tokenizer, path: Path, reading: Reading
 ) -> None:
     from safetensors import SafetensorError
 
@@ -140,7 +136,9 @@ def _prepare_heldout(
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)
-    heldout.prepare(manifest, tokenizer, path, max_documents, reading)
+    own = units.evaluation_sources(config, reading)
+    limit = config.evaluation.max_documents
+    heldout.prepare(manifest, tokenizer, path, limit, reading, own)
 
 
 def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:

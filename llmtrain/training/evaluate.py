@@ -78,4 +78,4 @@ def round_blocks(heldout: HeldOut, run: Run, round_: int) -> tuple[np.ndarray, n
         run.ranks.rank + run.ranks.world_size * (first + k) for k in range(run.micro_batch_size)
     ]
     blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]
-    return np.stack([ids for ids, _ in blocks]), np.stack([labels for _, labels in blocks])
+    return np.stack([ids for ids, *_ in blocks]), np.stack([labels for _, labels, _ in blocks])

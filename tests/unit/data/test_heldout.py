@@ -6,9 +6,10 @@ from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data.heldout import HeldOut, load, prepare
-from llmtrain.data.readers import Reading
+from llmtrain.data.readers import Reader, Reading, reading_of
 from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.units import survey
+from llmtrain.data.units import evaluation_sources, freeze, survey
+from llmtrain.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,9 @@ def test_documents_with_equal_ids_are_never_all_held_out(tmp_path):
     assert held_names(split(corpus.write_parquet(tmp_path / "a.parquet", rows), 0.001)) == []
 
 
-def prepared(place, tmp_path, *, limit=10_000, heldout=0.05, tokenizer=None):
+def prepared(place, tmp_path, *, limit=10_000, heldout=0.05, tokenizer=None, **data):
     sources = (place / "a.parquet", place / "b.parquet")
-    manifest = corpus.manifest_of(place / "tokenizer", *sources, heldout=heldout)
+    manifest = corpus.manifest_of(place / "tokenizer", *sources, heldout=heldout, **data)
     tokenizer = tokenizer or open_tokenizer(place / "tokenizer")
     prepare(manifest, tokenizer, tmp_path / "eval.safetensors", limit, Reading(60))
     return manifest, tokenizer, load(tmp_path / "eval.safetensors")
@@ -131,7 +132,7 @@ def test_blocks_hold_each_scored_token_as_a_label_once(place, tmp_path, seq_len)
     _, _, held = prepared(place, tmp_path, limit=20)
     labels = []
     for g in range(held.num_blocks(seq_len) + 2):
-        ids, target = held.block(g, seq_len)
+        ids, target, _ = held.block(g, seq_len)
         assert (ids.shape, ids.dtype) == ((seq_len + 1,), np.int32)
         assert (target.shape, target.dtype) == ((seq_len,), np.int64)
         kept = target != -100
@@ -141,9 +142,136 @@ def test_blocks_hold_each_scored_token_as_a_label_once(place, tmp_path, seq_len)
 
 
 def test_no_block_is_padding_alone():
-    held = HeldOut(np.arange(9, dtype=np.int32), np.arange(9) > 0, 1, 9, 0)
+    held = HeldOut(np.arange(9, dtype=np.int32), np.arange(9) > 0, np.array([1]), 1, 9, 0)
     assert [held.num_blocks(seq_len) for seq_len in (2, 4, 7, 8, 9)] == [4, 2, 2, 1, 1]
 
 
 def test_nothing_held_out_is_no_file(place, tmp_path):
     assert prepared(place, tmp_path, heldout=0.0)[2] is None
+
+
+@pytest.mark.parametrize("begin", [None, 7])
+@pytest.mark.parametrize("seq_len", [2, 7, 64, 100_000])
+def test_blocks_say_where_documents_begin(place, tmp_path, seq_len, begin):
+    tokenizer = replace(open_tokenizer(place / "tokenizer"), bos=begin)
+    _, _, held = prepared(place, tmp_path, limit=20, tokenizer=tokenizer)
+    ends = np.flatnonzero(held.ids == tokenizer.eos)
+    borders = {0, *(ends + 1).tolist()}  # behind the last end of text there is padding
+    for g in range(held.num_blocks(seq_len) + 2):
+        _, _, starts = held.block(g, seq_len)
+        inside = {p - g * seq_len for p in borders if 0 < p - g * seq_len < seq_len}
+        assert starts.dtype == np.int32
+        assert starts.tolist() == sorted({0, *inside})
+
+
+def test_under_a_document_mask_only_what_has_a_context_is_scored(place, tmp_path):
+    manifest, tokenizer, held = prepared(place, tmp_path, document_mask=True)
+    assert manifest.document_mask
+    texts = [text for part in texts_of(manifest) for text in part]
+    first = [tokenizer.decode(tokenizer.encode(text)[:1]) for text in texts]
+    assert held.bytes == sum(len(t.encode()) for t in texts) - sum(map(len, first))
+    assert held.scored.sum() == sum(len(tokenizer.encode(text)) - 1 for text in texts)
+    assert not held.scored[held.starts].any()
+    assert held.scored[held.starts + 1].all()
+
+
+def test_a_first_character_of_several_tokens_is_left_out_as_a_whole(tmp_path, place):
+    texts = ["\u4e2d\u6587 words", "\U0001f600 smile"]
+    path = corpus.write_parquet(tmp_path / "a.parquet", [{"text": text} for text in texts])
+    config = with_evaluation(place, path, document_mask=True)
+    held = own(config, place, tmp_path)
+    assert held.bytes == sum(len(text[1:].encode()) for text in texts)
+    assert held.scored[held.starts].tolist() == [False, False]
+
+
+def test_with_a_begin_token_a_document_mask_changes_nothing(place, tmp_path):
+    tokenizer = replace(open_tokenizer(place / "tokenizer"), bos=7)
+    _, _, plain = prepared(place, tmp_path, tokenizer=tokenizer)
+    _, _, masked = prepared(place, tmp_path, tokenizer=tokenizer, document_mask=True)
+    assert np.array_equal(plain.scored, masked.scored)
+    assert plain.bytes == masked.bytes
+
+
+def with_evaluation(place, *paths, limit=2000, **data):
+    config = corpus.config(place / "a.parquet", heldout=0.05, **data)
+    fields = config.model_dump(by_alias=True, exclude_unset=True)
+    fields["evaluation"] = {"sources": [{"path": str(p)} for p in paths], "max_documents": limit}
+    return type(config).model_validate(fields)
+
+
+def own(config, place, tmp_path, reading=None):
+    reading = reading or reading_of(config, None)
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = freeze(survey(config, 1), tokenizer)
+    sources = evaluation_sources(config, reading)
+    path = tmp_path / "eval.safetensors"
+    prepare(manifest, tokenizer, path, config.evaluation.max_documents, reading, sources)
+    return load(path)
+
+
+def test_with_evaluation_sources_nothing_is_held_out_of_the_others(place):
+    found = survey(with_evaluation(place, place / "b.parquet"), 1)
+    assert found.own_evaluation
+    assert [(source.heldout_units, source.threshold) for source in found.sources] == [((), 0)]
+
+
+def test_every_document_of_the_evaluation_sources_is_evaluated_on_once(place, tmp_path):
+    held = own(with_evaluation(place, place / "b.parquet"), place, tmp_path)
+    tokenizer = open_tokenizer(place / "tokenizer")
+    found = tokenizer.decode(held.ids).split("<|endoftext|>")[1:-1]
+    assert sorted(found) == sorted(row["text"] for row in corpus.articles(60, 9000))
+
+
+def test_evaluation_reads_no_more_units_than_it_needs(place, tmp_path, monkeypatch):
+    read = []
+    original = Reader.rows
+
+    def counting(self, source, unit, *more, **named):
+        read.append(source.label)
+        return original(self, source, unit, *more, **named)
+
+    config = with_evaluation(place, place / "a.parquet", place / "b.parquet", limit=30)
+    sources = evaluation_sources(config, Reading(60))
+    assert [len(source.units) for source in sources] == [100, 12]
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = freeze(survey(config, 1), tokenizer)
+    monkeypatch.setattr(Reader, "rows", counting)
+    prepare(manifest, tokenizer, tmp_path / "e", 30, Reading(60), sources)
+    # 15 documents of each: one unit of 40, and three of 5.
+    assert sorted(read) == ["evaluation/a.parquet"] + ["evaluation/b.parquet"] * 3
+
+
+def test_the_choice_among_evaluation_documents_follows_the_seed_alone(place, tmp_path):
+    one = own(with_evaluation(place, place / "a.parquet", limit=5), place, tmp_path)
+    again = own(with_evaluation(place, place / "a.parquet", limit=5, lanes=7), place, tmp_path)
+    other = own(with_evaluation(place, place / "a.parquet", limit=5, seed=1), place, tmp_path)
+    assert np.array_equal(one.ids, again.ids)
+    assert not np.array_equal(one.ids, other.ids)
+
+
+def test_problems_of_evaluation_sources_are_told_with_the_others(place, tmp_path):
+    config = with_evaluation(place, tmp_path / "missing.jsonl", tmp_path / "none" / "*.txt")
+    with pytest.raises(UserError) as raised:
+        survey(config, 1)
+    keys = [problem.key for problem in raised.value.problems]
+    assert keys == ["evaluation.sources.0.path", "evaluation.sources.1.path"]
+
+
+def test_evaluation_sources_without_a_document_are_refused(place, tmp_path):
+    path = corpus.write_parquet(tmp_path / "blank.parquet", [{"text": " "}, {"text": None}])
+    with pytest.raises(UserError, match=r"evaluation\.sources = .*blank\.parquet"):
+        own(with_evaluation(place, path), place, tmp_path)
+
+
+def test_a_bad_unit_of_an_evaluation_source_is_skipped_if_bad_units_are(place, tmp_path):
+    path = corpus.write_lines(tmp_path / "e.jsonl", [b'{"text": "one two"}', b"{half"])
+    config = with_evaluation(place, path, on_bad_unit="skip")
+    held = own(config, place, tmp_path, reading_of(config, tmp_path))
+    assert held.documents == 1
+    with pytest.raises(UserError, match=r"e\.jsonl, line 2"):
+        own(with_evaluation(place, path), place, tmp_path)
+
+
+def test_a_file_that_is_trained_and_evaluated_on_is_warned_of(place, caplog):
+    survey(with_evaluation(place, place / "a.parquet"), 1)
+    assert "of source evaluation/a.parquet is in source a.parquet too" in caplog.text
