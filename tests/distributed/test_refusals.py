@@ -129,6 +129,23 @@ def test_a_batch_that_processes_cannot_share_is_refused(server: Server, tmp_path
         assert word in said
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_cannot_hide_documents_is_refused_where_they_must_be(
+    server: Server, tmp_path: Path, world_size: int
+) -> None:
+    config = tiny_config(tmp_path / "run", data__document_mask=True)
+    config["model"]["config"] = {
+        "model_type": "bloom",
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    said = refused(server, tmp_path, config, world_size=world_size)
+    for word in ("data.document_mask = True", "bloom (attention: eager)", "document_mask=false"):
+        assert word in said
+    assert not lines(tmp_path / "run", "train")
+
+
 @pytest.fixture
 def trained(server: Server, tmp_path: Path) -> tuple[Config, Path]:
     """A finished run of four steps: its config and directory."""

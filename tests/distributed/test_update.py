@@ -11,9 +11,11 @@ from helpers import uneven
 from helpers.ranks import Server
 
 
-def train(server: Server, folder: Path, world_size: int, micro: int, *nan: int, **env: str) -> Any:
+def train(
+    server: Server, folder: Path, world_size: int, micro: int, *more: int | str, **env: str
+) -> Any:
     output = folder / "result.json"
-    arguments = ["call", "helpers.uneven", "train", str(output), str(micro), *map(str, nan)]
+    arguments = ["call", "helpers.uneven", "train", str(output), str(micro), *map(str, more)]
     codes = server.run(arguments, world_size, folder, env)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()
     return json.loads(output.read_text())
@@ -25,8 +27,21 @@ def train(server: Server, folder: Path, world_size: int, micro: int, *nan: int, 
 def test_uneven_masks_weigh_by_token_on_any_layout(
     server: Server, tmp_path: Path, world_size: int, micro: int
 ) -> None:
-    found = train(server, tmp_path, world_size, micro)
-    numbers, weights = uneven.reference()
+    same_as_plain_pytorch(train(server, tmp_path, world_size, micro), uneven.reference())
+
+
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2)])
+def test_documents_are_trained_as_if_each_were_alone_on_any_layout(
+    server: Server, tmp_path: Path, world_size: int, micro: int
+) -> None:
+    found = train(server, tmp_path, world_size, micro, -1, -1, "documents")
+    alone = uneven.reference(hiding=True)
+    same_as_plain_pytorch(found, alone)
+    assert abs(alone[0][-1]["loss"] - uneven.reference()[0][-1]["loss"]) > 1e-3
+
+
+def same_as_plain_pytorch(found: Any, expected: tuple[list[Any], dict[str, Any]]) -> None:
+    numbers, weights = expected
     for one, other in zip(found["numbers"], numbers, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["norm"] == pytest.approx(other["norm"], rel=1e-4)

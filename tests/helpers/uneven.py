@@ -1,4 +1,7 @@
-"""Updates on made-up blocks whose masks are uneven: what `update` does with them on real ranks."""
+"""Updates on made-up blocks whose masks are uneven: what `update` does with them on real ranks.
+
+With documents, each block holds several, which are hidden from each other.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ import xxhash
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import OptimizerConfig
-from llmtrain.data import manifest as manifests
 from llmtrain.distributed.accelerator import close, make_accelerator
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.distributed.state import create_state
+from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import Run
@@ -51,11 +54,25 @@ def blocks(step: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, labels
 
 
-def train(output: str, micro_batch_size: str, nan_rank: str = "-1", nan_step: str = "-1") -> None:
-    """On every rank: STEPS updates; rank 0 writes numbers and the final weights' digests."""
+def starts() -> list[np.ndarray]:
+    """Where documents begin in each row: one to four of them, unequal, the shortest one token."""
+    return [np.array([0, 3, 4, 9][: 1 + row % 4], np.int32) for row in range(ROWS)]
+
+
+def train(
+    output: str,
+    micro_batch_size: str,
+    nan_rank: str = "-1",
+    nan_step: str = "-1",
+    hiding: str = "",
+) -> None:
+    """On every rank: STEPS updates; rank 0 writes numbers and the final weights' digests.
+
+    hiding: `documents`, or nothing where blocks are one document each.
+    """
     launched = make_accelerator("fp32", 2.0)
-    manifests.DOCUMENT_MASK = True  # blocks are not full: their trained tokens are counted
     bare = model()
+    attention.install(bare, SEQ_LEN)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=RATE))
     prepared = launched.engine.prepare(LossModule(bare), optimizer)
     create_state(optimizer, 0)
@@ -65,6 +82,9 @@ def train(output: str, micro_batch_size: str, nan_rank: str = "-1", nan_step: st
         device=launched.device,
         engine=launched.engine,
         model=prepared,
+        unwrapped=bare,
+        config=SimpleNamespace(data=SimpleNamespace(seq_len=SEQ_LEN)),
+        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
         micro_batch_size=int(micro_batch_size),
         max_grad_norm=1.0,
         labels=("all",),
@@ -75,10 +95,12 @@ def train(output: str, micro_batch_size: str, nan_rank: str = "-1", nan_step: st
     )
     run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
     run.micro_batches = lambda batch: Run.micro_batches(run, batch)
+    run.documents = lambda starts: Run.documents(run, starts)
     for step in range(STEPS):
         if launched.ranks.rank == int(nan_rank) and step == int(nan_step):
             poison(bare)
-        update(run, share(step, launched.ranks.rank, launched.ranks.world_size), 1.0)
+        batch = share(step, launched.ranks.rank, launched.ranks.world_size, bool(hiding))
+        update(run, batch, 1.0)
     if launched.ranks.rank == 0:
         numbers = [
             {
@@ -102,11 +124,12 @@ def poison(bare: LlamaForCausalLM) -> None:
     handle = weight.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
 
 
-def share(step: int, rank: int, world_size: int) -> Batch:
+def share(step: int, rank: int, world_size: int, hiding: bool) -> Batch:
     """Rank r's rows of a step, as the stream deals them out."""
     ids, labels = (part[rank::world_size] for part in blocks(step))
     tokens = int((labels != -100).sum())
-    return Batch(ids, labels, tokens, {}, 0, 0, {"all": tokens}, {}, 0.0)
+    borders = tuple(starts()[rank::world_size]) if hiding else None
+    return Batch(ids, labels, tokens, borders, {}, 0, 0, {"all": tokens}, {}, 0.0)
 
 
 def digests(bare: LlamaForCausalLM) -> dict[str, Any]:
@@ -118,9 +141,10 @@ def digests(bare: LlamaForCausalLM) -> dict[str, Any]:
     }
 
 
-def reference() -> tuple[list[dict[str, float]], dict[str, list[float]]]:
-    """Plain PyTorch: the mean over all trained tokens of a step, in one batch."""
+def reference(hiding: bool = False) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """Plain PyTorch: the mean over all trained tokens of a step; each document by itself."""
     bare = model()
+    borders = starts() if hiding else [np.zeros(1, np.int32)] * ROWS
     decayed = [p for n, p in bare.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in bare.named_parameters() if p.ndim < 2 or "embed" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -128,7 +152,11 @@ def reference() -> tuple[list[dict[str, float]], dict[str, list[float]]]:
     numbers = []
     for step in range(STEPS):
         ids, labels = (torch.from_numpy(part).long() for part in blocks(step))
-        logits = bare(ids[:, :-1]).logits
+        rows = zip(ids[:, :-1], borders, strict=True)
+        texts = [row.tensor_split(first[1:].tolist()) for row, first in rows]
+        logits = torch.stack(
+            [torch.cat([bare(text[None]).logits[0] for text in row]) for row in texts]
+        )
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
