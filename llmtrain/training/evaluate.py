@@ -47,10 +47,11 @@ def evaluate(run: Run) -> Evaluation | None:
             if stops:
                 run.due.ask(stops)
                 return None
-            ids, labels = round_blocks(heldout, run, round_)
+            ids, labels, starts = round_blocks(heldout, run, round_)
             inputs = torch.from_numpy(ids[:, :-1].astype(np.int64)).to(run.device)
             targets = torch.from_numpy(labels).to(run.device)
-            scored[0] += run.model(inputs, targets)
+            hidden = run.documents(starts) if run.data.manifest.document_mask else {}
+            scored[0] += run.model(inputs, targets, **hidden)
             scored[1] += (targets != -100).sum()
     nll, tokens = sum_over_ranks(scored).tolist()
     return Evaluation(
@@ -71,11 +72,14 @@ def rounds(heldout: HeldOut, run: Run) -> int:
     )
 
 
-def round_blocks(heldout: HeldOut, run: Run, round_: int) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's ids (m, S + 1) and labels (m, S) of one round."""
+def round_blocks(
+    heldout: HeldOut, run: Run, round_: int
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """This rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of one round."""
     first = round_ * run.micro_batch_size
     mine = [
         run.ranks.rank + run.ranks.world_size * (first + k) for k in range(run.micro_batch_size)
     ]
     blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]
-    return np.stack([ids for ids, *_ in blocks]), np.stack([labels for _, labels, _ in blocks])
+    ids, labels, starts = zip(*blocks, strict=True)
+    return np.stack(ids), np.stack(labels), list(starts)
