@@ -20,6 +20,8 @@ from typing import Any
 
 import xxhash
 
+from llmtrain.data.request import quiet_hub
+
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 8
@@ -92,6 +94,7 @@ class Cache:
 
 def cache_root() -> Path:
     """Where bytes and answers of the Hub are kept."""
+    quiet_hub()
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME) / "llmtrain"

@@ -12,6 +12,7 @@ drips, so a request runs in a thread that can be left alone (`awaited`).
 from __future__ import annotations
 
 import email.utils
+import logging
 import os
 import queue
 import re
@@ -227,8 +228,14 @@ def web_url(address: str) -> str:
 
 
 def quiet_hub() -> None:
-    """Before the first import of huggingface_hub: no telemetry request, no signed URLs in logs."""
-    import logging
+    """Before huggingface_hub is used: no request of its own on every start, no signed URLs in logs.
 
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    What it reads from the environment it reads when it is imported, and another package may have
+    imported it before.
+    """
+    chosen = os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import constants
+
+    if chosen == "1":
+        constants.HF_HUB_DISABLE_TELEMETRY = True
     logging.getLogger("httpx2").setLevel(logging.WARNING)

@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from llmtrain.data.request import quiet_hub
 from llmtrain.hashing import mix
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -363,6 +364,7 @@ def read_files(root: Path) -> dict[str, bytes]:
 
 def stand_in(monkeypatch, server: Hub, home: Path) -> None:
     """This process takes the server for the Hub, with caches of its own."""
+    quiet_hub()
     import datasets
     from huggingface_hub import HfFileSystem, constants
 

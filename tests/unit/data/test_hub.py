@@ -6,11 +6,7 @@ from helpers import corpus, hub
 from llmtrain.config.schema import SourceConfig
 from llmtrain.data import hub as resolving
 from llmtrain.data.hub import resolve
-from llmtrain.data.request import quiet_hub
 from llmtrain.errors import RunError, UserError
-
-quiet_hub()
-from huggingface_hub.utils import _http as http  # noqa: E402  after quiet_hub, as everywhere
 
 KEY = "data.sources.3.path"
 README = """---
@@ -108,7 +104,9 @@ def test_a_listing_that_fails_for_a_while_is_asked_for_again(encyclopedia, monke
 
 @pytest.mark.parametrize("position", range(8))
 def test_no_fault_of_the_listing_looks_like_a_mistake(encyclopedia, monkeypatch, position):
-    monkeypatch.setattr(http, "time", Hurried())
+    from huggingface_hub.utils import _http
+
+    monkeypatch.setattr(_http, "time", Hurried())
     encyclopedia.listing_faults.extend([""] * position + ["reset", "503"])
     assert len(ask(name="2023.en").files) == 2
 

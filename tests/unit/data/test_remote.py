@@ -214,6 +214,20 @@ def test_retry_after_may_be_a_date_or_a_limit():
     assert request.asked_wait({}) == 0
 
 
+def test_huggingface_hub_asks_for_nothing_of_its_own(server, monkeypatch, tmp_path):
+    """Even where another package imported it first."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _detect_agent
+
+    monkeypatch.setattr(_detect_agent, "_registry", None)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    request.web_url("hf://datasets/a/b@main/c")
+    assert fetched(server) == CONTENT[10:500]
+    assert set(server.requests) == {"range"}
+
+
 def test_nothing_is_asked_for_offline(server, monkeypatch):
     from huggingface_hub import constants
 
