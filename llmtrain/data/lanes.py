@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import pyarrow as pa
 
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
-from llmtrain.data.packing import Document, Packed, Span, concat
+from llmtrain.data.packing import START, Document, Packed, Packing, Span, bestfit, concat
 from llmtrain.data.readers import Reader
 from llmtrain.data.rows import Rows
 from llmtrain.data.tokenizer import Tokenizer
@@ -31,10 +31,10 @@ from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 FEW_UNITS = 768
-START = Cursor(0, 0, 0, 0)
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
 EMPTY_EPOCHS = 64  # times the lanes: so long a lane may find no document
+NO_IDS = np.empty(0, dtype=np.int32)
 
 
 def default_lanes(processes: int, units: int) -> int:
@@ -50,8 +50,9 @@ class Block:
     """One block.
 
     ids, starts, trained, spans: as in `Packed` · source: −1 = padding, its lane has ended · counts:
-    dropped (null, empty, blank), replaced (invalid UTF-8) and held-out documents met, and skipped
-    units and lines · cursors: its lane's of all sources, behind this block.
+    source → what was met → how often: dropped (null, empty, blank), replaced (invalid UTF-8) and
+    held-out documents, skipped units and lines, and tokens that fill no block (left_over_tokens)
+    where a source ends · cursors: its lane's of all sources, behind this block.
     """
 
     ids: np.ndarray
@@ -59,12 +60,17 @@ class Block:
     trained: np.ndarray | None
     spans: tuple[Span, ...]
     source: int
-    counts: Mapping[str, int]
+    counts: Mapping[int, Mapping[str, int]]
     cursors: tuple[Cursor, ...]
 
 
 class Lane:
     """Lane `index`, to be asked for its blocks one after the other.
+
+    Before every draw each source with `max_epochs` is asked whether what is left of it in this lane
+    fills a block (concat: seq_len + 1 ids; bestfit: any document, its block is filled up); those
+    that cannot are left out. So the choice depends on g and the cursors alone, and what a lane
+    finds out is found out again after a resume. Once no source is left, all blocks are padding.
 
     next_block: number (over all lanes) of the block that comes next · cursors: one a source, of
     where that block would begin.
@@ -82,72 +88,146 @@ class Lane:
         assert next_block % manifest.lanes == index
         self.next_block = next_block
         self.cursors = tuple(cursors)
-        self._parts = (manifest, tokenizer, reader)
+        self._manifest = manifest
+        self._tokenizer = tokenizer
+        self._reader = reader
         self._index = index
-        self._shares = shares(manifest.weights)
-        self._packers: dict[int, Iterator[Packed]] = {}
+        self._shares = list(shares(manifest.weights))  # 0 once a source has ended in this lane
+        self._packings: dict[int, Packing] = {}
+        self._ready: dict[int, Packed] = {}  # of sources that can end: the block that comes next
 
     def take(self) -> Block:
         """Block `next_block`. Raises UserError for bad data, RunError if it cannot be read."""
-        k = source_of(self.next_block, self._shares)
-        if k not in self._packers:
-            self._packers[k] = self._open(k)
-        packed = next(self._packers[k])
-        self.cursors = (*self.cursors[:k], packed.cursor, *self.cursors[k + 1 :])
-        self.next_block += self._parts[0].lanes
-        return Block(*packed[:4], k, dict(packed.counts), self.cursors)
+        counts = self._ask()
+        if not any(self._shares):
+            block = self._padding(counts)
+        else:
+            k = source_of(self.next_block, self._shares)
+            packed = self._ready.pop(k, None) or next(self._packing(k))
+            if self._can_end(k):
+                packed.counts.update(self._advance(k))
+            if packed.counts:
+                counts[k] = dict(packed.counts)
+            self.cursors = (*self.cursors[:k], packed.cursor, *self.cursors[k + 1 :])
+            block = Block(*packed[:4], k, counts, self.cursors)
+        self.next_block += self._manifest.lanes
+        return block
 
-    def _open(self, k: int) -> Iterator[Packed]:
-        cursor = self.cursors[k]
-        documents = walk(*self._parts, k, self._index, cursor)
-        return concat(documents, self._parts[0].seq_len, cursor.offset)
+    def _ask(self) -> dict[int, Mapping[str, int]]:
+        """Look whether sources that can end have a block; all but the first time it is known.
+
+        What a source has that never fills a block is counted with the first block of the run.
+        """
+        counts: dict[int, Mapping[str, int]] = {}
+        for k in range(len(self._shares)):
+            if self._can_end(k) and k not in self._packings:
+                rest = self._advance(k)
+                if rest and self.next_block == self._index and self.cursors[k] == START:
+                    counts[k] = rest
+        return counts
+
+    def _can_end(self, k: int) -> bool:
+        return self._manifest.sources[k].max_epochs is not None
+
+    def _advance(self, k: int) -> Mapping[str, int]:
+        """Make the next block of source k ready; if there is none, what is left over."""
+        try:
+            self._ready[k] = next(self._packing(k))
+        except StopIteration as end:
+            self._shares[k] = 0
+            rest: Mapping[str, int] = end.value
+            return rest
+        return {}
+
+    def _packing(self, k: int) -> Packing:
+        if k not in self._packings:
+            self._packings[k] = self._open(k)
+        return self._packings[k]
+
+    def _open(self, k: int) -> Packing:
+        """The blocks of source k from its cursor on: where a way of packing is chosen."""
+        manifest, cursor = self._manifest, self.cursors[k]
+
+        def documents(start: Cursor, again: bool) -> Iterator[Document]:
+            place = (k, self._index, start)
+            return walk(manifest, self._tokenizer, self._reader, *place, again=again)
+
+        match manifest.packing:
+            case "concat":
+                return concat(documents(cursor, False), manifest.seq_len, cursor)
+            case "bestfit":
+                order = (manifest.seed, 4, k, self._index)
+                pad = self._tokenizer.pad
+                return bestfit(documents, manifest.seq_len, cursor, pad=pad, order=order)
+            case _:
+                assert_never(manifest.packing)
+
+    def _padding(self, counts: Mapping[int, Mapping[str, int]]) -> Block:
+        seq_len = self._manifest.seq_len
+        ids = np.full(seq_len + 1, self._tokenizer.pad, dtype=np.int32)
+        untrained = np.zeros(seq_len, dtype=np.bool_)
+        return Block(ids, np.zeros(1, dtype=np.int32), untrained, (), -1, counts, self.cursors)
 
 
 def walk(
-    manifest: Manifest, tokenizer: Tokenizer, reader: Reader, k: int, lane: int, cursor: Cursor
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    reader: Reader,
+    k: int,
+    lane: int,
+    cursor: Cursor,
+    *,
+    again: bool = False,
 ) -> Iterator[Document]:
-    """A lane's training documents of source k for ever, tokenized a few at a time.
+    """A lane's training documents of source k from `cursor` on, tokenized a few at a time.
 
-    The first is the one that `cursor` names: it was counted before, unless nothing was read yet.
-    First one, then two, four …: opening a lane is cheap, and going on is fast.
+    Without `max_epochs` they never end; else the last has no ids (see `Document`). First one is
+    tokenized, then two, four …: opening a lane is cheap, and going on is fast.
+
+    again: blocks were made of them all, so no unit is left out now that was not then; and none is
+    read before its first document is asked for.
     """
-    texts = _texts(manifest, reader, k, lane, cursor)
+    texts = _texts(manifest, reader, k, lane, cursor, again)
     ahead = 1
-    known = cursor != START
-    while True:
+    end: Text | None = None
+    while end is None:
         batch: list[Text] = []
         characters = 0
         while len(batch) < ahead and characters < MAX_AHEAD_CHARACTERS:
-            batch.append(next(texts))
-            characters += len(batch[-1].text)
-        for text, ids in zip(batch, tokenizer.documents([t.text for t in batch]), strict=True):
-            if known:
-                _still_there(ids, cursor)
-            counts = Counter[str]() if known else text.counts
-            known = False
-            yield Document(text.epoch, text.unit, text.row, ids, counts)
-        ahead = min(2 * ahead, MAX_AHEAD)
+            text = next(texts)
+            if text.text is None:
+                end = text
+                break
+            batch.append(text)
+            characters += len(text.text)
+        found = tokenizer.documents([text.text or "" for text in batch]) if batch else []
+        for text, ids in zip(batch, found, strict=True):
+            yield Document(text.epoch, text.unit, text.row, ids, text.counts)
+        ahead = 1 if again else min(2 * ahead, MAX_AHEAD)
+    yield Document(end.epoch, end.unit, end.row, NO_IDS, end.counts)
 
 
 class Text(NamedTuple):
-    """A training document before it is tokenized (places and counts as in `Document`)."""
+    """A training document before it is tokenized (as `Document`); None: they have ended."""
 
     epoch: int
     unit: int
     row: int
-    text: str
+    text: str | None
     counts: Counter[str]
 
 
-def _texts(manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor) -> Iterator[Text]:
+def _texts(
+    manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
+) -> Iterator[Text]:
     source = manifest.sources[k]
     last_epoch = cursor.epoch
     counts: Counter[str] = Counter()
-    for epoch, position, rows, heldout in _units(manifest, reader, k, lane, cursor):
+    for epoch, position, rows, heldout in _units(manifest, reader, k, lane, cursor, again):
         if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
             raise _no_documents(source.label, lane)
         first = cursor.row if (epoch, position) == cursor[:2] else 0
-        if rows.skipped:
+        if rows.skipped and not first:  # else they were counted when the unit was begun
             counts["skipped"] += rows.skipped
         for row in range(first, len(rows)):
             text, replaced = rows.text(row)
@@ -156,10 +236,13 @@ def _texts(manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor
             elif heldout and rows.hash(row, manifest.seed) < source.threshold:
                 counts["heldout"] += 1
             else:
-                counts["replaced"] += replaced
+                if replaced:
+                    counts["replaced"] += 1
                 last_epoch = epoch
-                yield Text(epoch, position, row, text, +counts)
-                counts.clear()
+                yield Text(epoch, position, row, text, counts)
+                if counts:
+                    counts = Counter()
+    yield Text(source.max_epochs or 0, 0, 0, None, counts)
 
 
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
@@ -177,31 +260,21 @@ def _order(n: int, key: int) -> np.ndarray:
 
 
 def _units(
-    manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor
+    manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
 ) -> Iterator[tuple[int, int, Rows, bool]]:
     """(epoch, position in the lane's list, rows in the lane's order, may they be held out?)."""
     source, seed = manifest.sources[k], manifest.seed
     heldout = frozenset(source.heldout_units)
     epoch, position = cursor.epoch, cursor.unit
-    while True:
+    while source.max_epochs is None or epoch < source.max_epochs:
         units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
         for index in range(position, len(units)):
             u = int(units[index])
-            needed = cursor != START and (epoch, index) == cursor[:2]
+            needed = again or (cursor != START and (epoch, index) == cursor[:2])
             rows = reader.rows(source, source.units[u], epoch, needed=needed)
             order = permutation(len(rows), mix(seed, 2, k, epoch, u))
             yield epoch, index, rows.take(pa.array(order)), u in heldout
         epoch, position = epoch + 1, 0
-
-
-def _still_there(ids: np.ndarray, cursor: Cursor) -> None:
-    if cursor.offset >= len(ids):
-        expected = f"a document of more than {cursor.offset} tokens, as when the cursor was saved"
-        raise UserError(
-            Problem(
-                f"document at {tuple(cursor)}", f"{len(ids)} tokens", expected, "restore the data"
-            )
-        )
 
 
 def _no_documents(label: str, lane: int) -> UserError:

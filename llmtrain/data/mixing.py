@@ -19,7 +19,7 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def source_of(g: int, integers: Sequence[int]) -> int:
-    """The source of block g, given `shares(weights)`."""
+    """The source of block g, given `shares(weights)`, with 0 for sources that have ended."""
     x = (((g * _GOLDEN) & _MASK) * sum(integers)) >> 64
     for index, share in enumerate(integers):
         if x < share:

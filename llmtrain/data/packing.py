@@ -1,26 +1,45 @@
-"""From documents to blocks. `concat`: one endless stream of tokens, cut.
+"""From documents to blocks of `seq_len` + 1 ids, of which every token is a target once.
 
-A block holds `seq_len` + 1 ids and the next one begins with its last id, so every token is a target
-once (seq_len = 4):
+`concat` cuts an endless stream of tokens; a block begins with the last id of the one before
+(seq_len = 4):
 
     tokens   a b c d e f g h i j …
     block 0  a b c d e
     block 1          e f g h i         its cursor names the document and token of e
+
+`bestfit` takes a window of documents and lays each, whole, into the block that it fills best; only
+longer ones are cut. Its cursor names the window's start and counts the blocks that have left it:
+
+    window   aaaaaaa bbb cc ddd        the place behind ddd is where the next window starts
+    blocks   aaaaa · ··a aa(bb b)…     full blocks of long documents, tails and whole documents
+
+Documents may end: the last one then has no ids, and tells what was met behind the one before. The
+trap: what a packer gives depends on its cursor and the documents alone, so that a resume in the
+middle of a document or window gives the same blocks.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.errors import Problem, UserError
+from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
+
+START = Cursor(0, 0, 0, 0)
+WINDOW_BLOCKS = 32
+WINDOW_TOKENS = 1 << 16
+LEFT_OVER = "left_over_tokens"
+_ROOM = 32  # bits of a bin's number in a key that sorts bins by room
 
 
 class Document(NamedTuple):
-    """A document's tokens, separators included.
+    """A document's tokens, separators included; none: the documents have ended.
 
     epoch, unit, row: its place in the lane's order · counts: what was met since the one before.
     """
@@ -49,9 +68,9 @@ class Span(NamedTuple):
 class Packed(NamedTuple):
     """One block without its number.
 
-    ids (S + 1,) int32 · starts (n,) int32: where documents begin, the first is 0, padding is a
-    document of its own · trained (S,) bool, of ids[1:]; None = all · spans: which documents, in
-    order of `at` · cursor: where the next block begins · counts: of this block.
+    ids (S + 1,) int32 · starts (n,) int32: where documents begin in ids, the first is 0, padding is
+    a document of its own · trained (S,) bool, of ids[1:], false for padding; None = all · spans:
+    which documents, in order of `at` · cursor: where the next block begins · counts: of this block.
     """
 
     ids: np.ndarray
@@ -62,25 +81,166 @@ class Packed(NamedTuple):
     counts: Counter[str]
 
 
-def concat(documents: Iterator[Document], seq_len: int, offset: int) -> Iterator[Packed]:
-    """Cut an endless stream of documents, beginning at token `offset` of the first."""
-    size = seq_len + 1
+Walk = Callable[[Cursor, bool], Iterator[Document]]
+
+# Blocks; where documents end, what was met behind the last one or fills no block is returned.
+Packing = Generator[Packed, None, Counter[str]]
+
+
+def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packing:
+    """Cut a stream of documents; the first is the one that `cursor` names.
+
+    Where documents end, targets that fill no block are counted as `left_over_tokens`. Raises
+    UserError if the first document is not what it was when the cursor was saved.
+    """
+    size, offset = seq_len + 1, cursor.offset
     document = next(documents)
-    counts = Counter(document.counts)
+    counts = Counter(document.counts if cursor == START else ())  # else it was counted before
+    if offset and (document[:3] != cursor[:3] or offset >= len(document.ids)):
+        raise _changed(cursor, f"a document of more than {offset} tokens")
     while True:
         ids = np.empty(size, dtype=np.int32)
         filled = 0
         spans: list[Span] = []
         while filled < size:
             if offset == len(document.ids):
-                document, offset = next(documents), 0
-                counts.update(document.counts)
+                if len(document.ids):
+                    document, offset = next(documents), 0
+                    counts.update(document.counts)
+                if not len(document.ids):
+                    counts[LEFT_OVER] += max(0, filled - 1)
+                    return +counts
             part = document.ids[offset : offset + size - filled]
             ids[filled : filled + len(part)] = part
             spans.append(Span(*document[:3], offset, offset + len(part), filled))
             filled, offset = filled + len(part), offset + len(part)
         offset -= 1  # the last id is the first of the next block
-        starts = np.array([span.at for span in spans if span.at < seq_len], dtype=np.int32)
-        cursor = Cursor(document.epoch, document.unit, document.row, offset)
-        yield Packed(ids, starts, None, tuple(spans), cursor, counts)
+        starts = np.array([span.at for span in spans], dtype=np.int32)
+        behind = Cursor(document.epoch, document.unit, document.row, offset)
+        yield Packed(ids, starts, None, tuple(spans), behind, counts)
         counts = Counter()
+
+
+def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequence[int]) -> Packing:
+    """Pack windows of at least min(32 · seq_len, 64 Ki) tokens; the first starts at `cursor`.
+
+    walk: the documents from a cursor on; with True they are those of a window of which blocks have
+    left already, so that none of them may be left out now.
+    Documents, and tails of those longer than a block, are laid largest first (ties: the first to
+    arrive) into the fullest block that has room (ties: the oldest), and the blocks leave in a
+    permutation by (order, place of the window's start). Where documents end, the last window is
+    smaller: each document is trained on, and its blocks are filled up with `pad`. Raises UserError
+    if the window is not what it was when the cursor was saved.
+    """
+    size, skip = seq_len + 1, cursor.offset
+    start = cursor._replace(offset=0)
+    documents = walk(cursor, skip > 0)
+    while True:
+        window, counts = _window(documents, min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS))
+        if not window and not skip:
+            return counts
+        blocks = _cut([len(document.ids) for document in window], size)
+        if skip and skip >= len(blocks):
+            raise _changed(cursor, f"a window of more than {skip} blocks")
+        counts = Counter() if skip else counts  # else it was counted before
+        last = window[-1]
+        behind = Cursor(last.epoch, last.unit, last.row + 1, 0)
+        leaving = permutation(len(blocks), mix(*order, *start[:3])).tolist()
+        for position in range(skip, len(blocks)):
+            more = position + 1 < len(blocks)
+            after = start._replace(offset=position + 1) if more else behind
+            yield _filled(window, blocks[leaving[position]], size, pad, after, counts)
+            counts = Counter()
+        documents = walk(behind, False) if skip else documents
+        start, skip = behind, 0
+
+
+# A stretch of a window's document: (its number, first token, end).
+_Piece = tuple[int, int, int]
+
+
+def _window(documents: Iterator[Document], tokens: int) -> tuple[list[Document], Counter[str]]:
+    """The next documents of at least so many tokens together, and what was met on the way."""
+    window: list[Document] = []
+    counts: Counter[str] = Counter()
+    found = 0
+    while found < tokens:
+        document = next(documents)
+        if document.counts:
+            counts.update(document.counts)
+        if not len(document.ids):
+            break
+        window.append(document)
+        found += len(document.ids)
+    return window, counts
+
+
+def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
+    """The blocks of a window: full ones of long documents, then bins as they were opened.
+
+    A long document gives full blocks; its tail begins with the last id of the last of them. A tail
+    of that id alone has no target.
+    """
+    full: list[list[_Piece]] = []
+    pieces: list[_Piece] = []
+    for number, length in enumerate(lengths):
+        first = 0
+        if length > size:
+            while length - first >= size:
+                full.append([(number, first, first + size)])
+                first += size - 1
+        if first == 0 or length - first > 1:
+            pieces.append((number, first, length))
+    bins = fit([stop - first for _, first, stop in pieces], size)
+    return full + [[pieces[index] for index in members] for members in bins]
+
+
+def fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Best-fit decreasing: bins of indices, as opened, each in the order placed."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # sorted: room << _ROOM | bin, of bins that are not full
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable
+        length = lengths[index]
+        at = bisect_left(rooms, length << _ROOM)
+        if at < len(rooms):
+            room = rooms.pop(at) - (length << _ROOM)
+            bins[room & ((1 << _ROOM) - 1)].append(index)
+        else:
+            room = (size - length) << _ROOM | len(bins)
+            bins.append([index])
+        if room >> _ROOM:
+            insort(rooms, room)
+    return bins
+
+
+def _filled(
+    window: Sequence[Document],
+    block: Sequence[_Piece],
+    size: int,
+    pad: int,
+    cursor: Cursor,
+    counts: Counter[str],
+) -> Packed:
+    ids = np.empty(size, dtype=np.int32)
+    spans: list[Span] = []
+    filled = 0
+    for number, first, stop in block:
+        document = window[number]
+        ids[filled : filled + stop - first] = document.ids[first:stop]
+        spans.append(Span(*document[:3], first, stop, filled))
+        filled += stop - first
+    starts = [span.at for span in spans]
+    trained = None
+    if filled < size:
+        ids[filled:] = pad
+        starts.append(filled)
+        trained = np.ones(size - 1, dtype=np.bool_)
+        trained[filled - 1 :] = False
+    return Packed(ids, np.array(starts, dtype=np.int32), trained, tuple(spans), cursor, counts)
+
+
+def _changed(cursor: Cursor, what: str) -> UserError:
+    expected = f"{what}, as when the cursor was saved"
+    return UserError(
+        Problem(f"document at {tuple(cursor)}", "something else", expected, "restore the data")
+    )

@@ -10,7 +10,7 @@ import io
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,15 +81,21 @@ def reading_of(config: Config, run_dir: Path | None) -> Reading:
 class Reader:
     """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
 
-    reading: how · stop: set when the process shall end · reads: units decoded so far, those that
-    were still in memory not counted.
+    reading: how · stop: set when the process shall end · asked: told the name of each unit before
+    it is read · reads: units decoded so far, those that were still in memory not counted.
     """
 
-    def __init__(self, reading: Reading, stop: Stopping | None = None) -> None:
+    def __init__(
+        self,
+        reading: Reading,
+        stop: Stopping | None = None,
+        asked: Callable[[str], None] | None = None,
+    ) -> None:
         self.reads = 0
         self.reading = reading
         cache = Cache(cache_root(), reading.cache_bytes) if reading.cache_bytes else None
         self._ranges = Ranges(Remote(reading.timeout_seconds, stop), cache, stop)
+        self._asked = asked
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._skipped = Skipped(reading.run_dir and reading.run_dir / FILE_NAME)
@@ -143,6 +149,8 @@ class Reader:
             raise too_many(source.label, error)
 
     def _rows(self, source: Source, unit: Unit) -> Rows:
+        if self._asked is not None:
+            self._asked(_place(source, unit))
         with _readable(source, unit):
             if unit.group < 0:
                 return self._kept(source, unit)

@@ -12,50 +12,34 @@ The trap: what goes between processes is numpy; a tensor would cost a file descr
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import signal
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 
+from llmtrain.data.batches import batch_of
 from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.request import Stopping
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import differing_tokenizer
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.data.workers import Asked, Failed, Workers, carried, error_of, start_worker
+from llmtrain.errors import UserError
 from llmtrain.types import Batch, Cursor
 
 PREFETCH_BYTES = 64 << 20
 MIN_PREFETCH = 8
 TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) report before
-CLOSE_SECONDS = 2.0
-PR_SET_PDEATHSIG = 1
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The last item of a worker that could not go on: what it raised, without its class."""
-
-    problems: tuple[Problem, ...]
-    message: str
-    exit_code: int
-    remedy: str
 
 
 class Blocks(IterableDataset[Block | Failed]):
@@ -74,7 +58,8 @@ class Blocks(IterableDataset[Block | Failed]):
         world_size: int,
         cursors: np.ndarray,
         reading: Reading,
-        stop: Stopping | None,
+        stop: Stopping | None = None,
+        asked: Asked | None = None,
     ) -> None:
         self.manifest = manifest
         self.tokenizer_dir = tokenizer_dir
@@ -84,19 +69,31 @@ class Blocks(IterableDataset[Block | Failed]):
         self.cursors = cursors
         self.reading = reading
         self.stop = stop
+        self.asked = asked or Asked(1)
 
     def __iter__(self) -> Iterator[Block | Failed]:
         worker = get_worker_info()
-        index, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        blocks = self._blocks(self.rank + self.world_size * index, self.world_size * workers)
-        return blocks if worker is None else _carrying_failures(blocks)
+        if worker is None:
+            return self.virtual(0, 1)
+        return carried(self.virtual(worker.id, worker.num_workers), worker.id)
 
-    def _blocks(self, virtual_rank: int, virtual_ranks: int) -> Iterator[Block]:
+    def virtual(self, worker: int, workers: int) -> Iterator[Block]:
+        """What worker `worker` of so many gives. Whatever it raises names the last unit."""
+        rank, step = self.rank + self.world_size * worker, self.world_size * workers
+        try:
+            yield from self._blocks(rank, step, partial(self.asked.write, worker))
+        except Exception as error:
+            error.add_note(f"the last unit that was asked for: {self.asked.read(worker)}")
+            raise
+
+    def _blocks(
+        self, virtual_rank: int, virtual_ranks: int, asked: Callable[[str], None]
+    ) -> Iterator[Block]:
         tokenizer = open_tokenizer(self.tokenizer_dir)
         problems = differing_tokenizer(self.manifest, tokenizer)
         if problems:
             raise UserError(*problems)
-        reader = Reader(self.reading, self.stop)
+        reader = Reader(self.reading, self.stop, asked)
         lanes: dict[int, Lane] = {}
         g = self.next_block + virtual_rank
         while True:
@@ -116,21 +113,25 @@ class Blocks(IterableDataset[Block | Failed]):
 
 
 class Stream(Iterator[Batch]):
-    """This rank's batches, one a step, for ever. Close it: workers are processes."""
+    """This rank's batches, one a step, for ever. Close it: workers are processes.
+
+    It begins where it was opened, and nothing can be loaded into it later. Once all lanes of this
+    rank have given padding, its batches say `ended`; ranks that share lanes (W does not divide L)
+    may say so some steps later than a single one would.
+    """
 
     def __init__(self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> None:
+        self.lanes = blocks.manifest.lanes
+        self._manifest = blocks.manifest
         self._next_block = blocks.next_block
-        self._rank = blocks.rank
         self._world_size = blocks.world_size
-        self._labels = blocks.manifest.labels
-        self._seq_len = blocks.manifest.seq_len
         self._blocks_per_step = blocks_per_step
         self._stop = stop
         self._g = blocks.next_block + blocks.rank
+        self._running = _lanes_of(self._g, self._world_size, self.lanes)
         # In this process the loader would only add its own 60 µs a block.
-        source = _loader(blocks, blocks_per_step, workers) if workers else blocks
-        self._items: Iterator[Block | Failed] | None = iter(source)
-        self.lanes = blocks.manifest.lanes
+        items = _start(blocks, blocks_per_step, workers, stop) if workers else iter(blocks)
+        self._items: Iterator[Block | Failed] | None = items
 
     def __next__(self) -> Batch:
         """Raises UserError for bad data, RunError if it cannot be read or a worker died."""
@@ -139,38 +140,32 @@ class Stream(Iterator[Batch]):
         self._next_block += self._blocks_per_step
         numbered: list[tuple[int, Block]] = []
         while self._g < self._next_block:
-            numbered.append((self._g, self._take()))
+            block = self._take()
+            if block.source < 0:
+                self._running.discard(self._g % self.lanes)
+            numbered.append((self._g, block))
             self._g += self._world_size
-        waited = time.perf_counter() - began
-        return _batch(numbered, first, self._labels, self.lanes, self._seq_len, waited)
+        return batch_of(
+            numbered,
+            self._manifest,
+            first_block=first,
+            wait_seconds=time.perf_counter() - began,
+            ended=not self._running,
+        )
 
     def close(self) -> None:
         """End the workers, those that hang too. Call it in a `finally`; twice does no harm."""
         items, self._items = self._items, None
-        if items is None:
-            return
-        self._stop.set()
-        processes = list(getattr(items, "_workers", ()))
-        if not processes:
-            return
-        late = threading.Timer(CLOSE_SECONDS, _kill, [processes])
-        late.start()
-        try:
-            with _child_signals_off():
-                items._shutdown_workers()  # type: ignore[attr-defined]
-        finally:
-            late.cancel()
+        if isinstance(items, Workers):
+            items.close()
+        else:
+            self._stop.set()
 
     def _take(self) -> Block:
         assert self._items is not None, "the stream is closed"
-        try:
-            item = next(self._items)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader"):
-                raise
-            raise RunError(str(error), RESTARTABLE, "the same command continues") from error
+        item = next(self._items)
         if isinstance(item, Failed):
-            raise _error(item)
+            raise error_of(item)
         return item
 
 
@@ -205,6 +200,7 @@ def open_stream(
         cursors=cursors,
         reading=reading,
         stop=stop,
+        asked=Asked(workers),
     )
     return Stream(blocks, blocks_per_step, workers, stop)
 
@@ -220,98 +216,42 @@ def identity(item: Any) -> Any:
     return item
 
 
-def start_worker(worker_id: int) -> None:
-    """In a new worker: signals are the rank's business; die with it."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _lanes_of(g: int, world_size: int, lanes: int) -> set[int]:
+    """The lanes that blocks g, g + W, g + 2W … lie in."""
+    step = gcd(world_size, lanes)
+    return set(range(g % step, lanes, step))
 
 
-def _loader(blocks: Blocks, blocks_per_step: int, workers: int) -> DataLoader[Block | Failed]:
-    # A generator of its own: making an iterator draws a number from torch's global one otherwise.
-    generator = torch.Generator()
-    item_bytes = 4 * (blocks.manifest.seq_len + 1) + 100 * len(blocks.manifest.sources)
-    wanted = max(MIN_PREFETCH, 2 * blocks_per_step // (blocks.world_size * workers))
-    return DataLoader(
+def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Workers:
+    timeout = TIMEOUT_SHARE * blocks.reading.timeout_seconds
+    loader = DataLoader(
         blocks,
         batch_size=None,
         collate_fn=identity,
-        generator=generator,
+        # Its own: making an iterator draws a number from torch's global generator otherwise.
+        generator=torch.Generator(),
         num_workers=workers,
         multiprocessing_context="spawn",
         persistent_workers=True,
-        prefetch_factor=max(2, min(wanted, PREFETCH_BYTES // (item_bytes * workers))),
-        timeout=TIMEOUT_SHARE * blocks.reading.timeout_seconds,
+        prefetch_factor=prefetch_factor(
+            blocks.manifest, blocks_per_step // blocks.world_size, workers
+        ),
+        timeout=timeout,
         worker_init_fn=start_worker,
     )
+    items: Any = iter(loader)
+    # Torch's handler of SIGCHLD would raise at any line of the main thread, see workers.py.
+    signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]  # of torch._C
+    items._worker_pids_set = False
+    return Workers(items, blocks.asked, stop, timeout)
 
 
-def _batch(
-    numbered: list[tuple[int, Block]],
-    first: int,
-    labels: tuple[str, ...],
-    lanes: int,
-    seq_len: int,
-    wait: float,
-) -> Batch:
-    ids = np.empty((len(numbered), seq_len + 1), np.int32)
-    digest = 0
-    tokens: Counter[str] = Counter()
-    counts: dict[str, Counter[str]] = {}
-    cursors: dict[int, tuple[Cursor, ...]] = {}
-    for row, (g, block) in enumerate(numbered):
-        label = labels[block.source]
-        ids[row] = block.ids
-        digest += xxhash.xxh3_64_intdigest(block.ids.astype("<i4").tobytes(), seed=g % 2**64)
-        tokens[label] += seq_len
-        counts.setdefault(label, Counter()).update(block.counts)
-        cursors[g % lanes] = block.cursors
-    return Batch(
-        ids=ids,
-        labels=ids[:, 1:].astype(np.int64),
-        trained_tokens=len(numbered) * seq_len,
-        starts=None,
-        cursors=cursors,
-        digest=digest % 2**64,
-        first_block=first,
-        sources=dict(tokens),
-        counts={label: dict(met) for label, met in counts.items()},
-        wait_seconds=wait,
-    )
+def prefetch_factor(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
+    """Items that each worker reads ahead: two steps', at least 8; at most 64 MiB of them, or 2.
 
-
-def _carrying_failures(blocks: Iterator[Block]) -> Iterator[Block | Failed]:
-    """Turn what a worker raises into its last item: torch would lose what the exception knows."""
-    try:
-        yield from blocks
-    except UserError as error:
-        problems = [Problem(p.key, str(p.value), p.expected, p.remedy) for p in error.problems]
-        yield Failed(tuple(problems), "", error.exit_code, "")
-    except RunError as error:
-        yield Failed((), str(error.args[0]), error.exit_code, error.remedy)
-
-
-def _error(item: Failed) -> UserError | RunError:
-    if item.problems:
-        return UserError(*item.problems)
-    return RunError(item.message, item.exit_code, item.remedy)
-
-
-def _kill(processes: list[Any]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-
-
-@contextmanager
-def _child_signals_off() -> Iterator[None]:
-    """Torch's handler raises when a worker dies by a signal; at the end that is no news."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+    blocks_per_step: of this rank.
+    """
+    # Ids of 4 bytes; document borders and what is trained are less than the same again.
+    item_bytes = 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)
+    wanted = max(MIN_PREFETCH, 2 * blocks_per_step // workers)
+    return max(2, min(wanted, PREFETCH_BYTES // (item_bytes * workers)))

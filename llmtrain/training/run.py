@@ -351,9 +351,6 @@ def _as_run_error(error: Exception) -> Exception:
     """What a bare RuntimeError of a library means, where it has a meaning for the whole run."""
     if lost_peer(error):
         return peer_lost(error)
-    # Torch raises it from a signal handler: at any line of the main thread, not where data is read.
-    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
-        return RunError(str(error), RESTARTABLE, "start the same command again: it resumes")
     return error
 
 

@@ -1,9 +1,14 @@
+import array
+import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +26,7 @@ from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.errors import RunError, UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.types import Cursor
 
 STEPS, BLOCKS = 5, 12
@@ -288,18 +293,70 @@ def test_a_bad_line_ends_the_workers_stream_with_the_same_error(tmp_path):
             stream.close()
 
 
-def test_a_worker_that_died_is_a_failure_that_a_restart_cures(single, place):
-    stream = opened(single, place, workers=1, blocks_per_step=4000)
-    stream._items._timeout = 10.0  # a message cut off in the pipe ends by it
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_that_was_killed_ends_the_stream_at_once_with_its_unit(single, place, killed):
+    stream = opened(single, place, workers=2)
+    processes = stream._items.processes
     try:
-        worker = stream._items._workers[0]
-        # Torch's signal handler raises at any line of the main thread, not in `next` alone.
-        with pytest.raises((RuntimeError, RunError), match="DataLoader") as raised:  # noqa: PT012
-            worker.kill()
-            exhaust(stream)
-        assert getattr(raised.value, "exit_code", 75) == 75
+        next(stream)
+        processes[killed].kill()
+        with pytest.raises(RunError, match=f"data worker {killed} .*SIGKILL.*memory") as raised:
+            exhaust(stream, 10_000)
+        assert re.search(r"its last unit: .*/a/[12]\.parquet, row group \d", str(raised.value))
+        assert raised.value.exit_code == RESTARTABLE
+        with pytest.raises(RunError, match="SIGKILL"):  # and ever after
+            next(stream)
     finally:
         stream.close()
+    assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks how much lies in a pipe")
+def test_a_worker_that_was_killed_while_it_wrote_leaves_nobody_waiting(single, place):
+    long = replace(single, seq_len=100_000)  # an item is larger than the pipe
+    stream = opened(long, place, workers=2, blocks_per_step=2)
+    try:
+        next(stream)
+        fill = array.array("i", [0])
+        reader = stream._items._items._data_queue._reader
+        while fill[0] < 1 << 15:  # until a worker stands in the middle of a message
+            fcntl.ioctl(reader.fileno(), termios.FIONREAD, fill)
+            os.sched_yield()
+        for process in stream._items.processes:
+            process.kill()
+        with pytest.raises(RunError, match="SIGKILL"):
+            exhaust(stream)
+    finally:
+        stream.close()
+
+
+def test_a_worker_that_sends_nothing_is_a_failure_that_a_restart_cures(single, place):
+    stream = opened(single, place, workers=1)
+    worker = stream._items.processes[0]
+    try:
+        next(stream)
+        stream._items._items._timeout = 0.2  # of torch's iterator; the first item may take long
+        os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(
+            RunError, match=r"data worker 0 .* sent nothing.*1?2?\.parquet"
+        ) as raised:
+            exhaust(stream, 10_000)
+        assert raised.value.exit_code == RESTARTABLE
+    finally:
+        stream.close()
+    assert not worker.is_alive()
+
+
+def test_whatever_is_raised_names_the_unit_that_was_read(single, place, monkeypatch):
+    def broken(self, source, unit):
+        raise ZeroDivisionError("by a test")
+
+    monkeypatch.setattr(Reader, "_kept", broken)
+    with pytest.raises(ZeroDivisionError) as raised:
+        next(opened(single, place))
+    assert any(
+        re.search(r"/a/[12]\.parquet, row group \d", note) for note in raised.value.__notes__
+    )
 
 
 def test_another_tokenizer_than_the_manifests_is_refused(single, place, tmp_path):
@@ -345,7 +402,7 @@ def test_memory_does_not_grow_over_ten_thousand_steps(mixed, place):
 
 def test_workers_ignore_signals_and_end_when_the_stream_is_closed(single, place):
     stream = opened(single, place, workers=1)
-    workers = stream._items._workers
+    workers = stream._items.processes
     next(stream)
     os.kill(workers[0].pid, signal.SIGTERM)  # a stop is the rank's business: workers go on
     next(stream)
@@ -367,7 +424,7 @@ if __name__ == "__main__":
     stream = open_stream(manifest, place / "tokenizer", blocks_per_step=4, rank=0, world_size=1,
                          workers=1, reading=Reading(60))
     next(stream)
-    print(stream._items._workers[0].pid, flush=True)
+    print(stream._items.processes[0].pid, flush=True)
     sys.stdin.read()
 """
 
@@ -383,12 +440,13 @@ def is_running(pid):
 def test_a_rank_that_is_killed_leaves_no_worker(place, tmp_path):
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
-    tests = str(Path(__file__).parents[2])
+    here = Path(__file__)
+    path = os.pathsep.join(map(str, (here.parents[2], here.parents[3])))
     with subprocess.Popen(
         [sys.executable, str(script), str(place)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": tests},
+        env=os.environ | {"PYTHONPATH": path},
     ) as process:
         worker = int(process.stdout.readline())
         assert is_running(worker)

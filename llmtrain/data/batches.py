@@ -1,0 +1,97 @@
+"""The blocks of one step and rank as arrays: labels, document borders, digest, what was counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from llmtrain.data.lanes import Block
+from llmtrain.data.manifest import Manifest
+from llmtrain.types import Batch, Cursor
+
+IGNORED = -100
+
+
+def batch_of(
+    numbered: Sequence[tuple[int, Block]],
+    manifest: Manifest,
+    *,
+    first_block: int,
+    wait_seconds: float,
+    ended: bool,
+) -> Batch:
+    """(g, block) of this rank in order of g, as a `Batch`. first_block: of the step, over all."""
+    blocks = [block for _, block in numbered]
+    ids = np.empty((len(blocks), manifest.seq_len + 1), np.int32)
+    for row, block in enumerate(blocks):
+        ids[row] = block.ids
+    labels = ids[:, 1:].astype(np.int64)
+    _leave_out(labels, blocks, document_mask=manifest.document_mask)
+    trained = np.count_nonzero(labels != IGNORED, axis=1).tolist()
+    return Batch(
+        ids=ids,
+        labels=labels,
+        trained_tokens=sum(trained),
+        starts=_starts(blocks, manifest.seq_len) if manifest.document_mask else None,
+        cursors=_cursors(numbered, manifest.lanes),
+        digest=_digest([g for g, _ in numbered], ids, labels, trained),
+        first_block=first_block,
+        sources=_tokens(blocks, trained, manifest.labels),
+        counts=_counts(blocks, manifest.labels),
+        wait_seconds=wait_seconds,
+        ended=ended,
+    )
+
+
+def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> None:
+    """−100 where a document would be continued by another one, and where nothing is trained."""
+    for row, block in enumerate(blocks):
+        if document_mask:
+            labels[row, block.starts[1:] - 1] = IGNORED
+        if block.trained is not None:
+            labels[row, ~block.trained] = IGNORED
+
+
+def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
+    """Of ids[:-1]: a document that begins with a block's last id is no part of its input."""
+    return tuple(
+        block.starts[:-1] if block.starts[-1] == seq_len else block.starts for block in blocks
+    )
+
+
+def _digest(
+    numbers: Sequence[int], ids: np.ndarray, labels: np.ndarray, trained: Sequence[int]
+) -> int:
+    """The sum of the blocks' hashes: of the ids, and of the labels if one of them is −100."""
+    total = 0
+    for row, g in enumerate(numbers):
+        digest = xxhash.xxh3_64(ids[row].astype("<i4", copy=False), seed=g % 2**64)
+        if trained[row] < labels.shape[1]:
+            digest.update(labels[row].astype("<i4"))
+        total += digest.intdigest()
+    return total % 2**64
+
+
+def _cursors(numbered: Sequence[tuple[int, Block]], lanes: int) -> dict[int, tuple[Cursor, ...]]:
+    return {g % lanes: block.cursors for g, block in numbered}
+
+
+def _tokens(
+    blocks: Sequence[Block], trained: Sequence[int], labels: tuple[str, ...]
+) -> dict[str, int]:
+    tokens: Counter[str] = Counter()
+    for block, count in zip(blocks, trained, strict=True):
+        if block.source >= 0:
+            tokens[labels[block.source]] += count
+    return dict(tokens)
+
+
+def _counts(blocks: Sequence[Block], labels: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    total: dict[str, Counter[str]] = {}
+    for block in blocks:
+        for k, met in block.counts.items():
+            total.setdefault(labels[k], Counter()).update(met)
+    return {label: dict(met) for label, met in total.items()}

@@ -1,0 +1,232 @@
+"""What can go wrong with data workers, and what the rank is told.
+
+    raises        its last item says what, with the traceback and the unit
+    dies          a thread waits for that, whatever the main thread is doing: it ends the other
+                  workers and cuts the pipe, so that whoever waits for an item is woken at once
+    is silent     the loader gives up after 0.8 of the peers' patience
+
+The trap: torch's own handler of SIGCHLD raises at any line of the main thread, and a worker that
+was killed while it wrote leaves half a message, for the rest of which a reader waits for ever. So
+the handler is told to forget these workers, and the pipe's end is what wakes the reader.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, Final
+
+from llmtrain.data.lanes import Block
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+
+PR_SET_PDEATHSIG: Final = 1
+IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+CLOSE_SECONDS: Final = 2.0
+CONTINUES: Final = "the same command continues from the newest checkpoint"
+_NAME_BYTES: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last item of a worker that could not go on: what it raised, without its class."""
+
+    problems: tuple[Problem, ...]
+    message: str
+    exit_code: int
+    remedy: str
+
+
+class Asked:
+    """The unit that each worker asked for last, in memory that outlives the worker."""
+
+    def __init__(self, workers: int) -> None:
+        self._names = RawArray(ctypes.c_char, max(1, workers) * _NAME_BYTES)
+
+    def write(self, worker: int, name: str) -> None:
+        """Note a unit's name; of a long one the end, which says most."""
+        encoded = name.encode()[-_NAME_BYTES:].ljust(_NAME_BYTES, b"\0")
+        self._slot(worker)[:] = encoded
+
+    def read(self, worker: int) -> str:
+        """The name; "no unit yet" if there is none."""
+        raw = bytes(self._slot(worker))
+        return raw.rstrip(b"\0").decode(errors="replace") or "no unit yet"
+
+    def _slot(self, worker: int) -> memoryview:
+        whole = memoryview(self._names).cast("B")
+        return whole[worker * _NAME_BYTES : (worker + 1) * _NAME_BYTES]
+
+
+def start_worker(worker_id: int) -> None:
+    """In a new worker: signals are the rank's business; die with it."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def carried(blocks: Iterator[Block], worker: int) -> Iterator[Block | Failed]:
+    """In a worker: blocks without what the trainer does not need, and a failure as the last item.
+
+    Torch would lose what the exception knows.
+    """
+    try:
+        for block in blocks:
+            yield replace(block, spans=())
+    except UserError as error:
+        problems = [Problem(p.key, str(p.value), p.expected, p.remedy) for p in error.problems]
+        yield Failed(tuple(problems), "", error.exit_code, "")
+    except RunError as error:
+        yield Failed((), str(error.args[0]), error.exit_code, error.remedy)
+    except Exception:  # the edge of the process
+        message = f"data worker {worker} failed: {traceback.format_exc()}"
+        yield Failed((), message, 1, "this is a defect: the traceback says where it stands")
+
+
+def error_of(item: Failed) -> UserError | RunError:
+    """The failure as an exception of this process."""
+    if item.problems:
+        return UserError(*item.problems)
+    return RunError(item.message, item.exit_code, item.remedy)
+
+
+class Workers(Iterator[Block | Failed]):
+    """Torch's iterator over the items of worker processes, with every end of a worker explained."""
+
+    def __init__(self, items: Any, asked: Asked, stop: Any, timeout_seconds: float) -> None:
+        """Items: a `_MultiProcessingDataLoaderIter` whose workers torch's handler has forgotten."""
+        self.processes: list[BaseProcess] = list(items._workers)
+        self._items: Any | None = items
+        self._asked = asked
+        self._stop = stop
+        self._timeout_seconds = timeout_seconds
+        self._taken = 0
+        self._fate = _Fate()
+        # It must not hold `items`: torch ends the workers of an iterator that nobody holds.
+        arguments = (self.processes, items._data_queue._writer, self._fate)
+        self._thread = threading.Thread(target=_watch, args=arguments, daemon=True)
+        self._thread.start()
+        # Workers ignore SIGTERM, so `multiprocessing` would wait for them for ever at the exit.
+        self._at_exit = partial(_kill, self.processes)
+        atexit.register(self._at_exit)
+
+    def __next__(self) -> Block | Failed:
+        """The next item. Raises RunError (75) if a worker has died, or sends nothing for long."""
+        if self._fate.dead is not None:
+            raise self._died()
+        assert self._items is not None, "the stream is closed"
+        try:
+            item: Block | Failed = next(self._items)
+        except (RuntimeError, OSError, EOFError) as error:
+            raise self._explained(error) from error
+        self._taken += 1
+        return item
+
+    def close(self) -> None:
+        """End the workers, those that hang too. Twice does no harm."""
+        items, self._items = self._items, None
+        if items is None:
+            return
+        self._fate.closing = True
+        if self._fate.dead is None and not self._fate.silent:
+            _end_gently(items, self._stop, self.processes)
+        else:
+            # One that was killed may have held a lock of an event: touch none of them.
+            items._shutdown = True
+            _kill(self.processes)
+        for process in self.processes:
+            process.join()
+        self._thread.join()
+        atexit.unregister(self._at_exit)
+
+    def _explained(self, error: Exception) -> Exception:
+        if not _has_ended(self.processes) and "timed out" in str(error):
+            self._fate.silent = True
+            worker = self._taken % len(self.processes)
+            message = (
+                f"data worker {worker} (pid {self.processes[worker].pid}) sent nothing for "
+                f"{self._timeout_seconds:.0f} s; its last unit: {self._asked.read(worker)}"
+            )
+            return RunError(message, RESTARTABLE, CONTINUES)
+        if _has_ended(self.processes):
+            self._thread.join()  # it is about to say which one, and how
+            return self._died()
+        return error
+
+    def _died(self) -> RunError:
+        assert self._fate.dead is not None
+        worker, exit_code = self._fate.dead
+        message = (
+            f"data worker {worker} (pid {self.processes[worker].pid}) {_end(exit_code)}; its last "
+            f"unit: {self._asked.read(worker)}"
+        )
+        remedy = CONTINUES
+        if exit_code == -signal.SIGKILL:
+            remedy += "; if the machine was short of memory, with a smaller data.workers"
+        return RunError(message, RESTARTABLE, remedy)
+
+
+class _Fate:
+    """What the watching thread and the main thread tell each other.
+
+    dead: the first worker that ended by itself, and its exit code as `multiprocessing` has it.
+    """
+
+    def __init__(self) -> None:
+        self.closing = False
+        self.silent = False
+        self.dead: tuple[int, int | None] | None = None
+
+
+def _watch(processes: list[BaseProcess], writer: Any, fate: _Fate) -> None:
+    """Wait for the first worker that ends; end the others, and wake the reader of their pipe.
+
+    The pipe has come to its end once all who could write are gone: the workers, and this process.
+    """
+    ended = connection.wait([process.sentinel for process in processes])
+    if fate.closing:
+        return
+    first = next(i for i, process in enumerate(processes) if process.sentinel in ended)
+    processes[first].join()
+    fate.dead = (first, processes[first].exitcode)
+    _kill(processes)
+    writer.close()
+
+
+def _has_ended(processes: list[BaseProcess]) -> bool:
+    return bool(connection.wait([process.sentinel for process in processes], timeout=0))
+
+
+def _end(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended by itself (exit code {exit_code})"
+    known = {int(number): number.name for number in signal.Signals}
+    name = known.get(-exit_code, str(-exit_code))
+    reason = ", as by the kernel when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by signal {name}{reason}"
+
+
+def _end_gently(items: Any, stop: Any, processes: list[BaseProcess]) -> None:
+    stop.set()
+    late = threading.Timer(CLOSE_SECONDS, _kill, [processes])
+    late.start()
+    try:
+        items._shutdown_workers()
+    finally:
+        late.cancel()
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()

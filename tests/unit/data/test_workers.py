@@ -1,0 +1,73 @@
+import signal
+
+import numpy as np
+import pytest
+
+from llmtrain.data import workers
+from llmtrain.data.lanes import Block
+from llmtrain.data.packing import Span
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+
+
+def block():
+    ids, starts = np.arange(5, dtype=np.int32), np.zeros(1, np.int32)
+    return Block(ids, starts, None, (Span(0, 0, 0, 0, 5, 0),), 0, {}, ())
+
+
+def blocks_then(error):
+    yield block()
+    raise error
+
+
+def last_item(error):
+    first, last = workers.carried(blocks_then(error), 1)
+    assert isinstance(first, Block)
+    return workers.error_of(last)
+
+
+def test_what_a_person_can_put_right_reaches_the_rank_as_it_was():
+    problem = Problem("a.parquet", 3, "rows", "replace it")
+    error = last_item(UserError(problem))
+    assert isinstance(error, UserError)
+    assert [str(one) for one in error.problems] == [str(problem)]
+
+
+def test_a_failure_of_the_machine_keeps_its_code_and_remedy():
+    error = last_item(RunError("no network", RESTARTABLE, "wait"))
+    assert (error.exit_code, error.remedy, error.args) == (RESTARTABLE, "wait", ("no network",))
+
+
+def test_any_other_exception_reaches_the_rank_with_its_traceback():
+    broken = UnicodeDecodeError("utf-8", b"x", 0, 1, "a constructor that torch cannot call")
+    broken.add_note("the last unit: b.jsonl")
+    error = last_item(broken)
+    assert (type(error), error.exit_code) == (RunError, 1)
+    for part in ("data worker 1", "Traceback", "in blocks_then", "UnicodeDecodeError", "b.jsonl"):
+        assert part in str(error)
+
+
+def test_where_a_block_came_from_stays_in_the_worker():
+    (item,) = workers.carried(iter([block()]), 0)
+    assert item.spans == ()
+    assert item.ids.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [
+        (-signal.SIGKILL, "killed by signal SIGKILL, as by the kernel when memory runs out"),
+        (-signal.SIGSEGV, "killed by signal SIGSEGV"),
+        (3, "ended by itself (exit code 3)"),
+    ],
+)
+def test_how_a_worker_ended_is_said(exit_code, words):
+    assert workers._end(exit_code).endswith(words)
+
+
+def test_the_unit_that_each_worker_asked_for_is_kept_whatever_its_length():
+    asked = workers.Asked(2)
+    assert asked.read(0) == asked.read(1) == "no unit yet"
+    asked.write(1, "x" * 300 + "/ü.parquet, row group 7")
+    assert asked.read(1).endswith("x/ü.parquet, row group 7")
+    asked.write(1, "b.jsonl")
+    assert (asked.read(0), asked.read(1)) == ("no unit yet", "b.jsonl")
