@@ -17,16 +17,14 @@ it only after `install` has compared the two.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NAME = "llmtrain"
 _TRIED = "llmtrain_tried"  # while a model is examined
@@ -83,7 +81,7 @@ def attention(
     if borders is None:
         out = _causal(query, key, value, dropout, scaling)
         return out.transpose(1, 2).contiguous(), None
-    if takes_varlen(query.device.type, _dtype(query), query.shape[-1], value.shape[-1], dropout):
+    if takes_varlen(query.device, _dtype(query), query.shape[-1], value.shape[-1], dropout):
         return _varlen(query, key, value, borders, longest, scaling), None
     return _each_document(query, key, value, borders, dropout, scaling), None
 
@@ -127,11 +125,19 @@ def _causal(
 
 
 def takes_varlen(
-    device: str, dtype: torch.dtype, head: int, value_head: int, dropout: float
+    device: torch.device, dtype: torch.dtype, head: int, value_head: int, dropout: float
 ) -> bool:
     """Whether torch's kernel for documents takes these heads. It has no dropout of its own."""
-    sizes = head == value_head and head % 8 == 0 and head <= 256
-    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and sizes and dropout == 0
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout > 0:
+        return False
+    return head == value_head and head % 8 == 0 and head <= 256 and _has_flash(device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """It is flash attention, which is for Ampere and newer."""
+    built = torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _dtype(query: Tensor) -> torch.dtype:
@@ -169,7 +175,10 @@ def _each_document(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """`split`, not slices: the backward of each slice would fill a tensor of the whole size."""
+    """`split`, not slices: the backward of each slice would fill a tensor of the whole size.
+
+    On CUDA it waits for the device once a layer, to read the borders.
+    """
     lengths = borders.diff().tolist()
     parts = (torch.split(_in_a_row(heads), lengths) for heads in (query, key, value))
     outs = [
@@ -190,61 +199,15 @@ def _one_row(document: Tensor) -> Tensor:
     return document.transpose(0, 1)[None]
 
 
-def positions(starts: Sequence[np.ndarray], seq_len: int) -> Tensor:
-    """(B, T) int64, which begin at 0 with each document and row. starts: as in `Batch`."""
-    first, lengths = _documents(starts, seq_len)
-    count = torch.arange(len(starts) * seq_len) - first.repeat_interleave(lengths)
-    return count.view(len(starts), seq_len)
-
-
-def borders(starts: Sequence[np.ndarray], seq_len: int) -> tuple[Tensor, int]:
-    """cu_seq_lens (n + 1,) int32 of a micro-batch's rows one behind the other, and max_length.
-
-    max_length is the longest document's length, rounded up to a power of two but not over seq_len:
-    kernels are chosen and compiled by it.
-    """
-    first, lengths = _documents(starts, seq_len)
-    longest = 1 << (int(lengths.max()) - 1).bit_length()
-    ends = F.pad(first.int(), (0, 1), value=len(starts) * seq_len)
-    return ends, min(longest, seq_len)
-
-
-def _documents(starts: Sequence[np.ndarray], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Where the documents of all rows begin, and their lengths, in positions of the flat rows."""
-    first = torch.cat(
-        [torch.from_numpy(row).long() + index * seq_len for index, row in enumerate(starts)]
-    )
-    return first, first.diff(append=torch.tensor([len(starts) * seq_len]))
-
-
-def document_tensors(
-    starts: Sequence[np.ndarray], seq_len: int, name: str, device: torch.device
-) -> dict[str, Any]:
-    """What `LossModule.forward` takes beside ids and labels, so that documents are hidden.
-
-    name: the model's backend. position_ids (B, T) int64; for `llmtrain` also cu_seq_lens (n + 1,)
-    int32 and max_length. On CUDA copied without waiting.
-    """
-    found: dict[str, Any] = {"position_ids": on(device, positions(starts, seq_len))}
-    if name == NAME:
-        cu_seq_lens, max_length = borders(starts, seq_len)
-        found |= {"cu_seq_lens": on(device, cu_seq_lens), "max_length": max_length}
-    return found
-
-
-def on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor of the host on the device; the copy to CUDA waits for nothing."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
-
-
 def model_keywords(
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
     max_length: int | None = None,
 ) -> dict[str, Any]:
-    """The same as keywords of a transformers model, which hands them down to its attention."""
+    """What a transformers model takes, to hand it down to its attention; arguments: `LossModule`.
+
+    Never an attention_mask: its presence alone would show documents to each other again.
+    """
     keywords: dict[str, Any] = {"use_cache": False}  # with a cache packing is ignored in silence
     if position_ids is not None:
         keywords["position_ids"] = position_ids

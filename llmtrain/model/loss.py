@@ -36,8 +36,9 @@ class LossModule(nn.Module):
     ) -> Tensor:
         """input_ids (B, T) int64 · labels (B, T) int64, already shifted, −100 = not trained.
 
-        position_ids, cu_seq_lens, max_length: of `attention.document_tensors`, where documents are
-        hidden from each other; never an attention_mask, which would show them to each other again.
+        position_ids (B, T) int64, from 0 with each document, cu_seq_lens (n + 1,) int32, borders of
+        the documents in the flat rows, max_length, at least the longest's: only where documents are
+        hidden from each other, the last two only for `llmtrain` attention.
         Returns the summed cross-entropy in nats, () fp32; without labels the last position's
         logits, (B, V) fp32.
         """

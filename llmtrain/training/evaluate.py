@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.training.documents import on
 from llmtrain.training.due import agreed_stop
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def evaluate(run: Run) -> Evaluation | None:
                 run.due.ask(stops)
                 return None
             ids, labels, starts = round_blocks(heldout, run, round_)
-            inputs = torch.from_numpy(ids[:, :-1].astype(np.int64)).to(run.device)
-            targets = torch.from_numpy(labels).to(run.device)
+            inputs = on(run.device, ids[:, :-1].astype(np.int64))
+            targets = on(run.device, labels)
             hidden = run.documents(starts) if run.data.manifest.document_mask else {}
             scored[0] += run.model(inputs, targets, **hidden)
             scored[1] += (targets != -100).sum()

@@ -22,9 +22,10 @@ from llmtrain.data.units import packing_of
 from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.ranks import agreed
 from llmtrain.errors import Problem, UserError
-from llmtrain.model.attention import backend, document_tensors, model_keywords
+from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training import rng
+from llmtrain.training.documents import document_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

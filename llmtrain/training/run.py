@@ -35,10 +35,11 @@ from llmtrain.distributed.ranks import (
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.model.attention import backend, document_tensors, on
+from llmtrain.model.attention import backend
 from llmtrain.training import data_side, opening, rng, saving, stop
 from llmtrain.training.announce import announce, tell_what_changed
 from llmtrain.training.data_side import DataSide
+from llmtrain.training.documents import document_tensors, on
 from llmtrain.training.due import Due, agreed_stop
 from llmtrain.training.guards import Guards
 from llmtrain.training.journal import Journal, RunLog
@@ -187,8 +188,8 @@ class Run:
 
     def micro_batches(self, batch: Batch) -> list[dict[str, Any]]:
         """The step's forwards: keywords of `LossModule.forward`, tensors on the device."""
-        ids = on(self.device, torch.from_numpy(batch.ids[:, :-1].astype(np.int64)))
-        labels = on(self.device, torch.from_numpy(batch.labels))
+        ids = on(self.device, batch.ids[:, :-1].astype(np.int64))
+        labels = on(self.device, batch.labels)
         size = self.micro_batch_size
         parts = [slice(first, first + size) for first in range(0, len(ids), size)]
         rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]

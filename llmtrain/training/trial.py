@@ -14,9 +14,9 @@ from torch import nn
 from llmtrain.distributed.engine import TorchEngine
 from llmtrain.distributed.ranks import ControlGroup
 from llmtrain.errors import Problem, UserError
-from llmtrain.model.attention import document_tensors
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training import rng
+from llmtrain.training.documents import document_tensors
 
 
 def discarded_pass(

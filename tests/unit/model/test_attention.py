@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.model import attention
-from llmtrain.model.attention import NAME, document_tensors, install
+from llmtrain.model.attention import NAME, install
 from llmtrain.model.loss import LossModule, made_up_batch
+from llmtrain.training.documents import document_tensors
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
@@ -296,31 +297,39 @@ def test_recomputed_activations_give_the_same_gradients(kind: str, ids: Tensor) 
         assert torch.equal(gradient, found[1][1][name]), name
 
 
-def test_positions_restart_with_each_document_and_row() -> None:
-    starts = [np.array([0, 3], np.int32), np.array([0], np.int32)]
-    assert attention.positions(starts, 5).tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
-    assert attention.positions(starts, 5).dtype == torch.int64
-
-
-def test_borders_run_through_the_rows() -> None:
-    starts = [np.array([0, 3], np.int32), np.array([0], np.int32)]
-    cu_seq_lens, max_length = attention.borders(starts, 5)
-    assert cu_seq_lens.tolist() == [0, 3, 5, 10]
-    assert cu_seq_lens.dtype == torch.int32
-    assert max_length == 5
-
-
-def test_max_length_takes_few_values_and_covers_the_longest_document() -> None:
-    found = {n: attention.borders([np.array([0, n])], 100)[1] for n in range(50, 100)}
-    assert all(value >= n for n, value in found.items())
-    assert set(found.values()) == {64, 100}
-
-
-def test_only_our_attention_is_told_the_borders() -> None:
-    assert document_tensors(STARTS, SEQ_LEN, "sdpa", CPU).keys() == {"position_ids"}
-    given = document_tensors(STARTS, SEQ_LEN, NAME, CPU)
-    assert given.keys() == {"position_ids", "cu_seq_lens", "max_length"}
-    assert isinstance(given["max_length"], int)
+@pytest.mark.parametrize("seed", range(6))
+def test_documents_of_any_lengths_and_heads_equal_a_block_diagonal_mask(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    rows, length = (int(draw.integers(1, high)) for high in (5, 40))
+    groups, key_heads = (int(draw.integers(1, 4)) for _ in range(2))
+    cuts = [draw.random(length - 1) < draw.random() for _ in range(rows)]
+    starts = [np.r_[0, np.flatnonzero(cut) + 1] for cut in cuts]
+    torch.manual_seed(seed)
+    heads = [
+        torch.randn(rows, length, count, size, requires_grad=True)
+        for count, size in ((groups * key_heads, 8), (key_heads, 8), (key_heads, 12))
+    ]
+    query, key, value = (part.transpose(1, 2) for part in heads)
+    given = document_tensors(starts, length, NAME, CPU)
+    found, _ = attention.attention(
+        torch.nn.Module(),
+        *(query, key, value, None),
+        scaling=0.7,
+        cu_seq_lens_q=given["cu_seq_lens"],
+        max_length_q=given["max_length"],
+    )
+    document = torch.stack([torch.from_numpy(np.r_[0, cut.cumsum()]) for cut in cuts])
+    allowed = (document[:, :, None] == document[:, None]).tril()[:, None]
+    scores = (query @ key.repeat_interleave(groups, 1).mT * 0.7).masked_fill(~allowed, -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * weights).sum(), heads),
+        torch.autograd.grad((expected * weights).sum(), heads),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_neither_attention_nor_a_cache_is_written_into_the_config(tmp_path: Path) -> None:
@@ -344,22 +353,35 @@ def test_trying_a_model_leaves_its_mode_and_random_state_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head", "value_head", "dropout", "expected"),
+    ("device", "dtype", "head", "value_head", "dropout", "capability", "expected"),
     [
-        ("cuda", torch.bfloat16, 64, 64, 0.0, True),
-        ("cuda", torch.float16, 256, 256, 0.0, True),
-        ("cuda", torch.float32, 64, 64, 0.0, False),
-        ("cuda", torch.bfloat16, 20, 20, 0.0, False),
-        ("cuda", torch.bfloat16, 512, 512, 0.0, False),
-        ("cuda", torch.bfloat16, 192, 128, 0.0, False),
-        ("cuda", torch.bfloat16, 64, 64, 0.1, False),
-        ("cpu", torch.bfloat16, 64, 64, 0.0, False),
+        ("cuda", torch.bfloat16, 64, 64, 0.0, (9, 0), True),
+        ("cuda", torch.float16, 256, 256, 0.0, (8, 0), True),
+        ("cuda", torch.bfloat16, 64, 64, 0.0, (7, 5), False),
+        ("cuda", torch.float32, 64, 64, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 20, 20, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 512, 512, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 192, 128, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 64, 64, 0.1, (9, 0), False),
+        ("cpu", torch.bfloat16, 64, 64, 0.0, None, False),
     ],
 )
 def test_torchs_kernel_for_documents_gets_what_it_can_compute(
-    device: str, dtype: torch.dtype, head: int, value_head: int, dropout: float, expected: bool
+    device: str,
+    dtype: torch.dtype,
+    head: int,
+    value_head: int,
+    dropout: float,
+    capability: tuple[int, int] | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert attention.takes_varlen(device, dtype, head, value_head, dropout) is expected
+    attention._has_flash.cache_clear()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    found = attention.takes_varlen(torch.device(device), dtype, head, value_head, dropout)
+    attention._has_flash.cache_clear()
+    assert found is expected
 
 
 def test_the_kernel_for_documents_is_called_with_all_rows_in_one(
@@ -426,3 +448,26 @@ def test_the_kernels_signature_is_the_one_we_call() -> None:
         enable_gqa=True,
     )
     assert out.shape == (10, 4, 8)
+
+
+def test_half_precision_on_a_gpu_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors on a device that is not there: shapes and the choice, no numbers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    called: list[str] = []
+    monkeypatch.setattr(attention, "_has_flash", lambda _: True)
+    real = attention._varlen
+    monkeypatch.setattr(attention, "_varlen", lambda *a: (called.append("varlen"), real(*a))[1])
+    with FakeTensorMode():
+        query, key = (
+            torch.empty(2, heads, 16, 8, dtype=torch.bfloat16, device="cuda") for heads in (4, 2)
+        )
+        borders = torch.empty(4, dtype=torch.int32, device="cuda")
+        out, _ = attention.attention(
+            torch.nn.Module(),
+            *(query, key, key, None),
+            cu_seq_lens_q=borders,
+            max_length_q=16,
+        )
+        assert called == ["varlen"]
+        assert (out.shape, out.device.type, out.dtype) == ((2, 16, 4, 8), "cuda", torch.bfloat16)

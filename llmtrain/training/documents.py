@@ -1,0 +1,58 @@
+"""Where the documents of a micro-batch begin, as the model is told: positions and borders.
+
+    starts         [0, 3] [0]         of two rows of five tokens
+    position_ids   0 1 2 0 1 · 0 1 2 3 4
+    cu_seq_lens    0 3 5 10           borders in the rows one behind the other
+    max_length     5
+
+In numpy: torch would wake its threads for arrays of this size, which costs up to milliseconds where
+cores are busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmtrain.model.attention import NAME
+
+
+def document_tensors(
+    starts: Sequence[np.ndarray], seq_len: int, name: str, device: torch.device
+) -> dict[str, Any]:
+    """What `LossModule.forward` takes beside ids and labels, so that documents are hidden.
+
+    starts: as in `Batch`, one array a row · name: the model's attention. position_ids (B, T) int64;
+    for `llmtrain` also cu_seq_lens (n + 1,) int32 and max_length. On CUDA copied without waiting.
+    """
+    first, lengths = _flat(starts, seq_len)
+    total = len(starts) * seq_len
+    positions = np.arange(total) - np.repeat(first, lengths)
+    found: dict[str, Any] = {"position_ids": on(device, positions.reshape(len(starts), seq_len))}
+    if name == NAME:
+        found["cu_seq_lens"] = on(device, np.append(first, total).astype(np.int32))
+        found["max_length"] = rounded(int(lengths.max()), seq_len)
+    return found
+
+
+def rounded(longest: int, seq_len: int) -> int:
+    """Up to a power of two but not over seq_len: kernels are chosen and compiled by it."""
+    return min(1 << (longest - 1).bit_length(), seq_len)
+
+
+def on(device: torch.device, array: np.ndarray) -> Tensor:
+    """The array on the device; the copy to CUDA waits for nothing."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def _flat(starts: Sequence[np.ndarray], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where documents begin in the rows one behind the other, and their lengths."""
+    first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
+    return first, np.diff(first, append=len(starts) * seq_len)
