@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,13 +13,14 @@ import torch
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.data import heldout, units
+from llmtrain.data.epochs import epoch
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.readers import Reading, reading_of
 from llmtrain.data.state import DataState, carried_over, check, differing
 from llmtrain.data.stream import Stream, discard_factor, open_stream
 from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.distributed.ranks import ControlGroup, agreed, on_rank_zero
+from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.training import prepare
 from llmtrain.training.opening import Processes, run_directory, total_steps
@@ -86,10 +88,30 @@ def open_data(
     return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
 
 
-def with_steps(config: Config, processes: Processes, found: Found | None) -> Config:
-    """The config with its length in steps. Raises UserError if the run is further already."""
-    agreed(processes.launched.ranks, lambda: _refuse_shorter(config, found))
+def with_steps(config: Config, processes: Processes, data: DataSide, found: Found | None) -> Config:
+    """The config with its length in steps: `training.epochs` is reckoned once for the run.
+
+    What an epoch is stands in `auto.json`, so that another number of epochs is another length of
+    the same run. Raises UserError if the run is further than that already.
+    """
+    ranks, auto, training = processes.launched.ranks, processes.auto, config.training
+    if training.epochs is not None:
+        if "epoch" not in auto.run or data.changed:
+            reading = reading_of(config, run_directory(config))
+            body = from_rank_zero(ranks, lambda: _epoch(data, reading))
+            auto.run["epoch"] = json.loads(body)
+        blocks = auto.run["epoch"]["blocks"]
+        steps = max(1, round(training.epochs * blocks / training.global_batch_size))
+        how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
+        _log.info("%g epochs are %s steps (%s)", training.epochs, f"{steps:,}", how)
+        training = training.model_copy(update={"steps": steps})
+        config = config.model_copy(update={"training": training})
+    agreed(ranks, lambda: _refuse_shorter(config, found))
     return config
+
+
+def _epoch(data: DataSide, reading: Reading) -> bytes:
+    return json.dumps(asdict(epoch(data.manifest, data.tokenizer, reading))).encode()
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:

@@ -284,7 +284,7 @@ def open_run(config: Config) -> Iterator[Run]:
             _heed_a_stop(ranks, signals, journal)
             revision = opening.base_revision(config, processes, found)
             data = data_side.open_data(config, processes, found, revision, stack)
-            config = data_side.with_steps(config, processes, found)
+            config = data_side.with_steps(config, processes, data, found)
             journal.expect(opening.total_steps(config))
             _heed_a_stop(ranks, signals, journal)
             model = opening.build_model(config, processes, found, revision)
