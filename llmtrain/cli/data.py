@@ -25,6 +25,49 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 
 
+@app.command(help="what a config would train on: counts, lengths, packing, the first blocks")
+def inspect(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=0, metavar="N", help="Blocks to show as text.")] = 3,
+    documents: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Documents of a source to look at; 0 = all.")
+    ] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Look at a config's data, before a run or beside one."""
+    from llmtrain.cli.look import inspection
+    from llmtrain.cli.plain import show
+    from llmtrain.config.load import load_config
+    from llmtrain.tools.inspect import inspect as look
+
+    found = look(load_config(config, overrides or []), blocks=blocks, documents=documents)
+    show([json.dumps(found.to_json())] if as_json else inspection(found))
+
+
+@app.command(help="the documents of a step, checked against the digest that the run logged")
+def which(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    step: Annotated[int, typer.Option(metavar="N", help="A step that the run has made.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data lies now."),
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Show what of them is in the step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Name the documents of a step of a run."""
+    from llmtrain.cli.look import step_documents
+    from llmtrain.cli.plain import show
+    from llmtrain.tools.which import which as find
+
+    found = find(run, step, overrides=overrides or [], text=text)
+    show([json.dumps(found.to_json())] if as_json else step_documents(found))
+
+
 @app.command(help="tokens of all documents as Megatron .bin and .idx; the same command goes on")
 def tokenize(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],

@@ -113,7 +113,9 @@ def report(
     print(write_report(run, out))
 
 
-app.add_typer(data.app, name="data", rich_help_panel="Look after", help="tokenize")
+app.add_typer(
+    data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize"
+)
 
 
 def _end(ended: Ended) -> NoReturn:

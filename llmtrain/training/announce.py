@@ -39,6 +39,7 @@ def announce(run: Run, seconds: float) -> None:
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=trainable,
         resumed_from=run.resumed_from,
+        weights=run.data.manifest.weights,
         steps=run.steps,
         versions=run.versions,
         plan={},

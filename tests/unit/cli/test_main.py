@@ -13,6 +13,7 @@ from llmtrain.cli.main import app, main
 ROOT = Path(__file__).parents[3]
 # What costs a third of a second or more to import (benchmarks/startup.py measures the commands).
 HEAVY = {"torch", "numpy", "rich", "accelerate", "transformers", "pyarrow", "datasets", "bokeh"}
+DATA = ["data", "data inspect", "data which", "data tokenize"]
 CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
 
 
@@ -41,7 +42,7 @@ def test_help_shows_the_commands_in_groups():
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
         "Train      train         run a config; the same command resumes\n"
         "           report        write report.html\n"
-        "Look after data          tokenize\n"
+        "Look after data          inspect · which · tokenize\n"
         "\n"
         "Options    --version  --help  --install-completion\n"
     )
@@ -51,7 +52,7 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", "data", "data tokenize"])
+@pytest.mark.parametrize("command", ["train", *DATA])
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
 
@@ -62,7 +63,10 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
         assert not HEAVY & imported_by("train", path, *launched)
 
 
-@pytest.mark.parametrize("command", ["quickstart", "train", "report", "data", "data tokenize"])
+@pytest.mark.parametrize(
+    "command",
+    ["quickstart", "train", "report", *DATA],
+)
 def test_every_command_explains_itself(command):
     shown = run(*command.split(), "--help")
     assert shown.returncode == 0

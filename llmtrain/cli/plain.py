@@ -1,0 +1,65 @@
+"""Text of documents on a terminal: harmless, and as wide as it looks.
+
+A document may hold anything: what is not printable is written as an escape, so that it neither
+moves the cursor nor turns the direction of writing. No colours are used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from unicodedata import combining, east_asian_width
+
+WIDTH = 80
+
+
+def show(lines: Iterable[str]) -> None:
+    """Print lines; what the terminal's encoding lacks is written as an escape."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for line in lines:
+        print(line)
+
+
+def harmless(text: str) -> str:
+    """The text in one line, without anything that a terminal would obey."""
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def columns(text: str) -> int:
+    """How wide it is on a terminal."""
+    return sum(_columns(char) for char in text)
+
+
+def clipped(text: str, width: int) -> str:
+    """At most so wide; what is cut off is said by three dots."""
+    if columns(text) <= width:
+        return text
+    return next(wrapped(text, width - 3)) + "..."
+
+
+def wrapped(text: str, width: int) -> Iterator[str]:
+    """Lines that are at most so wide, broken at spaces where there are any; at least one."""
+    line, used, space = "", 0, -1
+    for char in text:
+        if used + _columns(char) > width:
+            cut = space if space > 0 else len(line)
+            yield line[:cut]
+            line = line[cut:].removeprefix(" ")
+            used, space = columns(line), line.rfind(" ")
+        if char == " ":
+            space = len(line)
+        line, used = line + char, used + _columns(char)
+    yield line
+
+
+def _columns(char: str) -> int:
+    if combining(char):
+        return 0
+    return 2 if east_asian_width(char) in "WF" else 1
+
+
+def _escape(char: str) -> str:
+    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(char) or (
+        f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+    )

@@ -1,0 +1,34 @@
+"""A run's directory to read with, without writing to the run's own.
+
+Reading writes down what it finds out: footers of the Hub's files, units that it had to skip. What
+only looks at a run does so in a temporary directory that begins with what the run knows.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FILES = ("manifest.json", "skipped-units.jsonl")
+
+
+@contextmanager
+def aside(run_dir: Path) -> Iterator[Path]:
+    """A directory with manifest, tokenizer and notes of a run, as far as there are any."""
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        _copy(run_dir.absolute(), Path(folder))
+        yield Path(folder)
+
+
+def _copy(run_dir: Path, folder: Path) -> None:
+    for name in FILES:
+        if (run_dir / name).exists():
+            shutil.copyfile(run_dir / name, folder / name)
+    if (run_dir / "tokenizer").is_dir():
+        shutil.copytree(run_dir / "tokenizer", folder / "tokenizer")
+    (folder / "footers").mkdir()
+    for footer in (run_dir / "footers").glob("*"):
+        (folder / "footers" / footer.name).symlink_to(footer)
