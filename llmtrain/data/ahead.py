@@ -58,14 +58,21 @@ class Ranges:
             file.size, lambda start, end: self._get(Range(file, start, end), deadline, again)
         )
 
-    def expect(self, file: HubFile, start: int, end: int) -> None:
+    def expect(self, key: Range) -> None:
         """This range will be asked for soon: read it ahead as soon as there is room."""
-        key = Range(file, start, end)
         with self._lock:
             known = key in self._kept or key in self._ahead or key in self._expected
-            if known or end - start > AHEAD_BYTES:
+            if known or key.end - key.start > AHEAD_BYTES:
                 return
             self._expected.append(key)
+        self._admit()
+
+    def forget(self, key: Range) -> None:
+        """This range is not asked for after all: make room for another."""
+        with self._lock:
+            self._ahead.pop(key, None)
+            if key in self._expected:
+                self._expected.remove(key)
         self._admit()
 
     def _get(self, key: Range, deadline: float, again: bool) -> bytes:

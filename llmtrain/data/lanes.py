@@ -33,6 +33,7 @@ from llmtrain.types import Cursor
 FEW_UNITS = 768
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
+LATE = 3  # quarters of a unit after which the next one is expected: lanes in order of their need
 EMPTY_EPOCHS = 64  # times the lanes: so long a lane may find no document
 NO_IDS = np.empty(0, dtype=np.int32)
 
@@ -229,7 +230,10 @@ def _texts(
         first = cursor.row if (epoch, position) == cursor[:2] else 0
         if rows.skipped and not first:  # else they were counted when the unit was begun
             counts["skipped"] += rows.skipped
+        late = max(first, len(rows) * LATE // 4)
         for row in range(first, len(rows)):
+            if row == late:
+                _expect_next(manifest, reader, k, lane, epoch, position)
             text, replaced = rows.text(row)
             if text is None:
                 counts["dropped"] += 1
@@ -243,6 +247,21 @@ def _texts(
                 if counts:
                     counts = Counter()
     yield Text(source.max_epochs or 0, 0, 0, None, counts)
+
+
+def _expect_next(
+    manifest: Manifest, reader: Reader, k: int, lane: int, epoch: int, position: int
+) -> None:
+    """Tell the reader which unit this lane walks next, so that a far one is there in time."""
+    source = manifest.sources[k]
+    if not source.remote:
+        return
+    for following, index in ((epoch, position + 1), (epoch + 1, 0)):
+        units = units_of(len(source.units), manifest.seed, k, following, lane, manifest.lanes)
+        goes_on = source.max_epochs is None or following < source.max_epochs
+        if goes_on and index < len(units):
+            reader.expect(source, source.units[int(units[index])])
+            return
 
 
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:

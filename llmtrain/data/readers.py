@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrain.config.schema import Config
-from llmtrain.data.ahead import Ranges
+from llmtrain.data.ahead import Range, Ranges
 from llmtrain.data.cache import Cache, cache_root
 from llmtrain.data.footers import column_spans, stored
 from llmtrain.data.lines import (
@@ -96,6 +96,7 @@ class Reader:
         cache = Cache(cache_root(), reading.cache_bytes) if reading.cache_bytes else None
         self._ranges = Ranges(Remote(reading.timeout_seconds, stop), cache, stop)
         self._asked = asked
+        self._expected: dict[tuple[str, Unit], list[Range]] = {}
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._skipped = Skipped(reading.run_dir and reading.run_dir / FILE_NAME)
@@ -110,6 +111,7 @@ class Reader:
         of it, so it is not left out now. Raises UserError for a bad file or line unless they are
         skipped, RunError for what the machine did.
         """
+        expected = self._expected.pop((source.where(unit.file), unit), [])
         if needed:
             return self._rows(source, unit)
         kind: Literal["rows", "bytes"] = "rows" if unit.group >= 0 else "bytes"
@@ -126,6 +128,8 @@ class Reader:
             else:
                 self._in_a_row.pop(source.label, None)
                 return rows
+        for span in expected:
+            self._ranges.forget(span)
         self._count(source, unit, epoch, error)
         return Rows(pa.array([], pa.large_binary()), None, skipped=1)
 
@@ -183,9 +187,17 @@ class Reader:
 
     def expect(self, source: Source, unit: Unit) -> None:
         """This unit will be asked for soon: begin to read it, if it is far away."""
-        if source.remote and self._key(source, unit) not in self._decoded:
-            for start, end in self._spans(source, unit):
-                self._ranges.expect(_hub_file(source, unit.file), start, end)
+        if not source.remote or self._key(source, unit) in self._decoded:
+            return
+        try:
+            with _readable(source, unit):
+                spans = self._spans(source, unit)
+        except UnreadableError:  # said, or left out, when its turn comes
+            return
+        file = _hub_file(source, unit.file)
+        self._expected[source.where(unit.file), unit] = [Range(file, *span) for span in spans]
+        for span in spans:
+            self._ranges.expect(Range(file, *span))
 
     def _spans(self, source: Source, unit: Unit) -> list[tuple[int, int]]:
         """The byte ranges that a unit is read from."""
@@ -193,8 +205,10 @@ class Reader:
         if unit.group < 0:
             compression = (file_format(known.name) or ("", None))[1]
             return [(0, known.size) if compression else reach(unit, known.size)]
-        group = self.footer(source, unit.file).row_group(unit.group)
-        return column_spans(group, _wanted(source))
+        footer = self.footer(source, unit.file)
+        if unit.group >= footer.num_row_groups:
+            raise UserError(_changed(source, unit))
+        return column_spans(footer.row_group(unit.group), _wanted(source))
 
     def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
         """A file of a source, here or on the Hub, for reading at any position."""

@@ -5,7 +5,7 @@ import pytest
 from helpers import hub
 
 from llmtrain.data import ahead
-from llmtrain.data.ahead import Ranges
+from llmtrain.data.ahead import Range, Ranges
 from llmtrain.data.cache import Cache
 from llmtrain.data.remote import Remote
 from llmtrain.data.request import HubFile
@@ -45,7 +45,7 @@ def eventually(condition):
 
 def test_what_is_expected_is_there_when_it_is_asked_for(server, file):
     found = ranges()
-    found.expect(file, 100, 200)
+    found.expect(Range(file, 100, 200))
     eventually(lambda: server.requests["range"] == 1)
     assert read(found, file, 100, 200) == CONTENT[100:200]
     assert server.requests["range"] == 1
@@ -54,7 +54,7 @@ def test_what_is_expected_is_there_when_it_is_asked_for(server, file):
 def test_no_more_than_two_are_read_ahead(server, file):
     found = ranges()
     for start in range(0, 500, 100):
-        found.expect(file, start, start + 100)
+        found.expect(Range(file, start, start + 100))
     eventually(lambda: server.requests["range"] == 2)
     time.sleep(0.1)  # would be enough for a third
     assert server.requests["range"] == 2
@@ -70,7 +70,7 @@ def test_what_is_waited_for_passes_what_is_expected(server, file):
     server.faults.extend(["hang", "hang"])
     found = ranges()
     for start in (0, 100, 200):
-        found.expect(file, start, start + 100)
+        found.expect(Range(file, start, start + 100))
     eventually(lambda: server.requests["range"] == 2)
     assert read(found, file, 200, 300) == CONTENT[200:300]
     assert read(found, file, 900, 950) == CONTENT[900:950]
@@ -79,9 +79,9 @@ def test_what_is_waited_for_passes_what_is_expected(server, file):
 def test_the_bytes_that_are_read_ahead_have_a_budget(server, file, monkeypatch):
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 150)
     found = ranges()
-    found.expect(file, 0, 100)
-    found.expect(file, 100, 200)  # together too much
-    found.expect(file, 200, 400)  # never
+    found.expect(Range(file, 0, 100))
+    found.expect(Range(file, 100, 200))  # together too much
+    found.expect(Range(file, 200, 400))  # never
     eventually(lambda: server.requests["range"] == 1)
     time.sleep(0.1)
     assert server.requests["range"] == 1
@@ -92,13 +92,25 @@ def test_the_bytes_that_are_read_ahead_have_a_budget(server, file, monkeypatch):
     assert server.requests["range"] == 2
 
 
+def test_what_is_not_asked_for_after_all_makes_room(server, file):
+    found = ranges()
+    for start in (0, 100, 200, 300):
+        found.expect(Range(file, start, start + 100))
+    eventually(lambda: server.requests["range"] == 2)
+    found.forget(Range(file, 0, 100))
+    found.forget(Range(file, 200, 300))
+    eventually(lambda: server.requests["range"] == 3)
+    assert read(found, file, 300, 400) == CONTENT[300:400]
+    assert sorted(start for _, start, _ in server.ranges) == [0, 100, 300]
+
+
 def test_a_read_ahead_that_failed_is_asked_for_by_who_needs_it(server, file):
     server.faults.extend(["404", "", "404", "404"])
     found = ranges()
-    found.expect(file, 0, 100)
+    found.expect(Range(file, 0, 100))
     eventually(lambda: server.requests["range"] == 1)
     assert read(found, file, 0, 100) == CONTENT[:100]
-    found.expect(file, 100, 200)
+    found.expect(Range(file, 100, 200))
     eventually(lambda: server.requests["range"] == 3)
     with pytest.raises(UserError, match="HTTP 404"):
         read(found, file, 100, 200)
@@ -153,7 +165,7 @@ def test_who_waits_for_a_read_ahead_ends_with_the_process(server, file):
     stop = threading.Event()
     server.faults.append("hang")
     found = ranges(stop=stop)
-    found.expect(file, 0, 100)
+    found.expect(Range(file, 0, 100))
     threading.Timer(0.2, stop.set).start()
     began = time.monotonic()
     with pytest.raises(RunError, match="stopped"):
@@ -165,8 +177,8 @@ def test_threads_that_read_ahead_end_with_the_process(server, file):
     stop = threading.Event()
     server.faults.extend(["hang", "drip"])
     found = ranges(stop=stop)
-    found.expect(file, 0, 100)
-    found.expect(file, 100, 200)
+    found.expect(Range(file, 0, 100))
+    found.expect(Range(file, 100, 200))
     eventually(lambda: server.requests["range"] == 2)
     stop.set()
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "ahead"])
