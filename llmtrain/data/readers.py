@@ -22,20 +22,19 @@ import pyarrow.parquet as pq
 from llmtrain.config.schema import Config
 from llmtrain.data.ahead import Range, Ranges
 from llmtrain.data.cache import Cache, cache_root
-from llmtrain.data.footers import column_spans, stored
+from llmtrain.data.footers import stored
 from llmtrain.data.lines import (
     MIB,
     decompress,
     end_of_line,
     owned,
     parse,
-    reach,
     read_exactly,
     refuse_utf_16,
 )
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote import PIECE_BYTES, RangeFile, Remote
-from llmtrain.data.request import HubFile, Stopping, web_url
+from llmtrain.data.request import Stopping
 from llmtrain.data.rows import Rows, of_table, refuse_other_encoding
 from llmtrain.data.skipped import (
     FILE_NAME,
@@ -46,6 +45,7 @@ from llmtrain.data.skipped import (
     too_many,
 )
 from llmtrain.data.sources import file_format
+from llmtrain.data.spans import hub_file, unit_spans, wanted
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
 GROUP_LIMIT = 64 * MIB  # a row group that is decoded at once
@@ -194,21 +194,16 @@ class Reader:
                 spans = self._spans(source, unit)
         except UnreadableError:  # said, or left out, when its turn comes
             return
-        file = _hub_file(source, unit.file)
+        file = hub_file(source, unit.file)
         self._expected[source.where(unit.file), unit] = [Range(file, *span) for span in spans]
         for span in spans:
             self._ranges.expect(Range(file, *span))
 
     def _spans(self, source: Source, unit: Unit) -> list[tuple[int, int]]:
-        """The byte ranges that a unit is read from."""
-        known = source.files[unit.file]
-        if unit.group < 0:
-            compression = (file_format(known.name) or ("", None))[1]
-            return [(0, known.size) if compression else reach(unit, known.size)]
-        footer = self.footer(source, unit.file)
-        if unit.group >= footer.num_row_groups:
+        footer = self.footer(source, unit.file) if unit.group >= 0 else None
+        if footer is not None and unit.group >= footer.num_row_groups:
             raise UserError(_changed(source, unit))
-        return column_spans(footer.row_group(unit.group), _wanted(source))
+        return unit_spans(source, unit, footer)
 
     def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
         """A file of a source, here or on the Hub, for reading at any position."""
@@ -217,7 +212,7 @@ class Reader:
         return self._ranged(source, file)
 
     def _ranged(self, source: Source, file: int, *, again: bool = False) -> RangeFile:
-        return self._ranges.open(_hub_file(source, file), again=again)
+        return self._ranges.open(hub_file(source, file), again=again)
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
         """The lines of a byte range or compressed file: (position of the first byte, line)."""
@@ -258,7 +253,7 @@ class Reader:
     def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
         begin = 0 if unit.group >= 0 else unit.start
         # With the columns: two sources may take other columns of the same file.
-        return (source.where(unit.file), unit.group, begin, *_wanted(source))
+        return (source.where(unit.file), unit.group, begin, *wanted(source))
 
     def _kept(self, source: Source, unit: Unit) -> Rows:
         key = self._key(source, unit)
@@ -277,8 +272,7 @@ class Reader:
 
     def _group(self, source: Source, unit: Unit) -> Rows:
         with self._parquet(source, unit) as file:
-            wanted = _wanted(source)
-            table = file.read_row_group(unit.group, columns=wanted, use_threads=False)
+            table = file.read_row_group(unit.group, columns=wanted(source), use_threads=False)
         return of_table(table, source.text_column, source.id_column)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
@@ -286,7 +280,7 @@ class Reader:
         with self._parquet(source, unit, buffer_size=MIB) as file:
             tables, position = [], 0
             batches = file.iter_batches(
-                1000, row_groups=[unit.group], columns=_wanted(source), use_threads=False
+                1000, row_groups=[unit.group], columns=wanted(source), use_threads=False
             )
             for batch in batches:
                 first, last = unit.start - position, unit.stop - position
@@ -366,15 +360,6 @@ class Reader:
                 chunk = read_exactly(file, min(MIB, position))
                 count, position = count + chunk.count(b"\n"), position - len(chunk)
             return count
-
-
-def _hub_file(source: Source, file: int) -> HubFile:
-    known = source.files[file]
-    return HubFile(web_url(source.where(file)), known.size, known.etag)
-
-
-def _wanted(source: Source) -> list[str]:
-    return [source.text_column, *([source.id_column] if source.id_column else [])]
 
 
 def _place(source: Source, unit: Unit) -> str:

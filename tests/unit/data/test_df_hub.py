@@ -120,6 +120,19 @@ def test_the_order_over_the_network_is_that_of_the_files(there, place, server, e
     assert server.requests["api"] == 0
 
 
+def test_units_that_come_next_are_read_ahead(there, place, expected, monkeypatch):
+    asked, fetch = [], Remote.fetch
+
+    def watched(self, file, start, end, deadline):
+        asked.append(threading.current_thread().name)
+        return fetch(self, file, start, end, deadline)
+
+    monkeypatch.setattr(Remote, "fetch", watched)
+    assert blocks(there, place) == expected
+    opening = there.lanes * len(there.sources)  # of these nobody knew before
+    assert asked.count("ahead") > (len(asked) - opening) / 2
+
+
 @pytest.mark.parametrize("fault", PASSING)
 def test_df_37_what_passes_changes_no_block(there, place, server, expected, fault):
     server.mixture = every(2, fault)

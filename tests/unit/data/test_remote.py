@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
-from llmtrain.data import readers, remote, request
+from llmtrain.data import remote, request, spans
 from llmtrain.data.ahead import Ranges
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.request import HubFile
@@ -287,7 +287,7 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
     local = survey(corpus.config(tmp_path / name, lanes=1), 1).sources[0]
     content = (tmp_path / name).read_bytes()
     with hub.serving({name: content}) as server:
-        monkeypatch.setattr(readers, "web_url", lambda address: server.url(address.split("/")[-1]))
+        monkeypatch.setattr(spans, "web_url", lambda address: server.url(address.split("/")[-1]))
         file = local.files[0]._replace(etag=hub.etag(content))
         away = replace(local, remote=True, root=f"hf://datasets/{hub.ID}@{hub.SHA}", files=(file,))
         here, there = Reader(Reading(60)), Reader(Reading(60), Patience())

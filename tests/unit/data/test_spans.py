@@ -1,0 +1,40 @@
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import corpus
+
+from llmtrain.data.spans import column_spans
+
+
+@pytest.fixture
+def path(tmp_path):
+    return corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(30), group=7)
+
+
+def test_spans_hold_all_that_the_columns_are_read_from(path):
+    content = path.read_bytes()
+    footer = pq.read_metadata(path)
+    for group in range(footer.num_row_groups):
+        blank = bytearray(len(content))
+        for start, end in column_spans(footer.row_group(group), ["text", "id"]):
+            blank[start:end] = content[start:end]
+        with pq.ParquetFile(io.BytesIO(blank), metadata=footer) as file:
+            table = file.read_row_group(group, columns=["text", "id"])
+        expected = corpus.articles(30)[group * 7 : group * 7 + 7]
+        assert table.column("text").to_pylist() == [row["text"] for row in expected]
+        assert table.column("id").to_pylist() == [row["id"] for row in expected]
+
+
+def test_columns_that_lie_far_apart_are_two_ranges(tmp_path):
+    rows = corpus.articles(30)
+    long = [{"id": row["id"], "far": f"{n}" * (1 << 17), **row} for n, row in enumerate(rows)]
+    path = tmp_path / "b.parquet"
+    table = pa.Table.from_pylist(long).select(["id", "far", "text"])
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    group = pq.read_metadata(path).row_group(0)
+    spans = column_spans(group, ["text", "id"])
+    assert len(spans) == 2
+    assert sum(end - start for start, end in spans) < 20_000
+    assert len(column_spans(group, ["far", "text"])) == 1
