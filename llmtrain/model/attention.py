@@ -143,7 +143,9 @@ def _has_flash(device: torch.device) -> bool:
 def _dtype(query: Tensor) -> torch.dtype:
     """What SDPA would compute in: under autocast q and k arrive in fp32 from the rotation."""
     device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
 
 
 def _varlen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +39,15 @@ TOGETHER: dict[str, dict[str, Any]] = {
     # differ by less than a thousandth.
     "jamba": {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_experts": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on busy cores make small models a hundred times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
