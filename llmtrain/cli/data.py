@@ -92,6 +92,7 @@ def tokenize(
         "tokens": result.tokens,
         "dropped": result.dropped,
         "replaced": result.replaced,
+        "skipped": result.skipped,
         "seconds": round(result.seconds, 3),
     }
     _show(values, as_json, out)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 
-from llmtrain.data import heldout
+from llmtrain.data import heldout, token_cache
 from llmtrain.data.lines import MIB
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.readers import GROUP_LIMIT, Reader, Reading
@@ -77,6 +77,10 @@ def epoch(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Epoch:
     documents = tokens = 0.0
     exact = True
     for k, source in enumerate(manifest.sources):
+        if source.cached:
+            stream = token_cache.training_stream(source, manifest.seed)
+            documents, tokens = documents + stream.num_documents, tokens + stream.tokens
+            continue
         samples = [_sample(manifest, k, units, tokenizer, reader) for units in _formats(source)]
         if sum(sample.bytes for sample in samples) <= COUNTED_BYTES:
             counted = count(source, manifest.seed, tokenizer, reader)

@@ -23,11 +23,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from llmtrain.data import token_cache
 from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.readers import Reader, Reading
+from llmtrain.data.rows import Rows
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
@@ -37,6 +40,7 @@ MIN_DOCUMENTS = 16
 NOT_SCORED = -100
 FIRST_TOKENS = 8  # a character has at most four bytes, and so do tokens of one byte each
 _WHOLE = 1 << 64
+T = TypeVar("T")
 
 
 def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
@@ -52,8 +56,8 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
     threshold = min(int(fraction * count / chosen_count * _WHOLE), _WHOLE - 1)
     hashes: list[int] = []
     for u in chosen:
-        rows = reader.rows(source, source.units[u])
-        hashes += [rows.hash(i, seed) for i in range(len(rows)) if rows.text(i)[0] is not None]
+        rows = _rows(source, u, reader)
+        hashes += [rows.hash(i, seed) for i in range(len(rows)) if rows.usable(i)]
         if sum(found < threshold for found in hashes) >= MIN_DOCUMENTS:
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
     spare = any(_usable(source, u, reader) for u in set(range(count)) - set(chosen))
@@ -77,15 +81,21 @@ def _raised(threshold: int, hashes: list[int], spare: bool) -> int:
 
 
 def _usable(source: Source, u: int, reader: Reader) -> bool:
-    rows = reader.rows(source, source.units[u])
-    return any(rows.text(row)[0] is not None for row in range(len(rows)))
+    rows = _rows(source, u, reader)
+    return any(rows.usable(row) for row in range(len(rows)))
+
+
+def _rows(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
+    unit = source.units[u]
+    return token_cache.rows_of(source, unit) if source.cached else reader.rows(source, unit)
 
 
 def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
     """Is there a document to train on? Reads units until one is found."""
     heldout = set(source.heldout_units)
     order = sorted(range(len(source.units)), key=lambda u: u in heldout)
-    return any(next(training_texts(source, u, seed, reader), None) is not None for u in order)
+    found = (_numbers(source, u, seed, _rows(source, u, reader), heldout=False) for u in order)
+    return any(next(numbers, None) is not None for numbers in found)
 
 
 def all_held_out(source: Source, k: int, seed: int) -> Source:
@@ -106,13 +116,38 @@ def heldout_texts(source: Source, seed: int, reader: Reader) -> Iterator[str]:
 
 
 def _texts(source: Source, u: int, seed: int, reader: Reader, heldout: bool) -> Iterator[str]:
-    chosen = u in source.heldout_units
     rows = reader.rows(source, source.units[u])
+    for row in _numbers(source, u, seed, rows, heldout=heldout):
+        yield str(rows.text(row)[0])
+
+
+def _numbers(
+    source: Source, u: int, seed: int, rows: Rows | token_cache.Rows, *, heldout: bool
+) -> Iterator[int]:
+    """The rows of unit u that are held out, or those that are not."""
+    chosen = u in source.heldout_units
     for row in range(len(rows)):
-        text, _ = rows.text(row)
         out = chosen and rows.hash(row, seed) < source.threshold
-        if text is not None and out == heldout:
-            yield text
+        if out == heldout and rows.usable(row):
+            yield row
+
+
+def _documents(
+    source: Source, tokenizer: Tokenizer, seed: int, reader: Reader
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The held-out documents as text, and as ids with their separators."""
+    if not source.cached:
+        for text in heldout_texts(source, seed, reader):
+            yield text, tokenizer.documents([text])[0]
+        return
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    for u in source.heldout_units:
+        rows = token_cache.rows_of(source, source.units[u])
+        for row in _numbers(source, u, seed, rows, heldout=True):
+            ids = rows.ids(row, tokenizer.length)
+            ids = ids[int(ids[:1].tolist() == begin and bool(begin)) :]
+            ids = ids[: len(ids) - int(ids[-1:].tolist() == [tokenizer.eos])]
+            yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +205,13 @@ def prepare(
     """
     reader = Reader(reading)
     asked = sources or manifest.sources
-    streams = [heldout_texts(source, manifest.seed, reader) for source in asked]
+    token_cache.check_tokenizer(sources, tokenizer)
+    streams = [_documents(source, tokenizer, manifest.seed, reader) for source in asked]
     ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
     scored = [np.zeros(len(part), dtype=bool) for part in ids]
     starts: list[int] = []
     size, end = 0, len(ids)
-    for text in _in_turn(streams, max_documents):
-        document = tokenizer.documents([text])[0]
+    for text, document in _in_turn(streams, max_documents):
         mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
         ids.append(document)
@@ -235,16 +270,16 @@ def _save(held: HeldOut, path: Path) -> None:
     unfinished.replace(path)
 
 
-def _in_turn(streams: list[Iterator[str]], limit: int) -> Iterator[str]:
+def _in_turn(streams: list[Iterator[T]], limit: int) -> Iterator[T]:
     """One of each stream after the other, until all have ended or `limit` were given."""
     given = 0
     while streams:
         for stream in list(streams):
             if given == limit:
                 return
-            text = next(stream, None)
-            if text is None:
+            document = next(stream, None)
+            if document is None:
                 streams.remove(stream)
             else:
                 given += 1
-                yield text
+                yield document

@@ -20,6 +20,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import pyarrow as pa
 
+from llmtrain.data import token_cache
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
 from llmtrain.data.packing import START, Document, Packed, Packing, Span, bestfit, concat
@@ -148,12 +149,17 @@ class Lane:
     def _open(self, k: int) -> Packing:
         """The blocks of source k from its cursor on: where a way of packing is chosen."""
         manifest, cursor = self._manifest, self.cursors[k]
+        cached = manifest.sources[k].cached
 
         def documents(start: Cursor, again: bool) -> Iterator[Document]:
             place = (k, self._index, start)
+            if cached:
+                return walk_tokens(manifest, *place)
             return walk(manifest, self._tokenizer, self._reader, *place, again=again)
 
         match manifest.packing:
+            case "concat" if cached:
+                return token_cache.blocks(manifest, k, self._index, cursor)
             case "concat":
                 return concat(documents(cursor, False), manifest.seq_len, cursor)
             case "bestfit":
@@ -264,6 +270,31 @@ def _expect_next(
             return
 
 
+def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterator[Document]:
+    """`walk` for a token cache whose documents are packed whole: nothing is left to tokenize."""
+    source, seed = manifest.sources[k], manifest.seed
+    last_epoch = cursor.epoch
+    counts: Counter[str] = Counter()
+    for epoch, position, u in _places(manifest, k, lane, cursor):
+        if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
+            raise _no_documents(source.label, lane)
+        found = token_cache.rows_of(source, source.units[u])
+        rows = found.take(permutation(len(found), mix(seed, 2, k, epoch, u)))
+        heldout = u in source.heldout_units
+        first = cursor.row if (epoch, position) == cursor[:2] else 0
+        for row in range(first, len(rows)):
+            if not rows.usable(row):
+                counts["dropped"] += 1
+            elif heldout and rows.hash(row, seed) < source.threshold:
+                counts["heldout"] += 1
+            else:
+                last_epoch = epoch
+                ids = rows.ids(row, manifest.tokenizer.length)
+                yield Document(epoch, position, row, ids, counts)
+                counts = Counter()
+    yield Document(source.max_epochs or 0, 0, 0, NO_IDS, counts)
+
+
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
     """The units of source k that a lane walks in an epoch, in order: indices (n,).
 
@@ -284,15 +315,23 @@ def _units(
     """(epoch, position in the lane's list, rows in the lane's order, may they be held out?)."""
     source, seed = manifest.sources[k], manifest.seed
     heldout = frozenset(source.heldout_units)
+    for epoch, index, u in _places(manifest, k, lane, cursor):
+        needed = again or (cursor != START and (epoch, index) == cursor[:2])
+        rows = reader.rows(source, source.units[u], epoch, needed=needed)
+        order = permutation(len(rows), mix(seed, 2, k, epoch, u))
+        yield epoch, index, rows.take(pa.array(order)), u in heldout
+
+
+def _places(
+    manifest: Manifest, k: int, lane: int, cursor: Cursor
+) -> Iterator[tuple[int, int, int]]:
+    """(epoch, position in the lane's list, unit) from `cursor` on."""
+    source = manifest.sources[k]
     epoch, position = cursor.epoch, cursor.unit
     while source.max_epochs is None or epoch < source.max_epochs:
-        units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
+        units = units_of(len(source.units), manifest.seed, k, epoch, lane, manifest.lanes)
         for index in range(position, len(units)):
-            u = int(units[index])
-            needed = again or (cursor != START and (epoch, index) == cursor[:2])
-            rows = reader.rows(source, source.units[u], epoch, needed=needed)
-            order = permutation(len(rows), mix(seed, 2, k, epoch, u))
-            yield epoch, index, rows.take(pa.array(order)), u in heldout
+            yield epoch, index, int(units[index])
         epoch, position = epoch + 1, 0
 
 

@@ -19,7 +19,7 @@ import xxhash
 
 from llmtrain.config.meaning import way_out
 from llmtrain.config.schema import Config
-from llmtrain.data.sources import File, locate
+from llmtrain.data.sources import File, is_index, locate
 from llmtrain.errors import Problem, UserError
 
 VERSION = 1
@@ -36,7 +36,8 @@ class Unit(NamedTuple):
     """What is read at once.
 
     file: index in the source's files · group: row group; −1 = a byte range of lines, of a
-    compressed file all of it · start, stop: rows of the group, or bytes of the file.
+    compressed file all of it · start, stop: rows of the group, or bytes of the file. Of a token
+    cache: file is an `.idx`, group is 0, and its documents are the rows.
     """
 
     file: int
@@ -66,6 +67,11 @@ class Source:
     units: tuple[Unit, ...]
     heldout_units: tuple[int, ...] = ()
     threshold: int = 0
+
+    @property
+    def cached(self) -> bool:
+        """Is it a token cache: no text, but tokens? Its units are documents of an `.idx`."""
+        return any(is_index(file.name) for file in self.files)
 
     def where(self, file: int) -> str:
         """The path or hf:// address of a file."""

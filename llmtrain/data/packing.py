@@ -165,7 +165,9 @@ def _window(documents: Iterator[Document], tokens: int) -> tuple[list[Document],
     counts: Counter[str] = Counter()
     found = 0
     while found < tokens:
-        document = next(documents)
+        document = next(documents, None)
+        if document is None:  # they ended with the window before
+            break
         if document.counts:
             counts.update(document.counts)
         if not len(document.ids):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -18,7 +19,8 @@ from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.readers import Reader
 from llmtrain.data.rows import is_text
 from llmtrain.data.skipped import UnreadableError
-from llmtrain.data.sources import bounded, file_format
+from llmtrain.data.sources import bounded, file_format, is_index
+from llmtrain.data.token_file import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
 UNITS_PER_LANE = 4
@@ -28,6 +30,7 @@ MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # a request has its price
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
 THREADS = 16
+DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # of lines, whose beginning is looked at
 
 
@@ -64,6 +67,8 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     kind, compression = file_format(source.files[file].name) or ("", None)
     try:
+        if source.cached:
+            return _look_into_tokens(source, file)
         if reader.skips_file(source, file) or (source.files[file].size == 0 and kind != "parquet"):
             return Look([], None)
         if kind == "parquet":
@@ -113,6 +118,18 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
         if group.num_rows
     ]
     return Look(units, schema.names)
+
+
+def _look_into_tokens(source: Source, file: int) -> Look:
+    if not is_index(source.files[file].name):
+        return Look([], None)  # the tokens, which the index beside them describes
+    tokens = open_tokens(Path(source.where(file)))
+    check_tokens(tokens)
+    starts = range(0, tokens.documents, DOCUMENTS_PER_UNIT)
+    units = [
+        Unit(file, 0, start, min(start + DOCUMENTS_PER_UNIT, tokens.documents)) for start in starts
+    ]
+    return Look([Part(unit, 0) for unit in units], None)
 
 
 def _look_into_lines(

@@ -48,6 +48,10 @@ class Rows:
             text, replaced = raw.decode("utf-8", "replace"), True
         return (None, False) if not text or text.isspace() else (text, replaced)
 
+    def usable(self, row: int) -> bool:
+        """Is there a document?"""
+        return self.text(row)[0] is not None
+
     def hash(self, row: int, seed: int) -> int:
         """xxh3_64 of the document's id, or of its text where it has none."""
         name = None if self.ids is None else self.ids[row].as_py()

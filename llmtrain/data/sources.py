@@ -29,9 +29,10 @@ FORMATS = {
     ".txt": "text",
 }
 COMPRESSED = (".gz", ".zst")
+INDEX = ".idx"  # of a token cache, with a .bin beside it
 # What lies beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
-SUFFIXES = ".parquet, .jsonl, .json, .txt; .gz or .zst after all but the first"
+SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
 ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -73,8 +74,9 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
         raise UserError(_nothing_there(source.path, key))
     root = Path(locate(source, key))
     paths = sorted(_list(source.path, root, key), key=lambda path: os.fsencode(path))
-    unknown = [path for path in paths if file_format(path.name) is None]
-    if unknown:
+    if any(is_index(path.name) for path in paths):
+        paths = _pairs(paths, key)
+    elif unknown := [path for path in paths if file_format(path.name) is None]:
         raise UserError(*bounded([_unknown_suffix(path, key) for path in unknown], key))
     files: list[File] = []
     unreadable: list[Problem] = []
@@ -109,7 +111,8 @@ def locate(source: SourceConfig, key: str) -> str:
 
 def is_local(path: str) -> bool:
     """Is this path meant for this machine's files? (What exists here always is.)"""
-    explicit = path.startswith((".", "/", "~")) or Path(path).suffix in {*FORMATS, *COMPRESSED}
+    suffixes = {*FORMATS, *COMPRESSED, INDEX}
+    explicit = path.startswith((".", "/", "~")) or Path(path).suffix in suffixes
     beside = "/" in path and Path(path).parent.is_dir()  # a misspelt name in a directory of ours
     return Path(path).exists() or is_glob(path) or explicit or beside
 
@@ -117,6 +120,11 @@ def is_local(path: str) -> bool:
 def is_glob(path: str) -> bool:
     """Has it wildcards? A file that really is called so is no glob."""
     return glob.has_magic(path) and not Path(path).exists()
+
+
+def is_index(name: str) -> bool:
+    """Is it the `.idx` of a token cache?"""
+    return name.endswith(INDEX)
 
 
 def file_format(name: str) -> Format | None:
@@ -180,6 +188,27 @@ def _list(path: str, root: Path, key: str) -> list[Path]:
         expected = f"a directory with data files ({SUFFIXES})"
         raise UserError(Problem(key, path, f"{expected}; it holds {_listing(root)}"))
     return found
+
+
+def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
+    """The `.idx` and `.bin` files of token caches; their descriptions and tokenizers are no data.
+
+    Raises UserError for an `.idx` without its `.bin`, and for any other data beside them.
+    """
+    indices = [path for path in paths if is_index(path.name)]
+    tokens = [path.with_suffix(".bin") for path in indices]
+    tokenizers = {path.parent / "tokenizer" for path in indices}
+    known = {*indices, *tokens, *(path.with_suffix(".json") for path in indices)}
+    others = [path for path in paths if path not in known and not tokenizers & {*path.parents}]
+    expected = "nothing but token caches (.idx, .bin) where there is one"
+    remedy = "make it a source of its own"
+    problems = [Problem(key, str(path), expected, remedy) for path in others]
+    for index, path in zip(indices, tokens, strict=True):
+        if not path.is_file():
+            problems.append(Problem(key, str(index), f"{path.name} beside it"))
+    if problems:
+        raise UserError(*bounded(problems, key))
+    return sorted([*indices, *tokens], key=lambda path: os.fsencode(path))
 
 
 def _is_data(path: Path, root: Path) -> bool:

@@ -1,6 +1,6 @@
 """Writes a token cache: one part a unit, in any order and by any number of processes, then joined.
 
-    unit u   ─►  part-u    tokens ‖ lengths (i32) ‖ documents, tokens, dropped, replaced, digest
+    unit u   ─►  part-u    tokens ‖ lengths (i32) ‖ counts ‖ digest
     parts    ─►  NAME.bin  the tokens of all parts in order of the manifest
                  NAME.idx  comes last: a pair that has its .idx is complete
 
@@ -34,21 +34,23 @@ BATCH_DOCUMENTS = 64  # that are tokenized in one call
 BATCH_CHARACTERS = 1 << 18
 CHUNK_BYTES = 1 << 22
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-COUNTS = struct.Struct("<4Q")
+COUNTS = struct.Struct("<5Q")
 DIGEST_BYTES = 8
 TRAILER_BYTES = COUNTS.size + DIGEST_BYTES
 
 
 class Counts(NamedTuple):
-    """What a part or a whole source holds, and the documents left out: null, empty or blank.
+    """What a part or a whole source holds, and how much was left out.
 
-    replaced: documents with invalid UTF-8, which are in it.
+    dropped: documents that are null, empty or blank · replaced: with invalid UTF-8, which are in it
+    · skipped: units and lines that cannot be read, where the config says so.
     """
 
     documents: int = 0
     tokens: int = 0
     dropped: int = 0
     replaced: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ def write_part(task: Task) -> Counts:
         dropped, replaced = dropped + (text is None), replaced + was_replaced
         texts += [] if text is None else [text]
     documents = [ids for batch in _batches(texts) for ids in tokenizer.documents(batch)]
-    counts = Counts(len(documents), sum(map(len, documents)), dropped, replaced)
+    tokens = sum(map(len, documents))
+    counts = Counts(len(documents), tokens, dropped, replaced, rows.skipped)
     lengths = np.array([len(ids) for ids in documents], "<i4")
     data = [*(ids.astype(dtype).tobytes() for ids in documents), lengths.tobytes()]
     digest = xxhash.xxh3_64()

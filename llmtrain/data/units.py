@@ -25,6 +25,7 @@ from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, lo
 from llmtrain.data.parts import Part, cut, inspect, missing_column
 from llmtrain.data.readers import Reader, Reading, reading_of
 from llmtrain.data.sources import bounded, edges_digest, labels
+from llmtrain.data.token_cache import check_tokenizer
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
@@ -117,6 +118,11 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
 
     Ends at the first document that reaches `limit_bytes` of UTF-8 text, or with the last unit.
     """
+    for i, source in enumerate(survey.sources):
+        if source.cached:
+            expected = "sources of text, since model.tokenizer is to be trained; this is tokens"
+            remedy = "set model.tokenizer to the one that wrote the token cache: DIR/tokenizer"
+            raise UserError(Problem(f"data.sources.{i}.path", source.path, expected, remedy))
     reader = Reader(survey.reading)
     orders = [
         sorted(range(len(source.units)), key=partial(mix, survey.seed, 8, k))
@@ -134,7 +140,11 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
 
 
 def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
-    """The manifest: from here on nothing about the data is decided again."""
+    """The manifest: from here on nothing about the data is decided again.
+
+    Raises UserError for a token cache that another tokenizer wrote.
+    """
+    check_tokenizer(survey.sources, tokenizer)
     return Manifest(
         sources=survey.sources,
         tokenizer=_facts(tokenizer),
@@ -272,7 +282,7 @@ def _changed_files(source: Source, key: str) -> list[Problem]:
     used = {unit.file for unit in source.units}  # not the empty ones, nor those left out
     for index, file in enumerate(source.files):
         path = Path(source.where(index))
-        if index not in used:
+        if index not in used and not source.cached:
             continue
         if not path.is_file():
             expected = "a file of this name, as when the run began"

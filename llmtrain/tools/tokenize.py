@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 WORK = ".tokenize"
 PARTS = "parts"
 TOKENIZER = "tokenizer"
+_PUT_BACK = "put it back, or take another --out"
 Progress = Callable[[int, int, int], None]  # units done, of how many, tokens so far
 
 
@@ -41,7 +42,8 @@ class Tokenized:
     """What lies in DIR now.
 
     files: the `.idx` of each source, relative to DIR · dropped: null, empty or blank documents,
-    which are left out · replaced: documents with invalid UTF-8, which are in it.
+    which are left out · replaced: documents with invalid UTF-8, which are in it · skipped: bad
+    units and lines that `data.on_bad_unit: skip` left out.
     """
 
     files: tuple[str, ...]
@@ -49,6 +51,7 @@ class Tokenized:
     tokens: int
     dropped: int
     replaced: int
+    skipped: int
     seconds: float
 
 
@@ -70,10 +73,11 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
         manifest, tokenizer = _begin(wanted, out, work)
         paths = [out / f"{name}.idx" for name in file_names(manifest.labels)]
         _write(manifest, tokenizer, reading_of(wanted, work), paths, jobs, progress)
-        shutil.rmtree(work / PARTS, ignore_errors=True)
-    described = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
-    keys = ("documents", "tokens", "dropped", "replaced")
-    sums = {key: sum(one[key] for one in described) for key in keys}
+        for folder in (PARTS, "footers"):
+            shutil.rmtree(work / folder, ignore_errors=True)
+    said = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
+    keys = ("documents", "tokens", "dropped", "replaced", "skipped")
+    sums = {key: sum(one[key] for one in said) for key in keys}
     files = tuple(path.name for path in paths)
     return Tokenized(files, seconds=time.perf_counter() - began, **sums)
 
@@ -155,21 +159,35 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         write_atomically(record, dump(config).encode())
         prepare(config, work, 1, config.model.revision)
     manifest, tokenizer = load_manifest(config, work), open_tokenizer(work / TOKENIZER)
+    tokens = [source.path for source in manifest.sources if source.cached]
+    if tokens:
+        (work / MANIFEST).unlink()
+        expected = "documents of text; a token cache is tokenized already"
+        raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
     if begun:
-        check(manifest, config, tokenizer)
-    if not (out / TOKENIZER).exists():
-        partial = work / f"{TOKENIZER}.copy"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(work / TOKENIZER, partial)
-        partial.rename(out / TOKENIZER)
+        try:
+            check(manifest, config, tokenizer)
+        except UserError as error:  # whose remedies are those of a run
+            problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
+            raise UserError(*problems) from error
+    _copy(work / TOKENIZER, out / TOKENIZER)
     return manifest, tokenizer
 
 
 def _refuse(changed: Sequence[Change], out: Path) -> None:
-    expected, remedy = f"with which {out} began", "put it back, or take another --out"
-    problems = [Problem(key, new, f"{old}, {expected}", remedy) for key, old, new in changed]
+    expected = f"with which {out} began"
+    problems = [Problem(key, new, f"{old}, {expected}", _PUT_BACK) for key, old, new in changed]
     if problems:
         raise UserError(*problems)
+
+
+def _copy(tokenizer: Path, path: Path) -> None:
+    """The copy is there as a whole or not at all."""
+    if not path.exists():
+        partial = tokenizer.with_name(f"{tokenizer.name}.copy")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(tokenizer, partial)
+        partial.rename(path)
 
 
 def _write(
@@ -181,6 +199,7 @@ def _write(
     progress: Progress,
 ) -> None:
     """Write the pairs of files that are not there yet."""
+    from llmtrain.data.token_cache import described
     from llmtrain.data.token_file import dtype_code
 
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
@@ -191,7 +210,9 @@ def _write(
     _write_parts(tasks, jobs, progress)
     for k in missing:
         parts = [task.path for task in _tasks(manifest.sources[k], k, code, reading)]
-        _join(parts, paths[k], code, _origin(manifest, k) | {"eos": tokenizer.eos})
+        source = manifest.sources[k]
+        origin = {"source": source.label, "path": source.path, "revision": source.revision}
+        _join(parts, paths[k], code, described(tokenizer) | origin)
 
 
 def _tasks(source: Source, k: int, code: int, reading: Reading) -> Iterator[Task]:
@@ -229,17 +250,3 @@ def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object
     write_atomically(path.with_suffix(".json"), text.encode())
     join(parts, path, code)
     shutil.rmtree(parts[0].parent)
-
-
-def _origin(manifest: Manifest, k: int) -> dict[str, object]:
-    """Where the tokens of source k come from: what a run on them can check."""
-    source, facts = manifest.sources[k], manifest.tokenizer
-    return {
-        "tokenizer": facts.digest,
-        "backend": facts.backend,
-        "probe": facts.probe,
-        "vocabulary": facts.length,
-        "source": source.label,
-        "path": source.path,
-        "revision": source.revision,
-    }

@@ -255,8 +255,9 @@ def test_changed_data_is_refused(place, straight, tmp_path):
     config = write_config(tmp_path / "c.yaml", tmp_path / "a", place / "b.jsonl")
     assert tokenize(load_config(config), tmp_path / "out", 1, quiet).documents == 79
     corpus.write_parquet(tmp_path / "a" / "1.parquet", corpus.articles(44))
-    with pytest.raises(UserError, match=r"as when the run began|that the run began with"):
+    with pytest.raises(UserError, match=r"1\.parquet") as refused:
         tokenize(load_config(config), tmp_path / "out", 1, quiet)
+    assert "another --out" in str(refused.value)
 
 
 def test_a_directory_with_other_things_is_refused(place, tmp_path):
@@ -309,3 +310,11 @@ def test_names_of_files_are_made_of_labels():
         "x",
         "Ü.txt",
     )
+
+
+def test_a_token_cache_is_not_tokenized_again(place, straight, tmp_path):
+    config = write_config(tmp_path / "c.yaml", place / "straight")
+    with pytest.raises(UserError, match="documents of text"):
+        tokenize(load_config(config), tmp_path / "out", 1, quiet)
+    config = write_config(tmp_path / "c.yaml", place / "a")  # corrected, it goes on
+    assert tokenize(load_config(config), tmp_path / "out", 1, quiet).documents == 50

@@ -1,0 +1,108 @@
+"""Runs on a token cache: the same batches for any layout and resume, the documents' own text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+from helpers.ranks import ROOT, Server
+from helpers.tiny import lines, tiny_config, write_config
+
+from llmtrain.config.load import load_config
+from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.tools.stream import open_stream
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def cache(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample as tokens, written by the command."""
+    folder = tmp_path_factory.mktemp("cache")
+    config = write_config(folder, tiny_config(folder / "unused"))
+    arguments = ["data", "tokenize", str(config), "--out", str(folder / "cache"), "--json"]
+    code = server.run(["call", "helpers.killing", "command", *arguments], 1, folder)
+    said = (folder / "output.txt").read_text()
+    assert code == [0], said
+    written = json.loads(said.splitlines()[-1])
+    assert written["files"] == ["sample.idx"]
+    return folder / "cache"
+
+
+def write(folder: Path, cache: Path, **changes: object) -> Path:
+    """A run on the cache mixed with text."""
+    config = tiny_config(folder / "run", training__steps=STEPS, **changes)
+    config["model"]["tokenizer"] = str(cache / "tokenizer")
+    if "sources" not in config["data"] or config["data"]["sources"] == [{"path": "sample"}]:
+        config["data"]["sources"] = [{"path": str(cache), "weight": 2.0}, {"path": "sample"}]
+    return write_config(folder, config)
+
+
+def train(server: Server, folder: Path, config: Path, world_size: int) -> list[dict]:
+    codes = server.run(["train", str(config)], world_size, folder)
+    assert codes == [0] * world_size, (folder / "output.txt").read_text()
+    return lines(folder / "run", "train")
+
+
+@pytest.fixture(scope="module")
+def straight(server: Server, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("straight")
+    return train(server, folder, write(folder, cache), 1)
+
+
+def digests(found: list[dict]) -> list[str]:
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    return [line["batch_digest"] for line in found]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (2, 1), (3, 2)])
+def test_batches_do_not_depend_on_processes_and_workers(
+    server: Server, cache: Path, straight: list[dict], tmp_path: Path, world_size: int, workers: int
+) -> None:
+    found = train(server, tmp_path, write(tmp_path, cache, data__workers=workers), world_size)
+    assert digests(found) == digests(straight)
+    assert found[-1]["sources"] == straight[-1]["sources"]
+    assert found[-1]["sources"].keys() == {"cache", "sample"}
+
+
+def test_a_resume_on_another_number_of_processes_has_the_same_batches(
+    server: Server, cache: Path, straight: list[dict], tmp_path: Path
+) -> None:
+    config = write(tmp_path, cache)
+    for steps, world_size in ((5, 1), (8, 3), (STEPS, 2)):
+        arguments = ["train", str(config), f"training.steps={steps}"]
+        codes = server.run(arguments, world_size, tmp_path)
+        assert codes == [0] * world_size, (tmp_path / "output.txt").read_text()
+    assert digests(lines(tmp_path / "run", "train")) == digests(straight)
+
+
+def test_the_blocks_that_a_run_trains_on_are_the_documents(cache: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, cache, data__sources=[{"path": str(cache)}])
+    tokenizer = open_tokenizer(cache / "tokenizer")
+    sample = sorted((ROOT / "llmtrain" / "data" / "sample").glob("*.parquet"))
+    texts = [text for file in sample for text in pq.read_table(file)["text"].to_pylist()]
+    joined = "<|endoftext|>".join([*texts, *texts[:1]])
+    with open_stream(load_config(path)) as stream:
+        batch = next(stream)
+    assert batch.digest == sum(
+        xxhash.xxh3_64_intdigest(row.astype("<i4").tobytes(), seed=g)
+        for g, row in enumerate(batch.ids)
+    ) % (1 << 64)
+    for row in batch.ids:
+        for piece in np.split(row, np.flatnonzero(row == tokenizer.eos) + 1):
+            assert tokenizer.decode(piece).strip("\ufffd") in joined
+
+
+def test_the_wrong_tokenizer_is_one_message_and_code_2(
+    server: Server, cache: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path, cache)
+    arguments = ["train", str(path), "model.tokenizer={train: 300}"]
+    assert server.run(arguments, 1, tmp_path) == [2]
+    said = (tmp_path / "output.txt").read_text()
+    assert "sources of text" in said
+    assert "Traceback" not in said
