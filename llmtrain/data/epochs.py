@@ -11,14 +11,18 @@ a column with a dictionary), so the units of each format are sampled on their ow
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from llmtrain.data import heldout, token_cache
 from llmtrain.data.lines import MIB
 from llmtrain.data.manifest import Manifest, Source, Unit
+from llmtrain.data.packing import START, WINDOW_BLOCKS, WINDOW_TOKENS, Document, bestfit
 from llmtrain.data.readers import GROUP_LIMIT, Reader, Reading
 from llmtrain.data.sources import file_format
 from llmtrain.data.tokenizer import Tokenizer
@@ -28,6 +32,8 @@ COUNTED_BYTES = 16 * MIB  # a source of at most so much text is counted
 SAMPLED_UNITS = 64  # of each format of a source
 SAMPLED_BYTES = MIB // 4  # of each of them that are tokenized
 BATCH = 64
+PACKED_WINDOWS = 4
+NO_IDS = np.zeros(0, np.int32)
 _WHOLE = 1 << 64
 
 
@@ -74,7 +80,7 @@ def epoch(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Epoch:
     Estimates read at most 64 units of each source and format, the same ones for the same seed.
     """
     reader = Reader(reading)
-    documents = tokens = 0.0
+    documents = tokens = blocks = 0.0
     exact = True
     for k, source in enumerate(manifest.sources):
         if source.cached:
@@ -82,17 +88,54 @@ def epoch(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Epoch:
             documents, tokens = documents + stream.num_documents, tokens + stream.tokens
             continue
         samples = [_sample(manifest, k, units, tokenizer, reader) for units in _formats(source)]
-        if sum(sample.bytes for sample in samples) <= COUNTED_BYTES:
-            counted = count(source, manifest.seed, tokenizer, reader)
-            documents, tokens = documents + counted[0], tokens + counted[1]
-            continue
-        exact = False
-        found = sum(sample.documents for sample in samples)
-        separators = found * (1 if tokenizer.bos is None else 2)
-        documents, tokens = documents + found, tokens + separators
-        tokens += sum(sample.tokens for sample in samples)
-    blocks = max(1, math.ceil(tokens / manifest.seq_len))
-    return Epoch(round(documents), round(tokens), blocks, exact)
+        counted = sum(sample.bytes for sample in samples) <= COUNTED_BYTES
+        if counted:
+            found = _Total(0, *count(source, manifest.seed, tokenizer, reader))
+        else:
+            found = _with_separators(samples, 1 if tokenizer.bos is None else 2)
+        exact = exact and counted
+        documents, tokens = documents + found.documents, tokens + found.tokens
+        blocks += found.tokens * _blocks_a_token(manifest, k, tokenizer, reader)
+    return Epoch(round(documents), round(tokens), max(1, math.ceil(blocks)), exact)
+
+
+def _with_separators(samples: Sequence[_Total], separators: int) -> _Total:
+    documents = sum(sample.documents for sample in samples)
+    tokens = sum(sample.tokens for sample in samples) + separators * documents
+    return _Total(sum(sample.bytes for sample in samples), documents, tokens)
+
+
+def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader) -> float:
+    """With best fit, padding and overlaps take their part: measured on a few windows."""
+    seq_len = manifest.seq_len
+    if manifest.packing == "concat":
+        return 1 / seq_len
+    wanted = PACKED_WINDOWS * min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS)
+    packed: list[Document] = []
+    tokens = 0
+    for ids in _again_and_again(manifest, k, tokenizer, reader):
+        packed.append(Document(0, 0, len(packed), ids, Counter()))
+        tokens += len(ids)
+        if tokens >= wanted:
+            break
+    end = Document(0, 0, len(packed), NO_IDS, Counter())
+    order = (manifest.seed, 4, k, 0)
+    found = bestfit(
+        lambda *_: chain(packed, repeat(end)), seq_len, START, pad=tokenizer.pad, order=order
+    )
+    return sum(1 for _ in found) / tokens
+
+
+def _again_and_again(
+    manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader
+) -> Iterator[np.ndarray]:
+    """Training documents of the source as tokens, for ever: small sources fill no window."""
+    source, seed = manifest.sources[k], manifest.seed
+    order = sorted(range(len(source.units)), key=lambda u: mix(seed, 9, k, u))
+    while True:
+        for u in order:
+            for texts in _batches(heldout.training_texts(source, u, seed, reader)):
+                yield from tokenizer.documents(texts)
 
 
 def count(source: Source, seed: int, tokenizer: Tokenizer, reader: Reader) -> tuple[int, int]:

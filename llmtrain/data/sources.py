@@ -33,6 +33,7 @@ INDEX = ".idx"  # of a token cache, with a .bin beside it
 # What lies beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
 SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
+TABLES = {".csv", ".tsv", ".arrow"}  # rows, but not in a form that units can be cut from
 ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -245,9 +246,10 @@ def _nothing_there(path: str, key: str) -> Problem:
 
 
 def _unknown_suffix(path: Path, key: str) -> Problem:
-    return Problem(
-        key, str(path), f"a data file ({SUFFIXES})", "move it away, or name the files with a glob"
-    )
+    remedy = "move it away, or name the files with a glob"
+    if path.suffix.lower() in TABLES:
+        remedy = "convert it with `llmtrain data repack`, and name the new files"
+    return Problem(key, str(path), f"a data file ({SUFFIXES})", remedy)
 
 
 def on_hub(path: str) -> bool:

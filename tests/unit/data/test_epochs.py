@@ -6,8 +6,10 @@ from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data import epochs
 from llmtrain.data.epochs import epoch
+from llmtrain.data.lanes import Lane
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.types import Cursor
 
 WIKIPEDIA = Path(__file__).parents[4] / "shared/data/wikipedia/20140304.en"
 WIKIPEDIA_DOCUMENTS = 64_183
@@ -98,6 +100,21 @@ def test_begin_tokens_count_too(place, monkeypatch):
     monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
     one, two = (epoch(manifest, t, Reading(60)) for t in (plain, begins))
     assert two.tokens == pytest.approx(one.tokens + one.documents, abs=1)
+
+
+def test_best_fit_takes_the_blocks_that_its_padding_takes(place):
+    """The blocks of one lane that walks the whole source once, packed for real."""
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = manifest_of(place, "a.parquet", packing="bestfit", seq_len=64, lanes=1)
+    found = epoch(manifest, tokenizer, Reading(60))
+    lane = Lane(manifest, tokenizer, Reader(Reading(60)), 0, 0, [Cursor(0, 0, 0, 0)])
+    blocks = 0
+    while lane.cursors[0].epoch < 1:
+        lane.take()
+        blocks += 1
+    assert found.exact
+    assert found.blocks > found.tokens / 64
+    assert found.blocks == pytest.approx(blocks, rel=0.02)
 
 
 @pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason="no real text beside the checkout")
