@@ -57,6 +57,7 @@ class Skipped:
         """path: the file, which need not exist; None = remembered in this process alone."""
         self._path = path
         self._known: set[LeftOut] = set()
+        self._told: set[LeftOut] = set()  # in any epoch: a warning once is enough
         self._lines: dict[tuple[str, str], set[int]] = {}
         self._offset = 0
         self._lock = threading.Lock()
@@ -85,11 +86,18 @@ class Skipped:
             if new and self._path is not None:
                 _append(self._path, [part._asdict() | _facts(reason, now) for part, reason in new])
             for part, reason in new:
+                told = part._replace(epoch=None) in self._told
+                log.log(
+                    logging.INFO if told else logging.WARNING,
+                    "skipped %s: %s",
+                    _words(part),
+                    reason,
+                )
                 self._know(part)
-                log.warning("skipped %s: %s", _words(part), reason)
 
     def _know(self, part: LeftOut) -> None:
         self._known.add(part)
+        self._told.add(part._replace(epoch=None))
         if part.kind == "line":
             self._lines.setdefault((part.source, part.file), set()).add(part.start)
 

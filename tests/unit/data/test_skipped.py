@@ -58,6 +58,15 @@ def test_a_part_stands_in_the_file_with_its_reason_and_is_known_to_others(tmp_pa
     assert record["time"] > 1.7e9
 
 
+def test_a_part_is_warned_of_once_however_many_epochs_want_it(tmp_path, caplog):
+    record = Skipped(tmp_path / FILE_NAME)
+    for epoch in range(3):
+        record.add([(PART._replace(epoch=epoch), "torn page")])
+    assert len(records(tmp_path)) == 3
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert "rows 0 to 10 of row group 3" in caplog.text
+
+
 def test_a_part_is_durable_when_add_returns(tmp_path, monkeypatch):
     synced = []
     sync = os.fsync
@@ -164,7 +173,7 @@ def test_a_skipped_unit_leaves_every_other_document_in_its_place(tmp_path, token
     while lane.cursors[0].epoch < 1:
         block = lane.take()
         ids += block.ids[:-1].tolist()
-        met += block.counts.get("skipped", 0)
+        met += block.counts.get(0, {}).get("skipped", 0)
     found = tokenizer.decode(ids).split("<|endoftext|>")[:-1]
     kept = [row["text"] for n, row in enumerate(corpus.articles(120)) if n // 10 != 5]
     assert set(found[: len(kept)]) == set(kept)
