@@ -32,6 +32,7 @@ from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 FEW_UNITS = 768
+NOTHING: Counter[str] = Counter()  # what most documents were met with
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
 LATE = 3  # quarters of a unit after which the next one is expected: lanes in order of their need
@@ -249,7 +250,8 @@ def _texts(
                 if replaced:
                     counts["replaced"] += 1
                 last_epoch = epoch
-                yield Text(epoch, position, row, text, counts)
+                # Never the one that goes on counting: several texts wait for their tokens at once.
+                yield Text(epoch, position, row, text, counts or NOTHING)
                 if counts:
                     counts = Counter()
     yield Text(source.max_epochs or 0, 0, 0, None, counts)
