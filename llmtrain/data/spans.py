@@ -7,8 +7,11 @@ compressed    the whole file
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pyarrow.parquet as pq
 
+from llmtrain.data.ahead import KEPT_BYTES
 from llmtrain.data.lines import reach
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.request import HubFile, web_url
@@ -54,3 +57,22 @@ def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[in
         else:
             merged.append((start, end))
     return merged
+
+
+def refetched(source: Source, cache_bytes: int) -> str | None:
+    """What to say of a remote source whose row groups are fetched several times an epoch.
+
+    Slices of one group are units of their own, and lanes read them at different times. None: they
+    are kept in memory or on disk, as far as the sizes of the files tell, or there are none.
+    """
+    parts = Counter((unit.file, unit.group) for unit in source.units if unit.group >= 0)
+    sliced = {file for (file, _), count in parts.items() if count > 1}
+    size = sum(source.files[file].size for file in sliced)
+    if not source.remote or size <= (cache_bytes or KEPT_BYTES):
+        return None
+    factor = parts.total() / len(parts)
+    return (
+        f"source {source.label}: its row groups are read in {factor:.1f} slices on average, and "
+        f"fetched from the Hub up to {factor:.1f} times an epoch; with data.cache_gb of at least "
+        f"{size / 2**30 + 0.05:.1f} once, on each machine"
+    )

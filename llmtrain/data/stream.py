@@ -12,6 +12,7 @@ The trap: what goes between processes is numpy; a tensor would cost a file descr
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import threading
 import time
@@ -31,11 +32,14 @@ from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.request import Stopping
+from llmtrain.data.spans import refetched
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import differing_tokenizer
 from llmtrain.data.workers import Asked, Failed, Workers, carried, error_of, start_worker
 from llmtrain.errors import UserError
 from llmtrain.types import Batch, Cursor
+
+log = logging.getLogger(__name__)
 
 PREFETCH_BYTES = 64 << 20
 MIN_PREFETCH = 8
@@ -190,6 +194,9 @@ def open_stream(
     shape = (manifest.lanes, len(manifest.sources), 4)
     cursors = np.zeros(shape, np.int64) if cursors is None else cursors
     assert cursors.shape == shape
+    for source in manifest.sources:
+        if rank == 0 and (costly := refetched(source, reading.cache_bytes)):
+            log.warning(costly)
     stop = multiprocessing.get_context("spawn").Event() if workers else threading.Event()
     blocks = Blocks(
         manifest,

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from llmtrain.data.request import HubFile
 from llmtrain.data.stream import open_stream
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import freeze, survey
-from llmtrain.errors import RunError
+from llmtrain.errors import RunError, UserError
 
 STEPS, BLOCKS = 40, 12
 PASSING = ["408", "429 0", "500", "502", "503", "504", "reset", "short", "long", "shifted", "whole"]
@@ -325,6 +325,63 @@ def test_df_39_a_listing_that_never_comes_ends_the_start_and_says_so(listed, ser
         listed[0]()
     assert raised.value.exit_code == 75
     assert hub.ID in str(raised.value)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    from huggingface_hub import constants
+
+    return lambda: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_run_whose_bytes_are_all_in_the_cache_needs_no_network(
+    there, place, server, expected, tmp_path, offline
+):
+    reading = Reading(60, tmp_path, cache_bytes=1 << 30)
+    assert blocks(there, place, reading=reading) == expected
+    asked = server.requests.total()
+    offline()
+    assert blocks(there, place, reading=reading) == expected
+    assert server.requests.total() == asked
+
+
+def test_a_second_epoch_comes_from_the_cache(there, place, server, tmp_path):
+    reading = Reading(60, tmp_path, cache_bytes=1 << 30)
+    blocks(there, place, 6 * STEPS, reading=reading)
+    assert len(server.ranges) == len(set(server.ranges))
+
+
+def test_a_range_that_the_cache_has_not_is_named_offline(there, place, server, tmp_path, offline):
+    reading = Reading(60, tmp_path, cache_bytes=1 << 30)
+    blocks(there, place, 1, reading=reading)
+    offline()
+    with pytest.raises(UserError, match=r"bytes \d+ to \d+ of http\S+ are not in the cache"):
+        blocks(there, place, 6 * STEPS, reading=reading)
+
+
+def test_a_first_start_offline_is_the_one_that_was_online(server, place, tmp_path, offline):
+    server.files = {"a/1.parquet": (place / "data" / "a" / "1.parquet").read_bytes()}
+    config = corpus.config({"path": hub.ID}, lanes=4, heldout=0.1, cache_gb=1)
+    tokenizer = open_tokenizer(place / "tokenizer")
+    (tmp_path / "one").mkdir()
+    first = freeze(survey(config, 1, tmp_path / "one"), tokenizer)
+    asked = server.requests.total()
+    offline()
+    (tmp_path / "two").mkdir()
+    assert freeze(survey(config, 1, tmp_path / "two"), tokenizer) == first
+    assert server.requests.total() == asked
+
+
+def test_a_stream_that_is_closed_leaves_no_thread_that_reads_ahead(there, place, server):
+    stream = opened(there, place)
+    for _ in range(4):
+        next(stream)
+    server.mixture = lambda: "hang"
+    threading.Timer(0.3, stream._stop.set).start()
+    with pytest.raises(RunError, match="stopped"):
+        list(islice(stream, 6 * STEPS))
+    stream.close()
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "ahead"])
 
 
 HANGS = """

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
-from llmtrain.data import remote, request, spans
+from llmtrain.data import readers, remote, request, spans
 from llmtrain.data.ahead import Ranges
+from llmtrain.data.manifest import Unit
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.request import HubFile
 from llmtrain.data.units import survey
@@ -295,3 +296,74 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
             assert there.rows(away, unit).texts.equals(here.rows(local, unit).texts)
         footer = name.endswith("parquet")
         assert server.requests["range"] == len(local.units) + footer
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    """A local file as a source, and the same one on the Hub."""
+
+    def away(path, lanes=1):
+        local = survey(corpus.config(path, lanes=lanes), 1).sources[0]
+        content = path.read_bytes()
+        server.files[path.name] = content
+        monkeypatch.setattr(spans, "web_url", lambda address: server.url(address.split("/")[-1]))
+        file = local.files[0]._replace(etag=hub.etag(content))
+        root = f"hf://datasets/{hub.ID}@{hub.SHA}"
+        return local, replace(local, remote=True, root=root, files=(file,)), server
+
+    with hub.serving({}) as server:
+        yield away
+
+
+def read_both(local, there, reading=None):
+    here, reader = Reader(Reading(60)), Reader(reading or Reading(60), Patience())
+    for unit in local.units:
+        assert reader.rows(there, unit).texts.equals(here.rows(local, unit).texts)
+
+
+def test_slices_of_a_group_cost_one_request_together(tmp_path, away):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(400), group=100)
+    local, there, server = away(path, lanes=8)
+    assert len(local.units) == 32
+    backwards = sorted(local.units, key=lambda unit: unit.stop - 100 * unit.group)
+    reader = Reader(Reading(60))
+    for unit in backwards:  # by slice, so that no decoded group is still there
+        reader._decoded.clear()
+        reader.rows(there, unit)
+    assert server.requests["range"] == 4 + 1
+
+
+def test_slices_of_a_group_that_is_never_decoded_at_once_cost_one_request(
+    tmp_path, away, monkeypatch
+):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(400), group=200)
+    local, there, server = away(path, lanes=2)
+    monkeypatch.setattr(readers, "GROUP_LIMIT", 1000)
+    read_both(local, there)
+    assert server.requests["range"] == 2 + 1
+
+
+def test_a_group_that_is_not_held_at_once_is_read_in_pieces(tmp_path, away, monkeypatch):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(400), group=200)
+    local, there, server = away(path, lanes=2)
+    monkeypatch.setattr(readers, "GROUP_LIMIT", 1000)
+    monkeypatch.setattr(readers, "HELD_BYTES", 1000)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 2000)
+    read_both(local, there)
+    assert max(end - start for _, start, end in server.ranges[1:]) < 8000
+
+
+def test_a_line_beyond_the_margin_costs_only_what_was_not_read(tmp_path, away):
+    rows = [{"text": str(n) * 300_000} for n in range(9)] + corpus.articles(9)
+    path = corpus.write_jsonl(tmp_path / "a.jsonl", rows)
+    local, there, server = away(path)
+    units = [range_at(local, start) for start in range(0, local.files[0].size, 200_000)]
+    here, reader = Reader(Reading(60)), Reader(Reading(60), Patience())
+    for unit in units:
+        assert reader.rows(there, unit).texts.equals(here.rows(local, unit).texts)
+    asked = sum(end - start for _, start, end in server.ranges)
+    assert asked < 3 * local.files[0].size  # twice the margin each time, never the same bytes
+
+
+def range_at(source, start):
+    return Unit(0, -1, start, min(start + 200_000, source.files[0].size))
