@@ -192,7 +192,8 @@ def open_stream(
     the beginning · reading: how units are read.
     """
     shape = (manifest.lanes, len(manifest.sources), 4)
-    cursors = np.zeros(shape, np.int64) if cursors is None else cursors
+    # A copy: lanes are opened when their first block is due, whatever the caller does meanwhile.
+    cursors = np.zeros(shape, np.int64) if cursors is None else cursors.copy()
     assert cursors.shape == shape
     for source in manifest.sources:
         if rank == 0 and (costly := refetched(source, reading.cache_bytes)):

@@ -28,6 +28,17 @@ def articles(count: int, start: int = 0) -> list[dict]:
     return rows
 
 
+def letters(lengths: list[int]) -> list[dict]:
+    """Documents of so many tokens each, the end of text included: one letter, its own, repeated.
+
+    No article holds these letters, so the tokenizer has nothing longer made of them.
+    """
+    assert len(lengths) <= 25
+    return [
+        {"id": str(n), "text": chr(ord("B") + n) * (length - 1)} for n, length in enumerate(lengths)
+    ]
+
+
 def write_parquet(path: Path, rows: list[dict], group: int = 10) -> Path:
     """Rows as a parquet file with row groups of `group` rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
