@@ -82,21 +82,27 @@ def epoch(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Epoch:
     reader = Reader(reading)
     documents = tokens = blocks = 0.0
     exact = True
-    for k, source in enumerate(manifest.sources):
-        if source.cached:
-            stream = token_cache.training_stream(source, manifest.seed)
-            documents, tokens = documents + stream.num_documents, tokens + stream.tokens
-            continue
-        samples = [_sample(manifest, k, units, tokenizer, reader) for units in _formats(source)]
-        counted = sum(sample.bytes for sample in samples) <= COUNTED_BYTES
-        if counted:
-            found = _Total(0, *count(source, manifest.seed, tokenizer, reader))
-        else:
-            found = _with_separators(samples, 1 if tokenizer.bos is None else 2)
+    for k in range(len(manifest.sources)):
+        found, counted = _source(manifest, k, tokenizer, reader)
         exact = exact and counted
         documents, tokens = documents + found.documents, tokens + found.tokens
         blocks += found.tokens * _blocks_a_token(manifest, k, tokenizer, reader)
-    return Epoch(round(documents), round(tokens), max(1, math.ceil(blocks)), exact)
+    whole = math.ceil(round(blocks, 6))  # 700 · (1 / 100) is a little more than 7
+    return Epoch(round(documents), round(tokens), max(1, whole), exact)
+
+
+def _source(
+    manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader
+) -> tuple[_Total, bool]:
+    """Documents and tokens of one source, and whether they are counted."""
+    source = manifest.sources[k]
+    if source.cached:
+        stream = token_cache.training_stream(source, manifest.seed)
+        return _Total(0, stream.num_documents, stream.tokens), True
+    samples = [_sample(manifest, k, units, tokenizer, reader) for units in _formats(source)]
+    if sum(sample.bytes for sample in samples) <= COUNTED_BYTES:
+        return _Total(0, *count(source, manifest.seed, tokenizer, reader)), True
+    return _with_separators(samples, 1 if tokenizer.bos is None else 2), False
 
 
 def _with_separators(samples: Sequence[_Total], separators: int) -> _Total:
@@ -134,6 +140,11 @@ def _again_and_again(
     order = sorted(range(len(source.units)), key=lambda u: mix(seed, 9, k, u))
     while True:
         for u in order:
+            if source.cached:  # held-out ones are as long as others
+                rows = token_cache.rows_of(source, source.units[u])
+                usable = filter(rows.usable, range(len(rows)))
+                yield from (rows.ids(row, tokenizer.length) for row in usable)
+                continue
             for texts in _batches(heldout.training_texts(source, u, seed, reader)):
                 yield from tokenizer.documents(texts)
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import corpus
+from helpers import corpus, megatron
 from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data import epochs
@@ -115,6 +115,23 @@ def test_best_fit_takes_the_blocks_that_its_padding_takes(place):
     assert found.exact
     assert found.blocks > found.tokens / 64
     assert found.blocks == pytest.approx(blocks, rel=0.02)
+
+
+def test_a_token_cache_is_counted_beside_text(place):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    texts = [row["text"] for row in corpus.articles(300, 9000)]
+    documents = [[ids.tolist()] for ids in tokenizer.documents(texts)]
+    megatron.write(place / "cache" / "a.idx", documents)
+    tokens = sum(len(ids) for (ids,) in documents)
+    alone = epoch(manifest_of(place, "cache", seq_len=100), tokenizer, Reading(60))
+    assert (alone.documents, alone.tokens, alone.exact) == (300, tokens, True)
+    assert alone.blocks == -(-tokens // 100)
+    text = epoch(manifest_of(place, "b.jsonl", seq_len=100), tokenizer, Reading(60))
+    both = epoch(manifest_of(place, "b.jsonl", "cache", seq_len=100), tokenizer, Reading(60))
+    assert both.tokens == alone.tokens + text.tokens
+    assert both.blocks == -(-both.tokens // 100)
+    fitted = epoch(manifest_of(place, "cache", packing="bestfit"), tokenizer, Reading(60))
+    assert tokens / 16 < fitted.blocks < 1.3 * tokens / 16
 
 
 @pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason="no real text beside the checkout")
