@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from helpers import corpus, hub
@@ -256,3 +259,43 @@ def test_a_path_of_this_machine_is_never_asked_for(serve, tmp_path):
     path = parquet(tmp_path / "a.parquet")
     assert not resolve(SourceConfig(path=str(path)), KEY).remote
     assert not server.requests
+
+
+READ_ALL = """
+import json, sys
+from llmtrain.config.schema import Config
+from llmtrain.data.readers import Reader, Reading
+from llmtrain.data.units import survey
+data = {"sources": [json.loads(sys.argv[1])], "heldout": 0.0, "lanes": 2}
+found = survey(Config.model_validate({"data": data, "training": {"steps": 1}}), 1)
+reader, (source,) = Reader(Reading(60)), found.sources
+rows = [reader.rows(source, unit) for unit in source.units]
+texts = [part.text(row)[0] for part in rows for row in range(len(part))]
+print(json.dumps({"revision": source.revision, "label": source.label, "texts": texts}))
+"""
+
+
+def test_a_fresh_process_asks_the_endpoint_of_its_environment(tmp_path):
+    rows = corpus.articles(50)
+    corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-0.parquet", rows[:30], group=7)
+    corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-1.parquet", rows[30:], group=7)
+    corpus.write_parquet(tmp_path / "hub" / "2023.vi" / "train-0.parquet", corpus.articles(1))
+    (tmp_path / "hub" / "README.md").write_text(README.replace("- {split: test", "# {split: test"))
+    with hub.serving(hub.read_files(tmp_path / "hub")) as server:
+        server.faults.extend(["503", "short", "", "429 0", "reset"])
+        environment = os.environ | {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)}
+        environment |= {"HF_TOKEN": "hf_secret"}
+        source = json.dumps({"path": hub.ID, "name": "2023.en"})
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ALL, source],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["texts"] == [row["text"] for row in rows]
+    assert (found["revision"], found["label"]) == (hub.SHA, "encyclopedia/2023.en")
+    assert set(server.tokens) == {"Bearer hf_secret"}
+    assert "hf_secret" not in done.stderr
