@@ -211,7 +211,7 @@ def prepare(
     scored = [np.zeros(len(part), dtype=bool) for part in ids]
     starts: list[int] = []
     size, end = 0, len(ids)
-    for text, document in _in_turn(streams, max_documents):
+    for text, document in in_turn(streams, max_documents):
         mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
         ids.append(document)
@@ -270,16 +270,16 @@ def _save(held: HeldOut, path: Path) -> None:
     unfinished.replace(path)
 
 
-def _in_turn(streams: list[Iterator[T]], limit: int) -> Iterator[T]:
+def in_turn(streams: Sequence[Iterator[T]], limit: int) -> Iterator[T]:
     """One of each stream after the other, until all have ended or `limit` were given."""
-    given = 0
-    while streams:
-        for stream in list(streams):
+    given, left = 0, list(streams)
+    while left:
+        for stream in list(left):
             if given == limit:
                 return
             document = next(stream, None)
             if document is None:
-                streams.remove(stream)
+                left.remove(stream)
             else:
                 given += 1
                 yield document

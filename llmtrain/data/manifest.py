@@ -20,6 +20,7 @@ import xxhash
 from llmtrain.config.meaning import way_out
 from llmtrain.config.schema import Config
 from llmtrain.data.sources import File, is_index, locate
+from llmtrain.data.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
 
 VERSION = 1
@@ -80,12 +81,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a later start must find again: digest of the files, back end, digest of probe ids."""
+    """What a later start must find again: digest of the files, back end, digest of probe ids.
+
+    versions: of the libraries, for messages; others that give the same ids are as good.
+    """
 
     digest: str
-    backend: str
+    backend: Backend
     probe: str
     length: int
+    versions: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Blocks(IterableDataset[Block | Failed]):
     def _blocks(
         self, virtual_rank: int, virtual_ranks: int, asked: Callable[[str], None]
     ) -> Iterator[Block]:
-        tokenizer = open_tokenizer(self.tokenizer_dir)
+        tokenizer = open_tokenizer(self.tokenizer_dir, self.manifest.tokenizer.backend)
         problems = differing_tokenizer(self.manifest, tokenizer)
         if problems:
             raise UserError(*problems)

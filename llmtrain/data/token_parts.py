@@ -27,7 +27,7 @@ import xxhash
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.token_file import DTYPES, HEADER, MAGIC, VERSION
-from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.data.tokenizer import Backend, Tokenizer, open_tokenizer
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, RunError
 
 BATCH_DOCUMENTS = 64  # that are tokenized in one call
@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 class Task:
     """Write unit `unit` of a source to `path`, ids as dtype code `code`.
 
-    tokenizer: its directory · reading: how the unit is read.
+    tokenizer, backend: its directory, and what opens it · reading: how the unit is read.
     """
 
     source: Source
@@ -65,6 +65,7 @@ class Task:
     path: Path
     code: int
     tokenizer: Path
+    backend: Backend
     reading: Reading
 
 
@@ -73,7 +74,7 @@ def write_part(task: Task) -> Counts:
 
     Raises UserError for a bad unit, RunError if it cannot be read or the disk refuses.
     """
-    tokenizer, reader = _opened(task.tokenizer, task.reading)
+    tokenizer, reader = _opened(task.tokenizer, task.backend, task.reading)
     dtype = np.dtype(DTYPES[task.code])
     rows = reader.rows(task.source, task.unit)
     texts: list[str] = []
@@ -97,9 +98,9 @@ def write_part(task: Task) -> Counts:
 
 
 @lru_cache(maxsize=1)
-def _opened(directory: Path, reading: Reading) -> tuple[Tokenizer, Reader]:
+def _opened(directory: Path, backend: Backend, reading: Reading) -> tuple[Tokenizer, Reader]:
     """Once in each process."""
-    return open_tokenizer(directory), Reader(reading)
+    return open_tokenizer(directory, backend), Reader(reading)
 
 
 def counts_of(path: Path, code: int) -> Counts | None:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,10 +125,7 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
             remedy = "set model.tokenizer to the one that wrote the token cache: DIR/tokenizer"
             raise UserError(Problem(f"data.sources.{i}.path", source.path, expected, remedy))
     reader = Reader(survey.reading)
-    orders = [
-        sorted(range(len(source.units)), key=partial(mix, survey.seed, 8, k))
-        for k, source in enumerate(survey.sources)
-    ]
+    orders = _sample_orders(survey)
     size = 0
     for turn in range(max(map(len, orders))):
         for source, order in zip(survey.sources, orders, strict=True):
@@ -137,6 +135,25 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
                     size += len(text.encode())
                     if size >= limit_bytes:
                         return
+
+
+def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
+    """Up to `count` training documents, sources of text in turn, which reads few units.
+
+    Ends at the document that reaches `limit_bytes` of UTF-8 text.
+    """
+    reader = Reader(survey.reading)
+    streams = [
+        _training_texts(source, order, survey.seed, reader)
+        for source, order in zip(survey.sources, _sample_orders(survey), strict=True)
+        if not source.cached
+    ]
+    size = 0
+    for text in heldout.in_turn(streams, count):
+        yield text
+        size += len(text.encode())
+        if size >= limit_bytes:
+            return
 
 
 def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
@@ -184,7 +201,10 @@ def changed_files(manifest: Manifest) -> list[Problem]:
 def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
     """What of the tokenizer is not as the manifest says (asked by every process that encodes)."""
     now, then = _facts(tokenizer), manifest.tokenizer
-    remedy = "restore the run's tokenizer/ and the library versions it began with"
+    remedy = (
+        f"restore the run's tokenizer/, and the versions it began with: {then.versions} "
+        f"(here: {now.versions})"
+    )
     return [
         Problem(f"tokenizer {name}", getattr(now, name), f"{getattr(then, name)}", remedy)
         for name in ("digest", "backend", "probe", "length")
@@ -272,8 +292,36 @@ def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -
     return found
 
 
+def _training_texts(
+    source: Source, order: Sequence[int], seed: int, reader: Reader
+) -> Iterator[str]:
+    for u in order:
+        yield from heldout.training_texts(source, u, seed, reader)
+
+
+def _sample_orders(survey: Survey) -> list[list[int]]:
+    """An order of each source's units that no lane walks."""
+    return [
+        sorted(range(len(source.units)), key=partial(mix, survey.seed, 8, k))
+        for k, source in enumerate(survey.sources)
+    ]
+
+
 def _facts(tokenizer: Tokenizer) -> TokenizerFacts:
-    return TokenizerFacts(tokenizer.digest, tokenizer.backend, tokenizer.probe, tokenizer.length)
+    return TokenizerFacts(
+        digest=tokenizer.digest,
+        backend=tokenizer.backend,
+        probe=tokenizer.probe,
+        length=tokenizer.length,
+        versions=", ".join(f"{name} {_version(name)}" for name in ("tokenizers", "tiktoken")),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _changed_files(source: Source, key: str) -> list[Problem]:

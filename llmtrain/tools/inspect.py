@@ -123,7 +123,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     with aside(Path(str(config.run.dir))) as directory:
         prepare(config, directory, max(1, workers), config.model.revision)
         manifest = load_manifest(config, directory)
-        tokenizer = open_tokenizer(directory / TOKENIZER)
+        tokenizer = open_tokenizer(directory / TOKENIZER, manifest.tokenizer.backend)
         check(manifest, config, tokenizer)
         reading = reading_of(config, directory)
         return _inspection(config, manifest, tokenizer, reading, blocks, documents)

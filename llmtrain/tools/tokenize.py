@@ -25,7 +25,7 @@ from llmtrain.tools.pool import each
 if TYPE_CHECKING:
     from llmtrain.config.meaning import Change
     from llmtrain.config.schema import Config
-    from llmtrain.data.manifest import Manifest, Source
+    from llmtrain.data.manifest import Manifest
     from llmtrain.data.readers import Reading
     from llmtrain.data.token_parts import Task
     from llmtrain.data.tokenizer import Tokenizer
@@ -158,7 +158,8 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
             shutil.rmtree(entry, ignore_errors=True)
         write_atomically(record, dump(config).encode())
         prepare(config, work, 1, config.model.revision)
-    manifest, tokenizer = load_manifest(config, work), open_tokenizer(work / TOKENIZER)
+    manifest = load_manifest(config, work)
+    tokenizer = open_tokenizer(work / TOKENIZER, manifest.tokenizer.backend)
     tokens = [source.path for source in manifest.sources if source.cached]
     if tokens:
         (work / MANIFEST).unlink()
@@ -206,24 +207,25 @@ def _write(
     missing = [k for k, path in enumerate(paths) if not path.exists()]
     for left_over in [*work.glob(f"{PARTS}/*/.*.partial"), *paths[0].parent.glob(".*.partial")]:
         left_over.unlink()
-    tasks = [task for k in missing for task in _tasks(manifest.sources[k], k, code, reading)]
+    tasks = [task for k in missing for task in _tasks(manifest, k, code, reading)]
     _write_parts(tasks, jobs, progress)
     for k in missing:
-        parts = [task.path for task in _tasks(manifest.sources[k], k, code, reading)]
+        parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
         origin = {"source": source.label, "path": source.path, "revision": source.revision}
         _join(parts, paths[k], code, described(tokenizer) | origin)
 
 
-def _tasks(source: Source, k: int, code: int, reading: Reading) -> Iterator[Task]:
+def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
     from llmtrain.data.token_parts import Task
 
+    source, backend = manifest.sources[k], manifest.tokenizer.backend
     work = Path(str(reading.run_dir))
     for u, unit in enumerate(source.units):
         # Of the source only what the unit needs: each task is sent to a process.
         alone = replace(source, files=(source.files[unit.file],), units=())
         path = work / PARTS / f"{k}" / f"part-{u:08d}"
-        yield Task(alone, unit._replace(file=0), path, code, work / TOKENIZER, reading)
+        yield Task(alone, unit._replace(file=0), path, code, work / TOKENIZER, backend, reading)
 
 
 def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:

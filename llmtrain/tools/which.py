@@ -109,7 +109,7 @@ def which(
     manifest = _manifest(run_dir, config, start.weights)
     state = _state_before(run_dir, step, manifest, start.blocks_per_step)
     with aside(run_dir) as directory:
-        tokenizer = open_tokenizer(directory / "tokenizer")
+        tokenizer = open_tokenizer(directory / "tokenizer", manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
         reader = Reader(reading_of(config, directory))
         digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)

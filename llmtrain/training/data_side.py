@@ -132,7 +132,7 @@ def _workers(config: Config, device: torch.device) -> int:
 
 def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
     manifest = prepare.load_manifest(config, run_dir)
-    tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER)
+    tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER, manifest.tokenizer.backend)
     units.check(manifest, config, tokenizer)
     return manifest, tokenizer
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from llmtrain.config.meaning import changes, data_values, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
+from llmtrain.data.choice import choose_tokenizer
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.train_tokenizer import tokenizer_config, train_bpe
-from llmtrain.data.units import Survey, changed_files, freeze, survey, training_texts
+from llmtrain.data.units import Survey, changed_files, freeze, some_texts, survey, training_texts
 from llmtrain.errors import UserError
 from llmtrain.model.tokenizer import save_tokenizer
 from llmtrain.training.place import write_atomically
@@ -29,6 +29,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 HELDOUT = "eval.safetensors"
 _TOKENIZER_TEXT_BYTES = 64 << 20
+_COMPARED_DOCUMENTS = 256  # with both back ends
+_COMPARED_BYTES = 8 << 20
 
 
 def prepare(config: Config, run_dir: Path, processes: int, revision: str | None) -> None:
@@ -48,7 +50,8 @@ def prepare(config: Config, run_dir: Path, processes: int, revision: str | None)
         _forget(run_dir, tokenizer=any(key.startswith("model.") for key in changed))
     found = survey(config, processes, run_dir, lanes)
     _tokenizer(config, found, run_dir / TOKENIZER, revision)
-    manifest = freeze(found, open_tokenizer(run_dir / TOKENIZER))
+    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
+    manifest = freeze(found, choose_tokenizer(run_dir / TOKENIZER, documents))
     _save(manifest, run_dir / MANIFEST)
 
 

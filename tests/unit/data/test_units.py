@@ -226,6 +226,7 @@ def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
         "data.sources.0.id_column",
         "tokenizer digest",
         "tokenizer length",
+        "tokenizer probe",
     }
 
 
