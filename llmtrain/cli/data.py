@@ -98,6 +98,29 @@ def tokenize(
     _show(values, as_json, out)
 
 
+@app.command(help="any data files as parquet with small row groups; the same command goes on")
+def repack(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, a directory or a glob.")],
+    out: Out,
+    row_group_mb: Annotated[
+        float, typer.Option(min=0.001, metavar="N", help="MiB of data in a row group.")
+    ] = 8.0,
+    text_column: Annotated[
+        str, typer.Option(metavar="NAME", help="The column for the lines of text files.")
+    ] = "text",
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Rewrite data files in small row groups."""
+    from llmtrain.tools.pool import processors
+    from llmtrain.tools.repack import repack as write
+
+    told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
+    result = write(path, out, row_group_mb, text_column, jobs or processors(), told)
+    values = {"files": list(result.files), "rows": result.rows}
+    _show(values | {"seconds": round(result.seconds, 3)}, as_json, out)
+
+
 def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:
     """Says on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
     moves = sys.stderr.isatty()

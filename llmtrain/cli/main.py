@@ -114,7 +114,7 @@ def report(
 
 
 app.add_typer(
-    data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize"
+    data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"
 )
 
 

@@ -74,7 +74,7 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     if source.path != SAMPLE and not is_local(source.path):
         raise UserError(_nothing_there(source.path, key))
     root = Path(locate(source, key))
-    paths = sorted(_list(source.path, root, key), key=lambda path: os.fsencode(path))
+    paths = sorted(list_files(source.path, root, key), key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):
         paths = _pairs(paths, key)
     elif unknown := [path for path in paths if file_format(path.name) is None]:
@@ -173,7 +173,8 @@ def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
     return shown
 
 
-def _list(path: str, root: Path, key: str) -> list[Path]:
+def list_files(path: str, root: Path, key: str) -> list[Path]:
+    """The data files of a path of this machine, in no order. Raises UserError if there is none."""
     if path == SAMPLE:
         return list(root.glob("*.parquet"))
     if is_glob(path):

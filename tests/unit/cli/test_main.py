@@ -13,7 +13,7 @@ from llmtrain.cli.main import app, main
 ROOT = Path(__file__).parents[3]
 # What costs a third of a second or more to import (benchmarks/startup.py measures the commands).
 HEAVY = {"torch", "numpy", "rich", "accelerate", "transformers", "pyarrow", "datasets", "bokeh"}
-DATA = ["data", "data inspect", "data which", "data tokenize"]
+DATA = ["data", "data inspect", "data which", "data tokenize", "data repack"]
 CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
 
 
@@ -42,7 +42,7 @@ def test_help_shows_the_commands_in_groups():
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
         "Train      train         run a config; the same command resumes\n"
         "           report        write report.html\n"
-        "Look after data          inspect · which · tokenize\n"
+        "Look after data          inspect · which · tokenize · repack\n"
         "\n"
         "Options    --version  --help  --install-completion\n"
     )
