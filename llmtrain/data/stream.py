@@ -157,6 +157,10 @@ class Stream(Iterator[Batch]):
             ended=not self._running,
         )
 
+    def interrupt(self) -> None:
+        """End the waiting for a network that is away, from any thread: it fails with 75 at once."""
+        self._stop.set()
+
     def close(self) -> None:
         """End the workers, those that hang too. Call it in a `finally`; twice does no harm."""
         items, self._items = self._items, None

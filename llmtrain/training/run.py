@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# A batch queue kills some 30 s after its signal; a network that is away may be waited for longer.
+_PATIENCE_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -66,7 +69,7 @@ class Result:
 
 
 class StoppedEarlyError(Exception):
-    """All ranks agreed on a stop before the run was open: nothing is saved, the exit code is 0."""
+    """All ranks agreed on a stop outside the loop, and what there was to save is: exit code 0."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
@@ -284,6 +287,7 @@ def open_run(config: Config) -> Iterator[Run]:
             _heed_a_stop(ranks, signals, journal)
             revision = opening.base_revision(config, processes, found)
             data = data_side.open_data(config, processes, found, revision, stack)
+            signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             config = data_side.with_steps(config, processes, data, found)
             journal.expect(opening.total_steps(config))
             _heed_a_stop(ranks, signals, journal)
@@ -305,13 +309,17 @@ def _end_without_data(run: Run, step: int) -> None:
     """Ranks whose data failed in `step` say why, and all raise it.
 
     What a restart may cure (the network stayed away, a worker died) is saved first, so that no
-    document is lost; behind a bad unit or a defect nothing is.
+    document is lost; behind a bad unit or a defect nothing is. Where a stop had cut the waiting
+    short, that is the reason.
     """
     vote = run.ranks.vote(run.data_error)
     run.put_back(step)
     curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
+    stops = agreed_stop(run.ranks, run.flags())
     if curable and run.due.unsaved(run.step):
-        saving.save(run, run.step, "data_failed")
+        saving.save(run, run.step, stops[0] if stops else "data_failed")
+    if curable and stops:
+        raise StoppedEarlyError(stops[0], run.step)
     refuse(vote, run.data_error)
 
 

@@ -34,6 +34,7 @@ class Signals:
         self._ended = False
         self._interrupted: float | None = None
         self._old: dict[int, object] = {}
+        self._late: tuple[float, Callable[[], None]] | None = None
 
     @property
     def reason(self) -> str | None:
@@ -102,6 +103,10 @@ class Signals:
             os.close(wake)
             os.close(numbers)
 
+    def cut_short(self, seconds: float, wait: Callable[[], None]) -> None:
+        """So long after the first signal call `wait`, which ends what a step may wait for."""
+        self._late = (seconds, wait)
+
     def end(self) -> None:
         """The run is over and on disk: there is nothing left to stop."""
         self._ended = True
@@ -119,8 +124,16 @@ class Signals:
             elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
                 os.write(2, b"interrupted again: ending without a checkpoint\n")
                 os._exit(75)
-        self._signalled = now if self._signal is None else self._signalled
+        if self._signal is None:
+            self._signalled = now
+            self._call_late()
         self._signal = signal.Signals(number).name
+
+    def _call_late(self) -> None:
+        if self._late is not None:
+            timer = threading.Timer(*self._late)
+            timer.daemon = True
+            timer.start()
 
     def _parent_is_gone(self) -> bool:
         return self._parent is not None and os.getppid() != self._parent

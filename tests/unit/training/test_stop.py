@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 from llmtrain.training import stop
 
@@ -81,3 +82,20 @@ def test_it_needs_the_standard_library_alone() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_first_signal_cuts_short_what_a_step_waits_for() -> None:
+    woken = threading.Event()
+    calls = []
+
+    def wake() -> None:
+        calls.append(threading.current_thread())
+        woken.set()
+
+    with stop.catching() as signals:
+        signals.cut_short(0.01, wake)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert woken.wait(60)
+    assert len(calls) == 1
+    assert calls[0] is not threading.main_thread()
