@@ -73,6 +73,27 @@ def write_tokenizer(directory: Path, entries: int = 300) -> Path:
     return directory
 
 
+def with_template(directory: Path, template: str, others: list[str] | None = None) -> Path:
+    """The tokenizer with `<s>` as begin token, and what its post-processor puts around a text.
+
+    others: further added tokens, none of them marked special.
+    """
+    from tokenizers import AddedToken, Tokenizer, processors
+
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens([AddedToken(word, special=False) for word in others or ()])
+    named = [word for word in template.split() if word != "$A"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(word, tokenizer.token_to_id(word)) for word in named]
+    )
+    tokenizer.save(str(path))
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": "<s>"}))
+    return directory
+
+
 def config(*sources: Path | str | dict, **data: object) -> Config:
     """A config that trains on these sources."""
     described = [s if isinstance(s, dict) else {"path": str(s)} for s in sources]
