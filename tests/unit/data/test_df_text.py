@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Plain
 
 from llmtrain.data.packing import START, Document, bestfit, concat
 from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.units import freeze, survey
 
 SEQ_LEN = 16
 LENGTHS = [9, 40, 5, 17, 2, 16, 33, 60, 12, 7, 3, 18, 25, 8]  # tokens, the end of text included
@@ -24,17 +25,20 @@ def place(tmp_path_factory):
     return root
 
 
-def once(place, name="letters", tokenizer="tokenizer", **data):
+def once(place, name="letters", tokenizer="tokenizer", backend="tokenizers", **data):
     """A run over one pass of a file by one lane, and its tokenizer."""
-    source = {"path": str(place / f"{name}.parquet"), "max_epochs": 1}
-    manifest = corpus.manifest_of(place / tokenizer, source, lanes=1, **data)
+    opened = open_tokenizer(place / tokenizer, backend)
+    config = corpus.config(
+        {"path": str(place / f"{name}.parquet"), "max_epochs": 1}, lanes=1, **data
+    )
+    home = place
     if tokenizer != "tokenizer":
-        place = place / f"of-{tokenizer}"
-        place.mkdir(exist_ok=True)
-        link = place / "tokenizer"
-        if not link.exists():
-            link.symlink_to(f"../{tokenizer}")
-    return Run(manifest, place, blocks_per_step=1).start(1, 80), open_tokenizer(place / "tokenizer")
+        home = place / f"of-{tokenizer}"
+        home.mkdir(exist_ok=True)
+        (home / "tokenizer").unlink(missing_ok=True)
+        (home / "tokenizer").symlink_to(f"../{tokenizer}")
+    manifest = freeze(survey(config, 1), opened)
+    return Run(manifest, home, blocks_per_step=1).start(1, 80), opened
 
 
 def without_ends(lengths):
@@ -133,13 +137,17 @@ def test_df_32_a_begin_token_is_neither_dropped_nor_put_over_a_token(place, name
 CONTROL = ("<|endoftext|>", "<s>", "<tool_call>", "<|endoftext|><|endoftext|>")
 
 
-def test_df_33_control_tokens_spelt_out_in_an_article_stay_text(place):
-    directory = corpus.write_tokenizer(place / "controlled")
+@pytest.mark.parametrize("backend", ["tokenizers", "tiktoken"])
+def test_df_33_control_tokens_spelt_out_in_an_article_stay_text(place, backend):
+    directory = corpus.write_tokenizer(place / f"controlled-{backend}")
     corpus.with_template(directory, "<s> $A", others=["<tool_call>"])
     texts = [f"{word}before {word} after{word}" for word in CONTROL]
     rows = [{"id": str(n), "text": text} for n, text in enumerate(texts)]
     corpus.write_parquet(place / "control.parquet", rows)
-    run, tokenizer = once(place, "control", tokenizer="controlled", packing="bestfit")
+    run, tokenizer = once(
+        place, "control", tokenizer=directory.name, backend=backend, packing="bestfit"
+    )
+    assert tokenizer.backend == run.manifest.tokenizer.backend == backend
     plain = Plain.from_file(str(directory / "tokenizer.json"))
     control = {plain.token_to_id(word) for word in CONTROL[:3]}
     for text in texts:
