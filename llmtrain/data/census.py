@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from llmtrain.data import heldout, token_cache
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.readers import Reader
 from llmtrain.data.rows import Rows
@@ -110,11 +111,16 @@ def _part(
         if limit and looked_at >= limit:
             exact = False
             break
-        rows = reader.rows(source, source.units[u])
+        rows = heldout.rows_of(source, u, reader)
         quota = -(-(limit - looked_at) // max(1, min(SPREAD, len(units)) - turn))
         taken = min(len(rows), quota) if limit else len(rows)
         exact = exact and taken == len(rows)
-        some = rows.take(pa.array(permutation(len(rows), mix(seed, 10, k, u))[:taken]))
+        order = permutation(len(rows), mix(seed, 10, k, u))[:taken]
+        some = (
+            rows.take(pa.array(order))
+            if isinstance(rows, Rows)
+            else token_cache.as_text(rows.take(order), tokenizer)
+        )
         met = _count(some, manifest, k, u, tokenizer, seen)
         for name in COUNTED:
             estimates[name] += met[name] * len(rows) / max(1, taken)

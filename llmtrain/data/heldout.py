@@ -56,7 +56,7 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
     threshold = min(int(fraction * count / chosen_count * _WHOLE), _WHOLE - 1)
     hashes: list[int] = []
     for u in chosen:
-        rows = _rows(source, u, reader)
+        rows = rows_of(source, u, reader)
         hashes += [rows.hash(i, seed) for i in range(len(rows)) if rows.usable(i)]
         if sum(found < threshold for found in hashes) >= MIN_DOCUMENTS:
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
@@ -81,11 +81,12 @@ def _raised(threshold: int, hashes: list[int], spare: bool) -> int:
 
 
 def _usable(source: Source, u: int, reader: Reader) -> bool:
-    rows = _rows(source, u, reader)
+    rows = rows_of(source, u, reader)
     return any(rows.usable(row) for row in range(len(rows)))
 
 
-def _rows(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
+def rows_of(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
+    """The documents of unit u, text or tokens. Raises as reading does."""
     unit = source.units[u]
     return token_cache.rows_of(source, unit) if source.cached else reader.rows(source, unit)
 
@@ -94,7 +95,7 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
     """Is there a document to train on? Reads units until one is found."""
     heldout = set(source.heldout_units)
     order = sorted(range(len(source.units)), key=lambda u: u in heldout)
-    found = (_numbers(source, u, seed, _rows(source, u, reader), heldout=False) for u in order)
+    found = (_numbers(source, u, seed, rows_of(source, u, reader), heldout=False) for u in order)
     return any(next(numbers, None) is not None for numbers in found)
 
 
@@ -144,9 +145,7 @@ def _documents(
     for u in source.heldout_units:
         rows = token_cache.rows_of(source, source.units[u])
         for row in _numbers(source, u, seed, rows, heldout=True):
-            ids = rows.ids(row, tokenizer.length)
-            ids = ids[int(ids[:1].tolist() == begin and bool(begin)) :]
-            ids = ids[: len(ids) - int(ids[-1:].tolist() == [tokenizer.eos])]
+            ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
             yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
 
 

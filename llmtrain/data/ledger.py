@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from llmtrain.data import token_cache
 from llmtrain.data.lanes import Block, Lane, units_of
 from llmtrain.data.lines import BOM, parse
 from llmtrain.data.manifest import Manifest, Source, Unit
@@ -46,8 +47,9 @@ class Origin(NamedTuple):
     """Where a document was read, and what its row says of it.
 
     file: relative to its source · group: the row group, None in a file of lines · at: the row of
-    that group, or the byte of the file at which its line begins · id, title, url: None where the
-    row has none.
+    that group, or the byte of the file at which its line begins; in a token cache the number of the
+    document in its file · id, title, url: None where the row has none; id in a token cache is the
+    number of the document in its source.
     """
 
     file: str
@@ -101,12 +103,15 @@ def origins(
 ) -> dict[Document, Origin]:
     """Where documents come from. Reads each unit that one of them lies in, once more."""
     wanted: dict[tuple[int, int], list[tuple[Document, int]]] = defaultdict(list)
+    found: dict[Document, Origin] = {}
     for document in documents:
         source, seed = manifest.sources[document.source], manifest.seed
         k, lane, epoch = document[:3]
+        if source.cached:
+            found[document] = _of_cache(manifest, document)
+            continue
         units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
         wanted[k, int(units[document.unit])].append((document, epoch))
-    found: dict[Document, Origin] = {}
     for (k, u), asked in wanted.items():
         source, unit = manifest.sources[k], manifest.sources[k].units[u]
         rows = _rows(reader, source, unit)
@@ -114,6 +119,19 @@ def origins(
             order = permutation(len(rows), mix(manifest.seed, 2, k, epoch, u))
             found[document] = _origin(source, unit, rows[int(order[document.row])])
     return found
+
+
+def _of_cache(manifest: Manifest, document: Document) -> Origin:
+    """A document of a token cache has nothing but its number."""
+    k, lane, epoch, position, number = document
+    source, seed = manifest.sources[k], manifest.seed
+    if manifest.packing == "bestfit":  # walked by units, as text is
+        units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
+        rows = token_cache.rows_of(source, source.units[int(units[position])])
+        order = permutation(len(rows), mix(seed, 2, k, epoch, int(units[position])))
+        number = int(rows.numbers[int(order[number])])
+    name, at = token_cache.place_of(source, number)
+    return Origin(name, None, at, str(number), None, None)
 
 
 def _origin(source: Source, unit: Unit, row: _Row) -> Origin:

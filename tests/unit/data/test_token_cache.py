@@ -8,8 +8,10 @@ import xxhash
 from helpers import corpus, megatron
 
 from llmtrain.data import heldout, token_cache
+from llmtrain.data.census import census
 from llmtrain.data.epochs import epoch
 from llmtrain.data.lanes import START, Lane, units_of
+from llmtrain.data.ledger import document_of, origins
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.token_file import TokenFile
 from llmtrain.data.tokenizer import open_tokenizer
@@ -330,3 +332,36 @@ def test_an_epoch_of_a_cache_is_known_exactly(manifest, place):
     assert found.tokens == sum(map(len, kept))
     assert found.blocks == len(expected_blocks(manifest, place))
     assert found.exact
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_the_documents_of_a_block_are_named_by_file_and_number(place, packing):
+    more = {"lanes": 3, "heldout": 0.1, "packing": packing, "seq_len": 64}
+    manifest = corpus.manifest_of(place / "tokenizer", place / "cache", **more)
+    documents = all_documents(place)
+    for block in lane_blocks(manifest, place, 1, 20):
+        for span in block.spans:
+            document = document_of(manifest, 1, block, span)
+            origin = origins(manifest, Reader(Reading(60)), [document])[document]
+            number = int(origin.id)
+            piece = block.ids[span.at : span.at + span.stop - span.start].tolist()
+            assert piece == documents[number][span.start : span.stop]
+            assert (origin.file, origin.at) == (
+                ("a.idx", number) if number < 45 else ("b.idx", number - 45)
+            )
+
+
+@pytest.mark.parametrize("limit", [0, 20])
+def test_a_census_counts_the_documents_of_a_cache(manifest, place, limit):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    found = census(manifest, 0, tokenizer, Reader(Reading(60)), limit)
+    documents = [ids for ids in all_documents(place) if ids]
+    if limit:
+        assert found.looked_at >= limit
+        assert found.documents == pytest.approx(len(documents), abs=6)
+    else:
+        assert (found.documents, found.dropped) == (len(documents), 2)
+        assert found.tokens == sum(map(len, documents))
+        assert found.heldout == len(held_out(manifest, place))
+        texts = [tokenizer.decode(ids[:-1]).encode() for ids in documents]
+        assert found.bytes == sum(map(len, texts))
