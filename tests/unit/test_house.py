@@ -115,7 +115,7 @@ def test_nothing_pickled_is_written_or_read():
     assert found == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/data.md"])
 def test_files_that_a_page_names_are_there(page):
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
