@@ -8,6 +8,7 @@ import sys
 import termios
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,25 @@ def test_the_stream_gives_the_blocks_of_the_slow_reference(mixed, place):
     stream = opened(mixed, place)
     found = [row for _ in range(20) for row in next(stream).ids.tolist()]
     assert found == expected
+
+
+def test_the_back_end_that_the_manifest_names_is_opened_and_gives_the_same_blocks(
+    mixed, place, monkeypatch
+):
+    fast = open_tokenizer(place / "tokenizer", "tiktoken")
+    facts = replace(mixed.tokenizer, backend="tiktoken", probe=fast.probe)
+    slow = opened(mixed, place)
+    expected = [next(slow).ids.tolist() for _ in range(STEPS)]
+    monkeypatch.setattr("llmtrain.data.tokenizer.Reference", None)  # would be called to open it
+    stream = opened(replace(mixed, tokenizer=facts), place)
+    assert [next(stream).ids.tolist() for _ in range(STEPS)] == expected
+
+
+def test_workers_refuse_a_back_end_that_gives_other_ids(mixed, place):
+    facts = replace(mixed.tokenizer, backend="tiktoken", probe="0" * 16)
+    stream = opened(replace(mixed, tokenizer=facts), place, workers=1)
+    with closing(stream), pytest.raises(UserError, match="tokenizer probe"):
+        next(stream)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])

@@ -1,5 +1,7 @@
 import json
 import shutil
+from dataclasses import replace
+from importlib.metadata import version
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +11,7 @@ from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data.manifest import load
 from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.units import check, freeze, survey, training_texts
+from llmtrain.data.units import check, differing_tokenizer, freeze, survey, training_texts
 from llmtrain.errors import UserError
 
 
@@ -228,6 +230,17 @@ def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
         "tokenizer length",
         "tokenizer probe",
     }
+
+
+def test_other_ids_than_when_the_run_began_name_the_versions(place, tokenizer):
+    manifest = freeze(survey(corpus.config(place / "a"), 1), tokenizer)
+    assert differing_tokenizer(manifest, tokenizer) == []
+    facts = replace(manifest.tokenizer, probe="0" * 16, versions="tokenizers 0.1, tiktoken 0.2")
+    (problem,) = differing_tokenizer(replace(manifest, tokenizer=facts), tokenizer)
+    assert (problem.key, problem.value) == ("tokenizer probe", tokenizer.probe)
+    assert "it began with: tokenizers 0.1, tiktoken 0.2" in problem.remedy
+    assert f"here: {manifest.tokenizer.versions}" in problem.remedy
+    assert f"tiktoken {version('tiktoken')}" in manifest.tokenizer.versions
 
 
 def test_another_number_of_sources_is_refused(place, tokenizer):
