@@ -318,3 +318,12 @@ def test_a_token_cache_is_not_tokenized_again(place, straight, tmp_path):
         tokenize(load_config(config), tmp_path / "out", 1, quiet)
     config = write_config(tmp_path / "c.yaml", place / "a")  # corrected, it goes on
     assert tokenize(load_config(config), tmp_path / "out", 1, quiet).documents == 50
+
+
+def test_bad_lines_that_are_skipped_are_counted(tmp_path):
+    lines = [b'{"text": "good"}'] * 3 + [b"{bad"] + [b'{"text": "good"}'] * 3
+    path = corpus.write_lines(tmp_path / "x.jsonl", lines)
+    config = write_config(tmp_path / "c.yaml", path, data__on_bad_unit="skip")
+    done = tokenize(load_config(config), tmp_path / "out", 1, quiet)
+    assert (done.documents, done.skipped) == (6, 1)
+    assert (tmp_path / "out" / WORK / "skipped-units.jsonl").read_text().count("\n") == 1
