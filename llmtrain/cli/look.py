@@ -66,9 +66,8 @@ def _source(source: SourceFacts) -> Iterator[str]:
         ("bytes", f"{rough('bytes')}{source.bytes:,}"),
         ("tokens", f"{rough('tokens')}{source.tokens:,}"),
         ("duplicates", f"{source.duplicates:,} of {source.looked_at:,}"),
+        ("epochs", f"{rough('epochs')}{source.epochs:,.2f} in the run"),
     ]
-    if source.epochs is not None:
-        facts.append(("epochs", f"{rough('epochs')}{source.epochs:,.2f} in the run"))
     for at in range(0, len(facts), 2):
         pairs = [f"{label:<11}{value:<24}" for label, value in facts[at : at + 2]]
         yield (INDENT + " ".join(pairs)).rstrip()
@@ -102,11 +101,15 @@ def _block(block: Shown) -> Iterator[str]:
 
 def _text(text: str) -> Iterator[str]:
     """The beginning of a text, and how much more there is."""
-    lines = list(wrapped(harmless(text[: SHOWN_LINES * WIDTH]), WIDTH - len(INDENT)))
-    for line in lines[:SHOWN_LINES]:
-        yield INDENT + line
+    lines = list(_lines(text[: SHOWN_LINES * WIDTH]))
+    yield from lines[:SHOWN_LINES]
     if len(lines) > SHOWN_LINES:  # lines are shorter than WIDTH, so what was not looked at is more
         yield f"{INDENT}... ({len(text):,} characters)"
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in wrapped(harmless(text), WIDTH - len(INDENT)):
+        yield (INDENT + line).rstrip()
 
 
 def step_documents(found: StepDocuments) -> Iterator[str]:
@@ -116,7 +119,7 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
     yield ""
     rows = [_row(document) for document in found.documents]
     head = ("block", "tokens", "source", "id", "title")
-    limits = (12, 11, 14, 20, WIDTH)
+    limits = (12, 11, 21, 16, WIDTH)
     widths = [
         min(limit, max(columns(row[i]) for row in [head, *rows])) for i, limit in enumerate(limits)
     ]
@@ -125,7 +128,7 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
     for row, document in zip(rows, found.documents, strict=True):
         yield _columned(row, widths)
         if document.text is not None:
-            yield from (INDENT + line for line in wrapped(harmless(document.text), WIDTH - 4))
+            yield from _lines(document.text)
 
 
 def _check(found: StepDocuments) -> str:
@@ -134,8 +137,8 @@ def _check(found: StepDocuments) -> str:
         return "checked: metrics.jsonl has the same digest"
     if found.checked_at is not None:
         return (
-            f"checked at step {found.checked_at} only, the next whose digest metrics.jsonl has "
-            f"(logging.every_steps)"
+            f"checked at step {found.checked_at} only, the next whose digest was logged "
+            "(logging.every_steps)"
         )
     return "not checked: metrics.jsonl has no digest of this step or one soon after it"
 

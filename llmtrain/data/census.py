@@ -2,22 +2,25 @@
 
 A sample takes some rows of several units, since neighbours are alike (a dump's oldest pages are its
 longest). What is seen in a unit stands for the unit, and the units seen stand for those of their
-kind: rows of parquet, bytes of lines and bytes of compressed files have no common measure.
+kind: rows of parquet, bytes of lines and bytes of compressed files have no common measure. The
+trap: a few long documents hold half of the text, so text is scaled by its known size, not by rows.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from llmtrain.data import heldout, token_cache
+from llmtrain.data.epochs import text_size
+from llmtrain.data.ledger import text_of
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.readers import Reader
 from llmtrain.data.rows import Rows
@@ -25,7 +28,7 @@ from llmtrain.data.sources import file_format
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.hashing import mix, permutation
 
-SPREAD = 32  # units that a sample is spread over
+SPREAD = 64  # units that a sample is spread over
 BATCH = 64  # documents tokenized at once
 COUNTED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens", "training_tokens")
 
@@ -104,9 +107,10 @@ def _part(
     seen: _Seen,
 ) -> _Part:
     source, seed = manifest.sources[k], manifest.seed
-    estimates: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
-    looked_at = covered = 0
-    exact = True
+    met: Counter[str] = Counter()  # in the rows that were looked at
+    counted: dict[str, float] = dict.fromkeys(COUNTED, 0.0)  # each stands for more of its unit
+    covered: dict[int, float] = {}  # unit → bytes of its text
+    looked_at, exact = 0, True
     for turn, u in enumerate(sorted(units, key=lambda u: mix(seed, 9, k, u))):
         if limit and looked_at >= limit:
             exact = False
@@ -114,71 +118,108 @@ def _part(
         rows = heldout.rows_of(source, u, reader)
         quota = -(-(limit - looked_at) // max(1, min(SPREAD, len(units)) - turn))
         taken = min(len(rows), quota) if limit else len(rows)
-        exact = exact and taken == len(rows)
-        order = permutation(len(rows), mix(seed, 10, k, u))[:taken]
-        some = (
-            rows.take(pa.array(order))
-            if isinstance(rows, Rows)
-            else token_cache.as_text(rows.take(order), tokenizer)
-        )
-        met = _count(some, manifest, k, u, tokenizer, seen)
+        some = permutation(len(rows), mix(seed, 10, k, u))[:taken].tolist()
+        found = _count(manifest, k, u, rows, some, tokenizer, seen)
         for name in COUNTED:
-            estimates[name] += met[name] * len(rows) / max(1, taken)
-        looked_at, covered = looked_at + taken, covered + _measure(source.units[u])
+            counted[name] += found[name] * len(rows) / max(1, taken)
+        met.update(found)
+        covered[u] = _text_bytes(rows)
+        looked_at, exact = looked_at + taken, exact and taken == len(rows)
     if not exact:
-        _scale(estimates, source, units, covered)
-    return _Part(estimates, looked_at, exact)
+        separators = 1 if tokenizer.bos is None else 2
+        counted = _scaled(counted, met, source, units, covered, separators, reader)
+    return _Part(counted, looked_at, exact)
 
 
-def _scale(estimates: dict[str, float], source: Source, units: Sequence[int], covered: int) -> None:
-    """From the units that were looked into to all; the held-out ones by their share, being few."""
-    whole = sum(_measure(source.units[u]) for u in units)
-    for name in estimates:
-        estimates[name] *= whole / covered
-    chosen = sum(_measure(source.units[u]) for u in source.heldout_units if u in set(units))
-    share = source.threshold / 2**64 * chosen / whole
-    estimates["heldout"] = share * estimates["documents"]
-    estimates["training_tokens"] = (1 - share) * estimates["tokens"]
+def _scaled(
+    counted: Mapping[str, float],
+    met: Mapping[str, int],
+    source: Source,
+    units: Sequence[int],
+    covered: Mapping[int, float],
+    separators: int,
+    reader: Reader,
+) -> dict[str, float]:
+    """From the units that were looked into to all of them.
+
+    Documents by rows (of lines: by bytes), text by its size, and held-out documents, being few, by
+    the share that the manifest holds out. A token cache knows its tokens.
+    """
+    rows = {u: source.units[u].stop - source.units[u].start for u in units}
+    by_rows = sum(rows.values()) / sum(rows[u] for u in covered)
+    found = {name: by_rows * value for name, value in counted.items()}
+    if source.cached:
+        found["tokens"] = sum(_tokens(source, source.units[u]) for u in units)
+        found["bytes"] = found["tokens"] * met["bytes"] / max(1, met["tokens"])
+    else:
+        sizes = {u: text_size(source, source.units[u], reader) for u in units}
+        by_size = sum(sizes.values()) / max(1, sum(sizes[u] for u in covered))
+        found["bytes"] = by_size * sum(covered.values())
+        own = met["tokens"] - separators * met["documents"]
+        found["tokens"] = found["bytes"] * own / max(1, met["bytes"])
+        found["tokens"] += separators * found["documents"]
+    chosen = sum(rows[u] for u in source.heldout_units if u in rows)
+    share = source.threshold / 2**64 * chosen / sum(rows.values())
+    found["heldout"] = share * found["documents"]
+    found["training_tokens"] = (1 - share) * found["tokens"]
+    return found
 
 
-def _measure(unit: Unit) -> int:
-    return unit.stop - unit.start
+def _text_bytes(rows: Rows | token_cache.Rows) -> float:
+    """Of all texts of a unit; of a token cache not known."""
+    if isinstance(rows, token_cache.Rows):
+        return 0.0
+    return float(pc.sum(pc.binary_length(rows.texts)).as_py() or 0)
+
+
+def _tokens(source: Source, unit: Unit) -> int:
+    """How many a unit of a token cache holds."""
+    found = token_cache.rows_of(source, unit)
+    first, last = (found.documents.span(int(found.numbers[i])) for i in (0, -1))
+    return last[2] - first[1]
 
 
 def _count(
-    rows: Rows, manifest: Manifest, k: int, u: int, tokenizer: Tokenizer, seen: _Seen
+    manifest: Manifest,
+    k: int,
+    u: int,
+    rows: Rows | token_cache.Rows,
+    some: Sequence[int],
+    tokenizer: Tokenizer,
+    seen: _Seen,
 ) -> Counter[str]:
-    """What these rows of unit u are."""
+    """What some rows of unit u are."""
     source = manifest.sources[k]
     chosen = u in source.heldout_units
     met: Counter[str] = Counter()
-    for start in range(0, len(rows), BATCH):
-        texts, out = [], []
-        for row in range(start, min(start + BATCH, len(rows))):
-            text, replaced = rows.text(row)
-            if text is None:
-                met["dropped"] += 1
-                continue
-            met["replaced"] += replaced
-            texts.append(text)
-            out.append(chosen and rows.hash(row, manifest.seed) < source.threshold)
-        met["documents"] += len(texts)
-        met["heldout"] += sum(out)
-        _measure_texts(texts, out, met, tokenizer, seen)
-    return met
-
-
-def _measure_texts(
-    texts: Sequence[str],
-    out: Sequence[bool],
-    met: Counter[str],
-    tokenizer: Tokenizer,
-    seen: _Seen,
-) -> None:
-    for text, held, ids in zip(texts, out, tokenizer.documents(texts), strict=True):
+    for row, text, ids in _documents(rows, some, tokenizer, met):
+        held = chosen and rows.hash(row, manifest.seed) < source.threshold
         encoded = text.encode()
+        met["documents"] += 1
+        met["heldout"] += held
         met["bytes"] += len(encoded)
         met["tokens"] += len(ids)
         met["training_tokens"] += 0 if held else len(ids)
         seen.hashes.append(xxhash.xxh3_64_intdigest(encoded))
         seen.lengths[len(ids)] += 1
+    met["dropped"] = len(some) - met["documents"]
+    return met
+
+
+def _documents(
+    rows: Rows | token_cache.Rows, some: Sequence[int], tokenizer: Tokenizer, met: Counter[str]
+) -> Iterator[tuple[int, str, np.ndarray]]:
+    """Those of these rows that can be used: row, text, ids with separators."""
+    if isinstance(rows, token_cache.Rows):
+        for row in filter(rows.usable, some):
+            ids = rows.ids(row, tokenizer.length)
+            yield row, text_of(tokenizer, ids), ids
+        return
+    for start in range(0, len(some), BATCH):
+        texts: dict[int, str] = {}
+        for row in some[start : start + BATCH]:
+            text, replaced = rows.text(row)
+            if text is not None:
+                texts[row] = text
+                met["replaced"] += replaced
+        yield from zip(texts, texts.values(), tokenizer.documents([*texts.values()]), strict=True)

@@ -212,7 +212,7 @@ def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_P
         alone = unit.group < 0 or _group(source, unit, reader).total_byte_size > GROUP_LIMIT
         together.setdefault((*unit[:2], unit.start if alone else -1), []).append(u)
     for members in together.values():
-        size = sum(_size(source, source.units[u], reader) for u in members)
+        size = sum(text_size(source, source.units[u], reader) for u in members)
         known = [source.units[u] for u in members if source.units[u].group >= 0]
         rows = sum(unit.stop - unit.start for unit in known)
         trained = 1 - held * sum(u in evaluated for u in members) / len(members)
@@ -229,7 +229,7 @@ def _some(texts: Sequence[str], key: int) -> Iterator[str]:
         yield texts[index]
 
 
-def _size(source: Source, unit: Unit, reader: Reader) -> float:
+def text_size(source: Source, unit: Unit, reader: Reader) -> float:
     """A measure of a unit's text that takes no reading of it, in bytes."""
     if unit.group < 0:
         return unit.stop - unit.start

@@ -34,7 +34,10 @@ DESCRIBING = ("title", "url")
 
 
 class Document(NamedTuple):
-    """A document by its place in the order of a lane, as `Span` has it."""
+    """A document by its place in the order of a lane, as `Span` has it.
+
+    Of a token cache, whose documents have numbers: row is the number, lane and unit are −1.
+    """
 
     source: int
     lane: int
@@ -46,10 +49,10 @@ class Document(NamedTuple):
 class Origin(NamedTuple):
     """Where a document was read, and what its row says of it.
 
-    file: relative to its source · group: the row group, None in a file of lines · at: the row of
-    that group, or the byte of the file at which its line begins; in a token cache the number of the
-    document in its file · id, title, url: None where the row has none; id in a token cache is the
-    number of the document in its source.
+    file: relative to its source · group: the row group, None in other files · at: the row of that
+    group, the byte of the file at which its line begins, or the document's number in a token cache
+    · id, title, url: None where the row has none; the id of a token cache's document is its number
+    in the source.
     """
 
     file: str
@@ -95,43 +98,68 @@ def replay(
 
 def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Document:
     """Whose tokens a span of block g holds."""
-    return Document(block.source, g % manifest.lanes, span.epoch, span.unit, span.row)
+    k, lane = block.source, g % manifest.lanes
+    source = manifest.sources[k]
+    if not source.cached:
+        return Document(k, lane, span.epoch, span.unit, span.row)
+    if manifest.packing == "concat":
+        return Document(k, -1, span.epoch, -1, span.row)
+    u = _unit_at(manifest, k, lane, span.epoch, span.unit)  # walked in lanes, like text
+    numbers = token_cache.rows_of(source, source.units[u]).numbers
+    row = _row_at(manifest, k, u, span.epoch, span.row, len(numbers))
+    return Document(k, -1, span.epoch, -1, int(numbers[row]))
+
+
+def is_whole(
+    manifest: Manifest, tokenizer: Tokenizer, document: Document, block: Block, span: Span
+) -> bool:
+    """Does a span that begins its document hold all of it?
+
+    Nothing in a text is encoded as the end of text; a token cache has documents as it likes.
+    """
+    source = manifest.sources[document.source]
+    if not source.cached:
+        return bool(block.ids[span.at + span.stop - span.start - 1] == tokenizer.eos)
+    _, begin, end = token_cache.open_documents(source).span(document.row)
+    return span.stop == end - begin
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """What a document's ids say, or a part of them: without begin and end token."""
+    return tokenizer.decode(token_cache.text_ids(ids, tokenizer))
 
 
 def origins(
     manifest: Manifest, reader: Reader, documents: Collection[Document]
 ) -> dict[Document, Origin]:
     """Where documents come from. Reads each unit that one of them lies in, once more."""
-    wanted: dict[tuple[int, int], list[tuple[Document, int]]] = defaultdict(list)
+    wanted: dict[tuple[int, int], list[Document]] = defaultdict(list)
     found: dict[Document, Origin] = {}
     for document in documents:
-        source, seed = manifest.sources[document.source], manifest.seed
-        k, lane, epoch = document[:3]
-        if source.cached:
-            found[document] = _of_cache(manifest, document)
-            continue
-        units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
-        wanted[k, int(units[document.unit])].append((document, epoch))
+        k, lane, epoch, position, row = document
+        if manifest.sources[k].cached:
+            file, at = token_cache.place_of(manifest.sources[k], row)
+            found[document] = Origin(file, None, at, str(row), None, None)
+        else:
+            wanted[k, _unit_at(manifest, k, lane, epoch, position)].append(document)
     for (k, u), asked in wanted.items():
         source, unit = manifest.sources[k], manifest.sources[k].units[u]
         rows = _rows(reader, source, unit)
-        for document, epoch in asked:
-            order = permutation(len(rows), mix(manifest.seed, 2, k, epoch, u))
-            found[document] = _origin(source, unit, rows[int(order[document.row])])
+        for document in asked:
+            row = _row_at(manifest, k, u, document.epoch, document.row, len(rows))
+            found[document] = _origin(source, unit, rows[row])
     return found
 
 
-def _of_cache(manifest: Manifest, document: Document) -> Origin:
-    """A document of a token cache has nothing but its number."""
-    k, lane, epoch, position, number = document
-    source, seed = manifest.sources[k], manifest.seed
-    if manifest.packing == "bestfit":  # walked by units, as text is
-        units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
-        rows = token_cache.rows_of(source, source.units[int(units[position])])
-        order = permutation(len(rows), mix(seed, 2, k, epoch, int(units[position])))
-        number = int(rows.numbers[int(order[number])])
-    name, at = token_cache.place_of(source, number)
-    return Origin(name, None, at, str(number), None, None)
+def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -> int:
+    """The unit at a position of a lane's list."""
+    units = len(manifest.sources[k].units)
+    return int(units_of(units, manifest.seed, k, epoch, lane, manifest.lanes)[position])
+
+
+def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
+    """The row of a unit, in file order, at a place of the lane's order."""
+    return int(permutation(rows, mix(manifest.seed, 2, k, epoch, u))[row])
 
 
 def _origin(source: Source, unit: Unit, row: _Row) -> Origin:
@@ -171,7 +199,8 @@ def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):
         # As if they were text and id of a source: so they are read as these are, the Hub included.
-        rows = reader.rows(replace(source, text_column=first, id_column=second), unit)
+        described = replace(source, text_column=first, id_column=second)
+        rows = reader.rows(described, unit, needed=True)
         columns[first] = _decoded(rows.texts)
         if rows.ids is not None:
             columns[second] = _decoded(rows.ids)

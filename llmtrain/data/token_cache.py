@@ -23,12 +23,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.packing import Packed, Span
-from llmtrain.data.rows import Rows as TextRows
 from llmtrain.data.sources import bounded, is_index
 from llmtrain.data.token_file import TokenFile, open_tokens
 from llmtrain.data.tokenizer import Tokenizer
@@ -160,16 +158,6 @@ def place_of(source: Source, number: int) -> tuple[str, int]:
     file = bisect_right(documents.first, number) - 1
     names = [file.name for file in source.files if is_index(file.name)]
     return names[file], number - documents.first[file]
-
-
-def as_text(rows: Rows, tokenizer: Tokenizer) -> TextRows:
-    """The documents decoded, without their begin token and end of text."""
-    texts: list[bytes | None] = []
-    for row in range(len(rows)):
-        body = text_ids(rows.ids(row, tokenizer.length), tokenizer)
-        texts.append(tokenizer.decode(body).encode() if rows.usable(row) else None)
-    numbers = [str(number).encode() for number in rows.numbers.tolist()]
-    return TextRows(pa.array(texts, pa.large_binary()), pa.array(numbers, pa.large_binary()))
 
 
 def text_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

@@ -18,15 +18,15 @@ from llmtrain.tools.aside import aside
 
 if TYPE_CHECKING:
     from llmtrain.data.census import Census
+    from llmtrain.data.epochs import Epoch
     from llmtrain.data.lanes import Block
     from llmtrain.data.ledger import Document
-    from llmtrain.data.manifest import Manifest, Source
+    from llmtrain.data.manifest import Manifest
     from llmtrain.data.readers import Reader, Reading
     from llmtrain.data.tokenizer import Tokenizer
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
-_OF_LENGTH = ("lengths", "tokens_per_byte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SourceFacts:
     bytes: int
     tokens: int
     heldout: int
-    epochs: float | None
+    epochs: float
     looked_at: int
     estimated: tuple[str, ...]
 
@@ -138,41 +138,58 @@ def _inspection(
     documents: int,
 ) -> Inspection:
     from llmtrain.data.census import census
-    from llmtrain.data.epochs import epoch
     from llmtrain.data.readers import Reader
 
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
     found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
-    packed = _pack(manifest, tokenizer, reader, blocks)
-    everything = all(one.exact for one in found)
-    if everything:
-        trained = sum(one.training_tokens for one in found)
-        pass_blocks, counted = ceil(trained / manifest.seq_len), True
-    else:  # as the run does for `training.epochs`
-        once = epoch(manifest, tokenizer, reading)
-        pass_blocks, counted = once.blocks, once.exact
+    once = _epoch(manifest, tokenizer, reading, found)
+    packed = _pack(manifest, tokenizer, reader, blocks, once.blocks)
+    read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed.padding)
     return Inspection(
-        sources=tuple(_facts(config, manifest, k, found[k], 1 - packed.padding) for k in numbers),
+        sources=tuple(_facts(manifest, k, found[k], read) for k in numbers),
         lanes=manifest.lanes,
         backend=tokenizer.backend,
         seq_len=manifest.seq_len,
         packing=manifest.packing,
         tokens_per_byte=sum(one.tokens for one in found) / max(1, sum(one.bytes for one in found)),
-        steps_per_epoch=ceil(pass_blocks / config.training.global_batch_size),
+        steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
         padding=packed.padding,
         documents_cut=packed.documents_cut,
         measured_blocks=packed.blocks,
         measured_documents=packed.documents,
         lengths=_buckets(found),
         blocks=packed.shown,
-        estimated=(
-            *(() if everything else _OF_LENGTH),
-            *(() if counted else ("steps_per_epoch",)),
-            *(() if manifest.always_full else ("padding",)),
-            "documents_cut",
-        ),
+        estimated=_estimated(manifest, found, once),
     )
+
+
+def _epoch(
+    manifest: Manifest, tokenizer: Tokenizer, reading: Reading, found: Sequence[Census]
+) -> Epoch:
+    """One pass over the training documents, reckoned as a run does for `training.epochs`."""
+    from llmtrain.data.epochs import Epoch, epoch
+
+    if manifest.packing == "bestfit" or not all(one.exact for one in found):
+        return epoch(manifest, tokenizer, reading)
+    documents = sum(one.documents - one.heldout for one in found)
+    tokens = sum(one.training_tokens for one in found)
+    return Epoch(documents, tokens, ceil(tokens / manifest.seq_len), exact=True)
+
+
+def _blocks_of_run(config: Config, once: Epoch) -> float:
+    training = config.training
+    if training.steps is not None:
+        return training.steps * training.global_batch_size
+    assert training.epochs is not None
+    return training.epochs * once.blocks
+
+
+def _estimated(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
+    names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
+    names += [] if once.exact else ["steps_per_epoch"]
+    names += [] if manifest.always_full else ["padding"]
+    return (*names, "documents_cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +203,15 @@ class _Packed:
     shown: tuple[Shown, ...]
 
 
-def _pack(manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int) -> _Packed:
-    """Make the first blocks, as many as the shares need, and keep those to be shown."""
+def _pack(
+    manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
+) -> _Packed:
+    """Make the first blocks, an epoch of them at most, and keep those that are wanted."""
     from llmtrain.data.ledger import replay
     from llmtrain.data.state import DataState
 
-    count = max(wanted, manifest.lanes, MEASURED_TOKENS // manifest.seq_len)
+    enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
+    count = max(wanted, manifest.lanes, enough)
     cursors = DataState.fresh(manifest).cursors
     shown: list[Shown] = []
     began: set[Document] = set()
@@ -222,13 +242,13 @@ def _note_documents(
 
     A document that begins with the last id, begins the lane's next block once more.
     """
-    from llmtrain.data.ledger import document_of
+    from llmtrain.data.ledger import document_of, is_whole
 
     for span in block.spans:
         if span.start == 0 and span.at < manifest.seq_len:
             document = document_of(manifest, g, block, span)
             began.add(document)
-            if block.ids[span.at + span.stop - 1] == tokenizer.eos:
+            if is_whole(manifest, tokenizer, document, block, span):
                 whole.add(document)
 
 
@@ -276,9 +296,10 @@ def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _facts(config: Config, manifest: Manifest, k: int, found: Census, full: float) -> SourceFacts:
-    """Source k. full: share of a block that is no padding."""
+def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFacts:
+    """Source k. read: tokens that the whole run trains on, of all sources."""
     source = manifest.sources[k]
+    passes = read * source.weight / sum(manifest.weights) / max(1, found.training_tokens)
     return SourceFacts(
         name=source.label,
         revision=source.revision,
@@ -291,22 +312,10 @@ def _facts(config: Config, manifest: Manifest, k: int, found: Census, full: floa
         bytes=found.bytes,
         tokens=found.tokens,
         heldout=found.heldout,
-        epochs=_epochs(config, manifest, source, found.training_tokens, full),
+        epochs=min(passes, source.max_epochs or passes),
         looked_at=found.looked_at,
         estimated=() if found.exact else (*ESTIMATED, "epochs"),
     )
-
-
-def _epochs(
-    config: Config, manifest: Manifest, source: Source, tokens: int, full: float
-) -> float | None:
-    """Passes over the source in the whole run, by its share of the blocks; None: not known yet."""
-    if config.training.steps is None:
-        return None
-    blocks = config.training.steps * config.training.global_batch_size
-    read = blocks * manifest.seq_len * full * source.weight / sum(manifest.weights)
-    passes = read / max(1, tokens)
-    return passes if source.max_epochs is None else min(passes, source.max_epochs)
 
 
 def _buckets(found: Sequence[Census]) -> tuple[Bucket, ...]:

@@ -106,8 +106,9 @@ def which(
     _check_run(run_dir, overrides)
     config = load_config(run_dir / "config.yaml", overrides)
     start = _start_of(run_dir, step)
-    manifest = _manifest(run_dir, config, start.weights)
+    manifest = _manifest(run_dir, config)
     state = _state_before(run_dir, step, manifest, start.blocks_per_step)
+    manifest = _weighted(manifest, start.weights)
     with aside(run_dir) as directory:
         tokenizer = open_tokenizer(directory / "tokenizer", manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
@@ -136,19 +137,15 @@ def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
 
 
 def _start_of(run_dir: Path, step: int) -> _Start:
-    """The start that made the step, the last one if several did."""
+    """The start that made the step. One that resumed at an earlier step has undone later ones."""
     starts = _starts(jsonl.read(run_dir / jsonl.FILE_NAME))
+    last = starts[-1].last if starts else 0
     if starts:
-        done = max(starts[-1].last, int(read_status(run_dir).get("step") or 0))
-        starts[-1] = replace(starts[-1], last=done)
-    for start in reversed(starts):
-        if start.first < step <= start.last:
-            return start
-    last = max((start.last for start in starts), default=0)
-    expected = (
-        f"a step that the run has made: 1 to {last}" if last else "a run that has made a step"
-    )
-    raise UserError(Problem("--step", step, expected))
+        last = max(last, int(read_status(run_dir).get("step") or 0))
+    if not 1 <= step <= last:
+        made = f"that the run has made: 1 to {last}" if last else "of a run that has made one"
+        raise UserError(Problem("--step", step, f"a step {made}"))
+    return next(start for start in reversed(starts) if start.first < step)
 
 
 def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
@@ -167,14 +164,18 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
     return starts
 
 
-def _manifest(run_dir: Path, config: Config, weights: Sequence[float]) -> Manifest:
-    """The run's manifest, its sources where they lie now, with the weights of that start."""
+def _manifest(run_dir: Path, config: Config) -> Manifest:
+    """The run's manifest, its sources where they lie now."""
     from llmtrain.data import manifest as manifests
 
     try:
-        manifest = manifests.load(run_dir / "manifest.json", config)
+        return manifests.load(run_dir / "manifest.json", config)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
+
+
+def _weighted(manifest: Manifest, weights: Sequence[float]) -> Manifest:
+    """With the weights of a start."""
     pairs = zip(manifest.sources, weights, strict=True)
     return replace(manifest, sources=tuple(replace(one, weight=weight) for one, weight in pairs))
 
@@ -196,17 +197,17 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     state, position = DataState.fresh(manifest), 0
     if count:
         state, position = DataState.from_json(noted[count - 1]), noted[count - 1]["step"]
-    for line in noted[count : count + 1]:  # the save that came next, with the step behind it
-        if line["fingerprint"] != manifest.fingerprint:
-            raise _changed_since(step, line)
+    others = [i for i, line in enumerate(noted) if line["fingerprint"] != manifest.fingerprint]
+    if others and others[-1] >= count:  # the step was saved with what is no more
+        raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
         state = carried_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
 
 
-def _changed_since(step: int, line: Mapping[str, Any]) -> UserError:
+def _changed_since(step: int, last: int) -> UserError:
     expected = (
-        f"a step after {line['step']}: up to there the run had other data or settings, which "
+        f"a step after {last}: up to there the run had other data or settings, which "
         "checkpoint.accept_changes let it replace, and its manifest.json knows the new ones"
     )
     return UserError(Problem("--step", step, expected))
@@ -322,11 +323,9 @@ def _found(source: str, g: int, span: Span, origin: Origin, text: str | None) ->
 
 
 def _text(block: Block, span: Span, tokenizer: Tokenizer | None) -> str | None:
-    """The document's own tokens in the block as text, separators left out."""
+    """The document's own tokens in the block as text."""
+    from llmtrain.data.ledger import text_of
+
     if tokenizer is None:
         return None
-    ids = block.ids[span.at : span.at + span.stop - span.start].tolist()
-    # Never ids of a text: what looks like a control token there is encoded as letters.
-    first = 1 if tokenizer.bos is not None and span.start == 0 else 0
-    last = len(ids) - (ids[-1] == tokenizer.eos)
-    return tokenizer.decode(ids[first:last])
+    return text_of(tokenizer, block.ids[span.at : span.at + span.stop - span.start])

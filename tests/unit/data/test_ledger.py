@@ -5,9 +5,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import corpus, reference_stream
+from helpers import corpus, megatron, reference_stream
 
-from llmtrain.data.ledger import document_of, origins, replay
+from llmtrain.data.ledger import document_of, is_whole, origins, replay, text_of
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import open_stream
@@ -178,3 +178,49 @@ def test_ids_that_are_numbers_are_named_as_text_and_missing_columns_are_none(tmp
     assert [found[at].id for at in range(3)] == ["7", None, "9"]
     assert [found[at].url for at in range(3)] == ["u", None, "w"]
     assert {origin.title for origin in found.values()} == {None}
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_documents_of_a_token_cache_are_named_by_file_and_number(tmp_path, place, packing):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    texts = [row["text"] for row in corpus.articles(60)]
+    stored = [[ids.tolist()] for ids in tokenizer.documents(texts)]
+    stored[20] = [[]]
+    megatron.write(tmp_path / "cache" / "a.idx", stored[:45])
+    megatron.write(tmp_path / "cache" / "b.idx", stored[45:], code=4)
+    manifest = corpus.manifest_of(
+        place / "tokenizer", tmp_path / "cache", lanes=5, heldout=0.1, packing=packing
+    )
+    placed = [
+        (block, span, document_of(manifest, g, block, span))
+        for g, block in replayed(manifest, place, stop=400)
+        for span in block.spans
+    ]
+    found = origins(manifest, Reader(Reading(60)), {document for *_, document in placed})
+    assert {origin.file for origin in found.values()} == {"a.idx", "b.idx"}
+    for block, span, document in placed:
+        origin = found[document]
+        number = origin.at + (45 if origin.file == "b.idx" else 0)
+        assert origin == (origin.file, None, origin.at, str(number), None, None)
+        stands = block.ids[span.at : span.at + span.stop - span.start].tolist()
+        assert stands == stored[number][0][span.start : span.stop]
+        whole = (span.start, span.stop) == (0, len(stored[number][0]))
+        if span.start == 0:
+            assert is_whole(manifest, tokenizer, document, block, span) == whole
+        expected = texts[number] if whole else None
+        assert expected in (None, text_of(tokenizer, np.array(stands)))
+
+
+def test_a_document_is_whole_where_all_of_it_stands_in_one_block(place, articles):
+    manifest, tokenizer = manifest_of(place, "concat"), open_tokenizer(place / "tokenizer")
+    seen = set()
+    for g, block in replayed(manifest, place, stop=100):
+        for span in block.spans:
+            document = document_of(manifest, g, block, span)
+            origin = origins(manifest, Reader(Reading(60)), [document])[document]
+            if origin.id is not None and span.start == 0:
+                length = len(tokenizer.encode(articles[origin.id]["text"])) + 1
+                whole = is_whole(manifest, tokenizer, document, block, span)
+                assert whole == (span.stop == length)
+                seen.add(whole)
+    assert seen == {True, False}
