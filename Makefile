@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev  ## the test suite
 	@$(BIN)/python -m pytest -q
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile sweep
 
 check: lint types test  ## lint, types and suite: what the CI runs
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import Server
+from hypothesis import settings
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+settings.register_profile("sweep", max_examples=2000)  # of `make test-slow`
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
     start = cursor._replace(offset=0)
     documents = walk(cursor, skip > 0)
     while True:
-        window, counts = _window(documents, min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS))
+        window, counts, ended = _window(documents, min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS))
         if not window and not skip:
             return counts
         blocks = _cut([len(document.ids) for document in window], size)
@@ -151,6 +151,8 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
             after = start._replace(offset=position + 1) if more else behind
             yield _filled(window, blocks[leaving[position]], size, pad, after, counts)
             counts = Counter()
+        if ended:  # what was met behind the last document went with the window
+            return Counter()
         documents = walk(behind, False) if skip else documents
         start, skip = behind, 0
 
@@ -159,8 +161,10 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
 _Piece = tuple[int, int, int]
 
 
-def _window(documents: Iterator[Document], tokens: int) -> tuple[list[Document], Counter[str]]:
-    """The next documents of at least so many tokens together, and what was met on the way."""
+def _window(
+    documents: Iterator[Document], tokens: int
+) -> tuple[list[Document], Counter[str], bool]:
+    """The next documents of at least so many tokens, what was met on the way, and the end?"""
     window: list[Document] = []
     counts: Counter[str] = Counter()
     found = 0
@@ -171,10 +175,10 @@ def _window(documents: Iterator[Document], tokens: int) -> tuple[list[Document],
         if document.counts:
             counts.update(document.counts)
         if not len(document.ids):
-            break
+            return window, counts, True
         window.append(document)
         found += len(document.ids)
-    return window, counts
+    return window, counts, False
 
 
 def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:

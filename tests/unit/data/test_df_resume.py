@@ -151,7 +151,7 @@ def test_df_11_what_a_resume_leaves_behind_is_not_left_out_again_in_later_epochs
     for number, epoch in enumerate(epochs):
         for lane, documents in enumerate(epoch):
             expected = reference_stream.lane_documents(single, 0, lane, number)
-            assert documents == [text for _, text in expected]
+            assert documents == [document.text for document in expected]
 
 
 def test_df_12_other_numbers_of_processes_load_no_part_of_a_state(mixed, place, straight_mixed):
@@ -214,7 +214,7 @@ def test_df_18_a_save_at_the_very_end_of_an_epoch_replays_and_drops_nothing(
 ):
     manifest = lettered(f"cut{total}", [9, 20, 5, total - 34])
     run = Run(manifest, place, blocks_per_step=1).start(1, 12)
-    expected = reference_stream.blocks(manifest, tokenizer.encode, tokenizer.eos, 12)
+    expected = [block.ids for block in reference_stream.blocks(manifest, tokenizer, 12)]
     assert [list(row.ids) for row in run.rows] == expected
     ends = [tuple(state.cursors[0, 0].tolist()) for state in run.states]
     if total == 64:  # blocks 4, 8 and 12 begin where an epoch does

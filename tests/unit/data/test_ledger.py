@@ -125,7 +125,7 @@ def test_replayed_blocks_are_those_of_the_slow_walk(place, tmp_path):
     sources = ({"path": str(tmp_path / "a"), "weight": 2.0}, {"path": str(place / "b.jsonl")})
     manifest = corpus.manifest_of(place / "tokenizer", *sources, lanes=5, heldout=0.1)
     tokenizer = open_tokenizer(place / "tokenizer")
-    expected = reference_stream.blocks(manifest, tokenizer.encode, tokenizer.eos, BLOCKS)
+    expected = [block.ids for block in reference_stream.blocks(manifest, tokenizer, BLOCKS)]
     found = replayed(manifest, place, first=77)
     assert [g for g, _ in found] == list(range(77, BLOCKS))
     assert [block.ids.tolist() for _, block in found] == expected[77:]

@@ -2,9 +2,15 @@ from collections import Counter
 from itertools import islice
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmtrain.data.packing import START, Document, concat
+from llmtrain.data.packing import LEFT_OVER, START, Document, bestfit, concat, fit
+from llmtrain.errors import UserError
 from llmtrain.types import Cursor
+
+PAD = -1
 
 
 def documents(lengths, start=0):
@@ -15,6 +21,43 @@ def documents(lengths, start=0):
             ids = np.arange(token, token + length, dtype=np.int32)
             yield Document(0, 0, row, ids, Counter(dropped=row % 2))
         token += length
+
+
+def ended(lengths, start=0):
+    """The same documents and no more."""
+    yield from documents(lengths, start)
+    yield Document(1, 0, 0, np.empty(0, np.int32), Counter(heldout=2))
+
+
+def best(lengths, size, cursor=START):
+    """Blocks of `size` ids from a cursor on."""
+
+    def walk(start, again):
+        return ended(lengths, start.row)
+
+    return bestfit(walk, size - 1, cursor, pad=PAD, order=(7, 4, 0, 0))
+
+
+def all_of(packing):
+    """The blocks, and what is returned behind them."""
+    blocks = []
+    while True:
+        try:
+            blocks.append(next(packing))
+        except StopIteration as end:
+            return blocks, end.value
+
+
+def slow_fit(lengths, size):
+    bins = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        filled = [sum(lengths[i] for i in one) for one in bins]
+        room = [(-f, b) for b, f in enumerate(filled) if f + lengths[index] <= size]
+        if room:
+            bins[min(room)[1]].append(index)
+        else:
+            bins.append([index])
+    return bins
 
 
 def test_every_token_is_a_target_once():
@@ -45,3 +88,110 @@ def test_what_was_met_goes_with_the_block_that_first_needs_the_document():
     blocks = list(islice(concat(documents([2, 2, 2, 2, 20]), 4, START), 3))
     assert [block.counts["dropped"] for block in blocks] == [1, 1, 0]
     assert blocks[0].cursor == Cursor(0, 0, 2, 0)
+
+
+def test_the_border_of_a_document_that_begins_with_the_last_id_is_known():
+    blocks = list(islice(concat(documents([4, 4, 20]), 4, START), 3))
+    assert [block.starts.tolist() for block in blocks] == [[0, 4], [0, 4], [0]]
+
+
+def test_targets_that_fill_no_block_are_counted_where_documents_end():
+    blocks, rest = all_of(concat(ended([7, 5]), 4, START))
+    assert [block.ids.tolist() for block in blocks] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    assert rest == Counter({LEFT_OVER: 3, "heldout": 2})
+    assert all_of(concat(ended([7, 5], 1), 4, blocks[-1].cursor)) == ([], rest)
+
+
+def test_another_document_than_the_cursors_is_refused():
+    with pytest.raises(UserError, match="more than 9 tokens"):
+        next(concat(documents([3, 8]), 4, Cursor(0, 0, 0, 9)))
+    with pytest.raises(UserError, match="more than 2 tokens"):
+        next(concat(documents([3, 8], 1), 4, Cursor(0, 0, 0, 2)))
+    with pytest.raises(UserError, match="more than 7 blocks"):
+        next(best([3, 8, 2], 5, Cursor(0, 0, 0, 7)))
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40))
+def test_best_fit_is_the_bins_of_the_slow_one(lengths, size):
+    assert fit(lengths, size) == slow_fit(lengths, size)
+
+
+def test_best_fit_lays_the_largest_first_into_the_fullest_bin_then_the_oldest():
+    assert fit([3, 6, 4, 3, 4], 10) == [[1, 2], [4, 0, 3]]
+    assert fit([6, 6, 4, 4, 4], 10) == [[0, 2], [1, 3], [4]]
+    assert fit([5, 6, 4], 10) == [[1, 2], [0]]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=80), st.integers(3, 12))
+def test_a_document_that_fits_is_never_cut_and_every_token_is_there(lengths, size):
+    blocks, _ = all_of(best(lengths, size))
+    pieces = Counter()
+    for block in blocks:
+        assert len(block.ids) == size
+        filled = size
+        if block.trained is not None:
+            filled = int(block.trained.sum()) + 1
+            assert set(block.ids[filled:].tolist()) == {PAD}
+            assert block.trained.tolist() == [at < filled for at in range(1, size)]
+        borders = [span.at for span in block.spans] + [filled] * (filled < size)
+        assert block.starts.tolist() == borders
+        for span in block.spans:
+            pieces[span.row, span.start, span.stop] += 1
+            begin = sum(lengths[: span.row])
+            part = list(range(begin + span.start, begin + span.stop))
+            assert block.ids[span.at : span.at + len(part)].tolist() == part
+    expected = Counter()
+    for row, length in enumerate(lengths):
+        if length <= size:
+            expected[row, 0, length] += 1
+            continue
+        for first in range(0, length - 1, size - 1):  # each of its targets once, an id before them
+            expected[row, first, min(first + size, length)] += 1
+    assert pieces == expected
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=200), st.integers(3, 6), st.data())
+def test_a_window_opened_at_any_of_its_blocks_goes_on_the_same(lengths, size, data):
+    blocks, rest = all_of(best(lengths, size))
+    number = data.draw(st.integers(0, len(blocks) - 1))
+    again, rest_again = all_of(best(lengths, size, blocks[number].cursor))
+    assert [b.ids.tolist() for b in again] == [b.ids.tolist() for b in blocks[number + 1 :]]
+    assert [b.cursor for b in again] == [b.cursor for b in blocks[number + 1 :]]
+    assert [b.counts for b in again] == [b.counts for b in blocks[number + 1 :]]
+    assert number == len(blocks) - 1 or rest == rest_again
+
+
+def test_a_window_holds_at_least_32_blocks_of_tokens_and_its_cursor_names_its_start():
+    blocks, _ = all_of(best([10] * 100, 5))
+    rows = [sorted({span.row for span in block.spans}) for block in blocks]
+    first = [block for block in blocks if block.cursor[:3] == (0, 0, 0)]
+    behind = blocks[len(first)].cursor
+    assert behind == Cursor(0, 0, 13, 0)  # 13 documents of 10 tokens are the first 128 or more
+    assert sorted({row for one in rows[: len(first) + 1] for row in one}) == list(range(13))
+    assert [block.cursor.offset for block in first] == list(range(1, len(first) + 1))
+
+
+def test_the_blocks_of_a_window_leave_in_an_order_by_its_place():
+    def order(start):
+        def walk(cursor, again):
+            return ended([5] * 64)
+
+        packing = bestfit(walk, 4, start, pad=PAD, order=(7, 4, 0, 0))
+        return [int(next(packing).ids[0]) // 5 for _ in range(26)]
+
+    one, other = order(START), order(Cursor(0, 0, 1, 0))
+    assert sorted(one) == sorted(other) == list(range(26))
+    assert one != other != sorted(other) != one
+
+
+def test_documents_behind_a_window_of_which_blocks_have_left_are_read_anew():
+    """What was packed before is asked for as such; what follows may be left out again."""
+    asked = []
+
+    def walk(cursor, again):
+        asked.append((cursor, again))
+        return ended([10] * 100, cursor.row)
+
+    blocks, _ = all_of(bestfit(walk, 4, Cursor(0, 0, 0, 2), pad=PAD, order=(7, 4, 0, 0)))
+    assert asked == [(Cursor(0, 0, 0, 2), True), (Cursor(0, 0, 13, 0), False)]
+    assert len(blocks) > 100

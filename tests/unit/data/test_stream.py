@@ -107,10 +107,10 @@ def merged_cursors(manifest, batches, step, old, first_block, blocks=BLOCKS):
 
 def test_the_stream_gives_the_blocks_of_the_slow_reference(mixed, place):
     tokenizer = open_tokenizer(place / "tokenizer")
-    expected = reference_stream.blocks(mixed, tokenizer.encode, tokenizer.eos, 20 * BLOCKS)
+    expected = reference_stream.blocks(mixed, tokenizer, 20 * BLOCKS)
     stream = opened(mixed, place)
     found = [row for _ in range(20) for row in next(stream).ids.tolist()]
-    assert found == expected
+    assert found == [block.ids for block in expected]
 
 
 def test_the_back_end_that_the_manifest_names_is_opened_and_gives_the_same_blocks(
@@ -206,11 +206,10 @@ def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
         ids = []
         while lane.cursors[0].epoch == 0:
             ids += lane.take().ids[:-1].tolist()
-        for name, _ in reference_stream.lane_documents(single, 0, index, 0):
-            tokens[name] += 1
         text = tokenizer.decode(ids)
-        for _, document in reference_stream.lane_documents(single, 0, index, 0):
-            assert text.count(document + "<|endoftext|>") == 1
+        for document in reference_stream.lane_documents(single, 0, index, 0):
+            tokens[document.name] += 1
+            assert text.count(document.text + "<|endoftext|>") == 1
     assert tokens == Counter(row["id"] for row in corpus.articles(50))
 
 
@@ -247,7 +246,7 @@ def test_one_document_feeds_every_lane(tmp_path):
     path = corpus.write_parquet(tmp_path / "one.parquet", corpus.articles(1))
     manifest = corpus.manifest_of(tmp_path / "tokenizer", path, lanes=7)
     tokenizer = open_tokenizer(tmp_path / "tokenizer")
-    expected = reference_stream.blocks(manifest, tokenizer.encode, tokenizer.eos, 24)
+    expected = [block.ids for block in reference_stream.blocks(manifest, tokenizer, 24)]
     stream = opened(manifest, tmp_path)
     assert [row for _ in range(2) for row in next(stream).ids.tolist()] == expected
 
