@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config.schema import Config
+from llmtrain.tools.aside import aside
 
 if TYPE_CHECKING:
     from llmtrain.data.stream import Stream
@@ -24,14 +24,11 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     """
     from llmtrain.data.readers import reading_of
     from llmtrain.data.stream import open_stream as open_blocks
-    from llmtrain.training.prepare import MANIFEST, TOKENIZER, load_manifest, prepare
+    from llmtrain.training.prepare import TOKENIZER, load_manifest, prepare
 
     workers = 0 if config.data.workers == "auto" else config.data.workers
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        directory = Path(str(config.run.dir))
-        if not (directory / MANIFEST).exists():
-            directory = Path(folder)
-            prepare(config, directory, world_size * max(1, workers), config.model.revision)
+    with aside(Path(str(config.run.dir))) as directory:
+        prepare(config, directory, world_size * max(1, workers), config.model.revision)
         stream = open_blocks(
             load_manifest(config, directory),
             directory / TOKENIZER,

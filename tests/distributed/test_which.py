@@ -261,6 +261,26 @@ def test_steps_that_a_resume_has_undone_are_not_those_of_the_run(run: Path, tmp_
         which(undone, 10)
 
 
+def test_what_the_run_has_skipped_is_left_out_again(server: Server, tmp_path: Path) -> None:
+    rows = [json.dumps(row) for row in corpus.articles(400)]
+    for broken in range(3, 400, 5):
+        rows[broken] = rows[broken][:-9]
+    (tmp_path / "notes.jsonl").write_text("".join(row + "\n" for row in rows))
+    config = tiny_config(tmp_path / "run", training__steps=4, data__on_bad_unit="skip")
+    config["data"]["sources"] = [{"path": str(tmp_path / "notes.jsonl")}]
+    path = write_config(tmp_path, config)
+    assert server.run(["train", str(path)], 2, tmp_path) == [0, 0]
+    skipped = (tmp_path / "run" / "skipped-units.jsonl").read_bytes()
+    found = which(tmp_path / "run", 3, text=True)
+    assert found.checked_at == 3
+    texts = {row["id"]: row["text"] for row in corpus.articles(400)}
+    assert all(
+        one.id and one.text is not None and one.text in texts[one.id] for one in found.documents
+    )
+    assert not {one.id for one in found.documents} & {str(n) for n in range(3, 400, 5)}
+    assert (tmp_path / "run" / "skipped-units.jsonl").read_bytes() == skipped
+
+
 def test_other_overrides_than_places_are_refused(run: Path) -> None:
     with pytest.raises(UserError, match=r"data\.seq_len=8"):
         which(run, 1, overrides=["data.seq_len=8"])
