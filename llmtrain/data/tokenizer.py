@@ -55,10 +55,10 @@ _BORDER_CHARACTERS = 1 << 14  # so far back a border is looked for
 class Encoder(Protocol):
     """What a back end does."""
 
-    def encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The ids of each text, as lists that the caller may change."""
+    def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """The ids (n,) int32 of each text."""
 
-    def go_on(self, text: str) -> list[int]:
+    def go_on(self, text: str) -> np.ndarray:
         """The ids of a later part of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -76,17 +76,17 @@ class Reference:
     rest: tokenizers.Tokenizer
     full: tokenizers.Tokenizer
 
-    def encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """The ids of each text."""
         for i in range(0, len(texts), BATCH):
             part = texts[i : i + BATCH]
             for encoding in self.whole.encode_batch_fast(part, add_special_tokens=False):
-                yield encoding.ids
+                yield np.array(encoding.ids, dtype=np.int32)
 
-    def go_on(self, text: str) -> list[int]:
+    def go_on(self, text: str) -> np.ndarray:
         """The ids of a later part of a text."""
-        ids: list[int] = self.rest.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        encoding = self.rest.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens written out."""
@@ -118,17 +118,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""
-        return [np.array(ids, dtype=np.int32) for ids in self._encode(texts)]
+        return list(self._encode(texts))
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Documents as they are trained on: begin token if there is one, text, end of text."""
-        found = []
-        for ids in self._encode(texts):
-            if self.bos is not None:
-                ids.insert(0, self.bos)
-            ids.append(self.eos)
-            found.append(np.array(ids, dtype=np.int32))
-        return found
+        begin = np.array([] if self.bos is None else [self.bos], dtype=np.int32)
+        end = np.array([self.eos], dtype=np.int32)
+        return [np.concatenate((begin, ids, end)) for ids in self._encode(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, control tokens written out."""
@@ -147,13 +143,11 @@ class Tokenizer:
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
         return digest.hexdigest()
 
-    def _encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         parts = [split_long(text, PART_CHARACTERS, self._control) for text in texts]
         firsts = self._encoder.encode([first for first, *_ in parts])
         for ids, (_, *rest) in zip(firsts, parts, strict=True):
-            for part in rest:
-                ids += self._encoder.go_on(part)
-            yield ids
+            yield np.concatenate((ids, *map(self._encoder.go_on, rest))) if rest else ids
 
 
 def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenizer:
