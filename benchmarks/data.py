@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def with_datasets(bench: Bench) -> tuple[int, float]:
     tokenizer.model_max_length = 1 << 30  # longer documents are meant
 
     def group(columns: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = {name: sum(lists, []) for name, lists in columns.items()}
+        joined = {name: list(chain(*lists)) for name, lists in columns.items()}
         end = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
         result = {
             name: [ids[i : i + SEQ_LEN] for i in range(0, end, SEQ_LEN)]
@@ -403,10 +404,10 @@ def at_step(bench: Bench, manifest: Any, step: int) -> dict[int, Any]:
     from llmtrain.types import Cursor
 
     epoch = (step - 10) * BLOCKS // 20_959  # blocks of the whole text
-    g = (step - 10) * BLOCKS
+    first = (step - 10) * BLOCKS
     start = dict.fromkeys(range(48), Cursor(epoch, 0, 0, 0))
-    lanes, _ = opened(bench, manifest, g, start)
-    for g in range(g, step * BLOCKS):
+    lanes, _ = opened(bench, manifest, first, start)
+    for g in range(first, step * BLOCKS):
         lanes[g % 48].take()
     return {index: lane.cursors[0] for index, lane in enumerate(lanes)}
 
@@ -504,8 +505,9 @@ def main() -> None:
             one_core()
     print(f"load at the end {os.getloadavg()[0]:.1f}")
     if asked.json:
-        lines = [{**row, **before, "load_end": os.getloadavg()[0]} for row in bench.table]
-        asked.json.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        more = {**before, "load_end": round(os.getloadavg()[0], 1)}
+        lines = [json.dumps({**row, **more}, ensure_ascii=False) + "\n" for row in bench.table]
+        asked.json.write_text("".join(lines))
 
 
 def one_core() -> None:

@@ -55,8 +55,9 @@ class Converted:
         if self.normalize and not text.isascii() and not unicodedata.is_normalized("NFC", text):
             text = self.normalize(text)
         # The same as `encode_ordinary`, without a Python integer for every token.
-        ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
-        return ranks.view(np.int32) if self.ids is None else self.ids[ranks]
+        found = self.encoding.encode_to_numpy(text, disallowed_special=())
+        ranks: np.ndarray = found.view(np.int32)
+        return ranks if self.ids is None else self.ids[ranks]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; those that are no entry's say nothing."""

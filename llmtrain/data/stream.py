@@ -1,13 +1,14 @@
 """The blocks of one rank, read ahead by torch's DataLoader, dealt out as the batches of steps.
 
-A worker is a virtual rank: worker j of K on rank r acts as rank r + W·j of W·K. The loader takes
-from its workers in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0):
+A worker is a virtual rank: worker j of K on rank r acts as rank r + W·j of W·K. A block is taken
+from each in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0):
 
     worker 0 (virtual rank 0 of 4)   0       4       8
     worker 1 (virtual rank 2 of 4)       2       6       10
     rank 0                           0   2   4   6   8   10 …
 
-The trap: what goes between processes is numpy; a tensor would cost a file descriptor each.
+Several blocks go between processes at once, since torch's loader costs 0.1 ms for each time. The
+trap: they are numpy; a tensor would cost a file descriptor each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import gcd
+from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,17 @@ log = logging.getLogger(__name__)
 
 PREFETCH_BYTES = 64 << 20
 MIN_PREFETCH = 8
+ITEM_BLOCKS = 16
+ITEM_BYTES = 1 << 17
 TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) report before
 
 
-class Blocks(IterableDataset[Block | Failed]):
+class Blocks(IterableDataset[Block | list[Block | Failed]]):
     """The endless blocks of one virtual rank: g ≡ first (mod step), in order.
 
     Opens every lane that these blocks lie in, and discards its blocks that are not its own.
+
+    item_blocks: which a worker gives at once; without workers they come one by one.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Blocks(IterableDataset[Block | Failed]):
         reading: Reading,
         stop: Stopping | None = None,
         asked: Asked | None = None,
+        item_blocks: int = 1,
     ) -> None:
         self.manifest = manifest
         self.tokenizer_dir = tokenizer_dir
@@ -74,12 +80,14 @@ class Blocks(IterableDataset[Block | Failed]):
         self.reading = reading
         self.stop = stop
         self.asked = asked or Asked(1)
+        self.item_blocks = item_blocks
 
-    def __iter__(self) -> Iterator[Block | Failed]:
+    def __iter__(self) -> Iterator[Block | list[Block | Failed]]:
         worker = get_worker_info()
         if worker is None:
             return self.virtual(0, 1)
-        return carried(self.virtual(worker.id, worker.num_workers), worker.id)
+        blocks = self.virtual(worker.id, worker.num_workers)
+        return carried(blocks, worker.id, self.item_blocks)
 
     def virtual(self, worker: int, workers: int) -> Iterator[Block]:
         """What worker `worker` of so many gives. Whatever it raises names the last unit."""
@@ -134,7 +142,7 @@ class Stream(Iterator[Batch]):
         self._g = blocks.next_block + blocks.rank
         self._running = _lanes_of(self._g, self._world_size, self.lanes)
         # In this process the loader would only add its own 60 µs a block.
-        items = _start(blocks, blocks_per_step, workers, stop) if workers else iter(blocks)
+        items = _start(blocks, blocks_per_step, workers, stop) if workers else blocks.virtual(0, 1)
         self._items: Iterator[Block | Failed] | None = items
 
     def __next__(self) -> Batch:
@@ -213,6 +221,7 @@ def open_stream(
         reading=reading,
         stop=stop,
         asked=Asked(workers),
+        item_blocks=item_blocks(manifest, blocks_per_step // world_size, workers),
     )
     return Stream(blocks, blocks_per_step, workers, stop)
 
@@ -246,7 +255,7 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
         multiprocessing_context="spawn",
         persistent_workers=True,
         prefetch_factor=prefetch_factor(
-            blocks.manifest, blocks_per_step // blocks.world_size, workers
+            blocks.manifest, blocks_per_step // blocks.world_size, workers, blocks.item_blocks
         ),
         timeout=timeout,
         worker_init_fn=start_worker,
@@ -258,12 +267,27 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
     return Workers(items, blocks.asked, stop, timeout)
 
 
-def prefetch_factor(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
-    """Items that each worker reads ahead: two steps', at least 8; at most 64 MiB of them, or 2.
+def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
+    """Blocks that a worker sends at once: as many as a step takes of it, up to 16 and 128 KiB.
 
     blocks_per_step: of this rank.
     """
-    # Ids of 4 bytes; document borders and what is trained are less than the same again.
-    item_bytes = 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)
-    wanted = max(MIN_PREFETCH, 2 * blocks_per_step // workers)
-    return max(2, min(wanted, PREFETCH_BYTES // (item_bytes * workers)))
+    wanted = min(ITEM_BLOCKS, blocks_per_step // max(1, workers))
+    return max(1, min(wanted, ITEM_BYTES // _bytes_of_a_block(manifest)))
+
+
+def prefetch_factor(
+    manifest: Manifest, blocks_per_step: int, workers: int, item_blocks: int
+) -> int:
+    """Items that each worker reads ahead: two steps' blocks, at least 8; up to 64 MiB, or 2 items.
+
+    blocks_per_step: of this rank.
+    """
+    blocks = max(MIN_PREFETCH, 2 * blocks_per_step // workers)
+    most = PREFETCH_BYTES // (_bytes_of_a_block(manifest) * item_blocks * workers)
+    return max(2, min(ceil(blocks / item_blocks), most))
+
+
+def _bytes_of_a_block(manifest: Manifest) -> int:
+    """Ids of 4 bytes; document borders and what is trained are less than the same again."""
+    return 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,22 +76,28 @@ def start_worker(worker_id: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def carried(blocks: Iterator[Block], worker: int) -> Iterator[Block | Failed]:
-    """In a worker: blocks without what the trainer does not need, and a failure as the last item.
+def carried(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
+    """In a worker: `size` blocks an item, without what the trainer does not need.
 
-    Torch would lose what the exception knows.
+    A failure is the last of the last item: torch would lose what the exception knows.
     """
+    item: list[Block | Failed] = []
     try:
         for block in blocks:
-            yield replace(block, spans=())
+            item.append(replace(block, spans=()))
+            if len(item) == size:
+                yield item
+                item = []
     except UserError as error:
         problems = [Problem(p.key, str(p.value), p.expected, p.remedy) for p in error.problems]
-        yield Failed(tuple(problems), "", error.exit_code, "")
+        item.append(Failed(tuple(problems), "", error.exit_code, ""))
     except RunError as error:
-        yield Failed((), str(error.args[0]), error.exit_code, error.remedy)
+        item.append(Failed((), str(error.args[0]), error.exit_code, error.remedy))
     except Exception:  # the edge of the process
         message = f"data worker {worker} failed: {traceback.format_exc()}"
-        yield Failed((), message, 1, "this is a defect: the traceback says where it stands")
+        remedy = "this is a defect: the traceback says where it stands"
+        item.append(Failed((), message, 1, remedy))
+    yield item
 
 
 def error_of(item: Failed) -> UserError | RunError:
@@ -101,7 +108,10 @@ def error_of(item: Failed) -> UserError | RunError:
 
 
 class Workers(Iterator[Block | Failed]):
-    """Torch's iterator over the items of worker processes, with every end of a worker explained."""
+    """The blocks of worker processes, one of each in turn, with every end of a worker explained.
+
+    Torch gives an item of each in turn, too; what is left of them waits here.
+    """
 
     def __init__(self, items: Any, asked: Asked, stop: Any, timeout_seconds: float) -> None:
         """Items: a `_MultiProcessingDataLoaderIter` whose workers torch's handler has forgotten."""
@@ -110,7 +120,8 @@ class Workers(Iterator[Block | Failed]):
         self._asked = asked
         self._stop = stop
         self._timeout_seconds = timeout_seconds
-        self._taken = 0
+        self._turn = 0
+        self._held: list[deque[Block | Failed]] = [deque() for _ in self.processes]
         self._fate = _Fate()
         # It must not hold `items`: torch ends the workers of an iterator that nobody holds.
         arguments = (self.processes, items._data_queue._writer, self._fate)
@@ -121,16 +132,18 @@ class Workers(Iterator[Block | Failed]):
         atexit.register(self._at_exit)
 
     def __next__(self) -> Block | Failed:
-        """The next item. Raises RunError (75) if a worker has died, or sends nothing for long."""
+        """The next block. Raises RunError (75) if a worker has died, or sends nothing for long."""
         if self._fate.dead is not None:
             raise self._died()
         assert self._items is not None, "the stream is closed"
-        try:
-            item: Block | Failed = next(self._items)
-        except (RuntimeError, OSError, EOFError) as error:
-            raise self._explained(error) from error
-        self._taken += 1
-        return item
+        held = self._held[self._turn]
+        if not held:
+            try:
+                held.extend(next(self._items))
+            except (RuntimeError, OSError, EOFError) as error:
+                raise self._explained(error) from error
+        self._turn = (self._turn + 1) % len(self._held)
+        return held.popleft()
 
     def close(self) -> None:
         """End the workers, those that hang too. Twice does no harm."""
@@ -152,7 +165,7 @@ class Workers(Iterator[Block | Failed]):
     def _explained(self, error: Exception) -> Exception:
         if not _has_ended(self.processes) and "timed out" in str(error):
             self._fate.silent = True
-            worker = self._taken % len(self.processes)
+            worker = self._turn
             message = (
                 f"data worker {worker} (pid {self.processes[worker].pid}) sent nothing for "
                 f"{self._timeout_seconds:.0f} s; its last unit: {self._asked.read(worker)}"

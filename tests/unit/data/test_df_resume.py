@@ -191,7 +191,8 @@ def test_df_17_what_was_read_ahead_is_not_lost_with_a_killed_worker(place, singl
     run = Run(single, place)
     with ExitStack() as stack:
         stream = run.open(0, 1, 1, stack)
-        assert stream._items._items._prefetch_factor >= 8
+        items = stream._items._items
+        assert items._prefetch_factor * items._dataset.item_blocks >= 8
         run.ranks = [[next(stream) for _ in range(3)]]
         stream._items.processes[0].kill()
     assert run.taken(3).start(1, 3).rows == straight.rows[: 6 * BLOCKS]

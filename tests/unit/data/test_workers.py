@@ -20,7 +20,7 @@ def blocks_then(error):
 
 
 def last_item(error):
-    first, last = workers.carried(blocks_then(error), 1)
+    ((first, last),) = workers.carried(blocks_then(error), 1, size=4)
     assert isinstance(first, Block)
     return workers.error_of(last)
 
@@ -47,9 +47,20 @@ def test_any_other_exception_reaches_the_rank_with_its_traceback():
 
 
 def test_where_a_block_came_from_stays_in_the_worker():
-    (item,) = workers.carried(iter([block()]), 0)
-    assert item.spans == ()
-    assert item.ids.tolist() == [0, 1, 2, 3, 4]
+    ((sent,),) = workers.carried(iter([block()]), 0, size=4)
+    assert sent.spans == ()
+    assert sent.ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_blocks_go_several_at_once_and_a_failure_behind_those_that_were_made():
+    def blocks():
+        for _ in range(5):
+            yield block()
+        raise RunError("no network", RESTARTABLE, "wait")
+
+    items = list(workers.carried(blocks(), 0, size=2))
+    assert [len(item) for item in items] == [2, 2, 2]
+    assert isinstance(items[-1][-1], workers.Failed)
 
 
 @pytest.mark.parametrize(
