@@ -13,11 +13,14 @@ trap: they are numpy; a tensor would cost a file descriptor each.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import multiprocessing
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from math import ceil, gcd
 from pathlib import Path
@@ -44,8 +47,9 @@ log = logging.getLogger(__name__)
 
 PREFETCH_BYTES = 64 << 20
 MIN_PREFETCH = 8
-ITEM_BLOCKS = 16
-ITEM_BYTES = 1 << 17
+ITEM_BLOCKS = 32
+ITEM_BYTES = 1 << 18
+PIPE_BYTES = 1 << 18
 TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) report before
 
 
@@ -264,11 +268,19 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
     # Torch's handler of SIGCHLD would raise at any line of the main thread, see workers.py.
     signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]  # of torch._C
     items._worker_pids_set = False
+    _widen(items._data_queue._writer.fileno())
     return Workers(items, blocks.asked, stop, timeout)
 
 
+def _widen(pipe: int) -> None:
+    """Let a whole item lie in the pipe, so that who takes it does not wait for who writes it."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # beyond what the system grants this user: it is only slower
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+
 def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
-    """Blocks that a worker sends at once: as many as a step takes of it, up to 16 and 128 KiB.
+    """Blocks that a worker sends at once: as many as a step takes of it, up to 32 and 256 KiB.
 
     blocks_per_step: of this rank.
     """
