@@ -18,7 +18,8 @@ test: $(VENV)/installed-dev  ## the test suite
 	@$(BIN)/python -m pytest -q
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
-	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile sweep
+	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile sweep \
+	  --timeout 3600 -o faulthandler_timeout=3660
 
 check: lint types test  ## lint, types and suite: what the CI runs
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
-settings.register_profile("sweep", max_examples=2000)  # of `make test-slow`
+settings.register_profile("sweep", max_examples=1000)  # of `make test-slow`
 
 
 @pytest.fixture(scope="session")

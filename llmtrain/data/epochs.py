@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from llmtrain.data import heldout, token_cache
 from llmtrain.data.lines import MIB
 from llmtrain.data.manifest import Manifest, Source, Unit
-from llmtrain.data.packing import START, WINDOW_BLOCKS, WINDOW_TOKENS, Document, bestfit
+from llmtrain.data.packing import START, Document, bestfit, window_tokens
 from llmtrain.data.readers import GROUP_LIMIT, Reader, Reading
 from llmtrain.data.sources import file_format
 from llmtrain.data.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Re
     seq_len = manifest.seq_len
     if manifest.packing == "concat":
         return 1 / seq_len
-    wanted = PACKED_WINDOWS * min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS)
+    wanted = PACKED_WINDOWS * window_tokens(seq_len)
     packed: list[Document] = []
     tokens = 0
     for ids in _again_and_again(manifest, k, tokenizer, reader):

@@ -32,7 +32,7 @@ from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 START = Cursor(0, 0, 0, 0)
-WINDOW_BLOCKS = 32
+WINDOW_BLOCKS, LEAST_BLOCKS = 32, 8
 WINDOW_TOKENS = 1 << 16
 LEFT_OVER = "left_over_tokens"
 _ROOM = 32  # bits of a bin's number in a key that sorts bins by room
@@ -122,7 +122,7 @@ def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packi
 
 
 def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequence[int]) -> Packing:
-    """Pack windows of at least min(32 · seq_len, 64 Ki) tokens; the first starts at `cursor`.
+    """Pack windows of at least `window_tokens` tokens; the first starts at `cursor`.
 
     walk: the documents from a cursor on; with True they are those of a window of which blocks have
     left already, so that none of them may be left out now.
@@ -136,7 +136,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
     start = cursor._replace(offset=0)
     documents = walk(cursor, skip > 0)
     while True:
-        window, counts, ended = _window(documents, min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS))
+        window, counts, ended = _window(documents, window_tokens(seq_len))
         if not window and not skip:
             return counts
         blocks = _cut([len(document.ids) for document in window], size)
@@ -155,6 +155,14 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
             return Counter()
         documents = walk(behind, False) if skip else documents
         start, skip = behind, 0
+
+
+def window_tokens(seq_len: int) -> int:
+    """Tokens that a window of `bestfit` holds at least: of 32 blocks, or 64 Ki, or of 8 blocks.
+
+    Fewer blocks leave more padding, and a resume tokenizes the window of each lane again.
+    """
+    return max(min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS), LEAST_BLOCKS * seq_len)
 
 
 # A stretch of a window's document: (its number, first token, end).

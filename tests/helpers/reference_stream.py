@@ -123,7 +123,7 @@ def windowed(manifest: Manifest, tokens, pad: int, k: int, lane: int) -> Iterato
     for document in all_documents(manifest, k, lane):
         window.append(tokens(document.text))
         found += len(window[-1])
-        if found >= min(32 * manifest.seq_len, 65536):
+        if found >= max(min(32 * manifest.seq_len, 65536), 8 * manifest.seq_len):
             yield from _packed(manifest, window, pad, (k, lane, *place))
             place, window, found = (*document[:2], document.row + 1), [], 0
     if window:

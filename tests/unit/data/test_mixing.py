@@ -25,3 +25,12 @@ def test_the_choice_is_a_contract():
 
 def test_a_tiny_weight_is_never_lost():
     assert shares((1e-12, 1.0)) == (1, 2**32)
+
+
+def test_sources_that_have_ended_leave_their_blocks_to_the_others_by_weight():
+    left = list(shares((2, 1, 1)))
+    left[1] = 0
+    drawn = [source_of(g, left) for g in range(3000)]
+    assert set(drawn) == {0, 2}
+    assert abs(drawn.count(0) - 2000) <= 3
+    assert {source_of(g, [0, 0, 7]) for g in range(100)} == {2}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrain.data.packing import LEFT_OVER, START, Document, bestfit, concat, fit
+from llmtrain.data.packing import LEFT_OVER, START, Document, bestfit, concat, fit, window_tokens
 from llmtrain.errors import UserError
 from llmtrain.types import Cursor
 
@@ -169,6 +169,13 @@ def test_a_window_holds_at_least_32_blocks_of_tokens_and_its_cursor_names_its_st
     assert behind == Cursor(0, 0, 13, 0)  # 13 documents of 10 tokens are the first 128 or more
     assert sorted({row for one in rows[: len(first) + 1] for row in one}) == list(range(13))
     assert [block.cursor.offset for block in first] == list(range(1, len(first) + 1))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "tokens"), [(16, 512), (1024, 32768), (4096, 65536), (8192, 65536), (32768, 262144)]
+)
+def test_a_window_is_32_blocks_or_64_ki_tokens_but_never_fewer_than_8_blocks(seq_len, tokens):
+    assert window_tokens(seq_len) == tokens
 
 
 def test_the_blocks_of_a_window_leave_in_an_order_by_its_place():

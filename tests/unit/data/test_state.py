@@ -33,11 +33,18 @@ def test_a_state_comes_back_from_json_as_it_was(manifests):
     check(again, manifests[0], corpus.config("any"))
 
 
-def test_a_state_is_small(manifests):
-    cursors = np.tile([12, 345, 678, 901], (24, 1, 1))
-    state = DataState.fresh(manifests[0]).after(10**9, cursors, 1, {})
+@pytest.mark.parametrize("lanes", [24, 48])
+@pytest.mark.parametrize("sources", [1, 2, 5])
+def test_a_state_is_at_most_1_kb_and_24_bytes_a_lane_and_source(manifests, lanes, sources):
+    source = replace(manifests[0].sources[0], max_epochs=4)
+    named = tuple(replace(source, label=f"a-name-of-usual-length-{k}") for k in range(sources))
+    manifest = replace(manifests[0], sources=named, lanes=lanes)
+    cursors = np.tile([12, 41025, 999, 4096], (lanes, sources, 1))
+    met = {"dropped": 12345, "replaced": 1234, "heldout": 123456, "left_over_tokens": 12345}
+    counts = dict.fromkeys(manifest.labels, met)
+    state = DataState.fresh(manifest).after(10**9, cursors, 2**64 - 1, counts)
     text = json.dumps(state.to_json(), separators=(",", ":"))
-    assert len(text) <= 1024 + 24 * 24
+    assert len(text) <= 1024 + 24 * lanes * sources
 
 
 def test_a_state_of_other_data_is_refused_with_what_differs(manifests):

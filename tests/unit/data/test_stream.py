@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from llmtrain.data.lanes import Lane
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
-from llmtrain.data.stream import discard_factor, open_stream
+from llmtrain.data.stream import discard_factor, open_stream, prefetch_factor
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.types import Cursor
@@ -265,6 +265,43 @@ def test_the_digest_is_the_sum_of_the_blocks_hashes(single, place):
     assert np.array_equal(batch.labels, batch.ids[:, 1:])
 
 
+@pytest.mark.parametrize(("world_size", "blocks"), [(1, 12), (2, 12), (3, 3), (4, 4)])
+def test_a_stream_ends_once_every_lane_of_this_rank_has_given_padding(
+    single, place, world_size, blocks
+):
+    sources = tuple(replace(source, max_epochs=1) for source in single.sources)
+    manifest = replace(single, sources=sources)
+    expected = reference_stream.blocks(manifest, open_tokenizer(place / "tokenizer"), 2000)
+    running = dict.fromkeys(range(4), 2000)  # the first padding of each lane
+    for g in reversed(range(2000)):
+        if expected[g].source < 0:
+            running[g % 4] = g
+    for rank in range(world_size):
+        stream = opened(manifest, place, rank=rank, world_size=world_size, blocks_per_step=blocks)
+        batch, shown = next(stream), set()
+        own = {g % 4 for g in range(rank, 2000, world_size)}
+        for step in range(1, 2000 // blocks):
+            for g in range((step - 1) * blocks + rank, step * blocks, world_size):
+                if expected[g].source < 0:
+                    shown.add(g % 4)
+            assert batch.ended == (shown == own)
+            if batch.ended:
+                break
+            batch = next(stream)
+        behind = next(stream)
+        assert behind.ended
+        assert (behind.sources, behind.trained_tokens) == ({}, 0)
+        assert all(batch.cursors.get(lane, c) == c for lane, c in behind.cursors.items())
+
+
+def test_items_read_ahead_are_bounded_by_number_and_bytes(single):
+    assert prefetch_factor(single, blocks_per_step=1, workers=1) == 8
+    assert prefetch_factor(single, blocks_per_step=60, workers=3) == 40
+    long = replace(single, seq_len=1 << 17)  # 1 MiB an item, borders included
+    assert prefetch_factor(long, blocks_per_step=512, workers=2) == 31
+    assert prefetch_factor(replace(single, seq_len=1 << 24), blocks_per_step=8, workers=2) == 2
+
+
 def exhaust(stream, steps=100):
     for _ in range(steps):
         next(stream)
@@ -448,6 +485,21 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("last_line", ["", "raise SystemExit(3)"])
+def test_a_process_that_forgot_to_close_its_stream_ends_all_the_same(place, tmp_path, last_line):
+    script = tmp_path / "forgetful.py"
+    script.write_text(ORPHAN.replace("sys.stdin.read()", last_line or "pass"))
+    done = subprocess.run([sys.executable, str(script), str(place)], env=paths(), timeout=100)
+    assert done.returncode == (3 if last_line else 0)
+
+
+def paths():
+    """The environment of a script that imports the package and these helpers."""
+    here = Path(__file__)
+    both = os.pathsep.join(map(str, (here.parents[2], here.parents[3])))
+    return os.environ | {"PYTHONPATH": both}
+
+
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -459,13 +511,11 @@ def is_running(pid):
 def test_a_rank_that_is_killed_leaves_no_worker(place, tmp_path):
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
-    here = Path(__file__)
-    path = os.pathsep.join(map(str, (here.parents[2], here.parents[3])))
     with subprocess.Popen(
         [sys.executable, str(script), str(place)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
+        env=paths(),
     ) as process:
         worker = int(process.stdout.readline())
         assert is_running(worker)
