@@ -25,6 +25,8 @@ def start(one: dict) -> int:
     os.chdir(one["cwd"])
     os.environ.clear()
     os.environ.update(one["env"])
+    if any(name.startswith("HF_") for name in one["env"]):
+        read_environment_of_hub()
     try:
         work(one["argv"])
     except BaseException:
@@ -33,6 +35,13 @@ def start(one: dict) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(99)  # the command line never returns
+
+
+def read_environment_of_hub() -> None:
+    """huggingface_hub was imported under the environment of this server."""
+    from huggingface_hub import constants
+
+    importlib.reload(constants)
 
 
 def work(argv: list[str]) -> None:

@@ -1,0 +1,157 @@
+"""Whole runs on a data set of the Hub: faults, an outage beyond all patience, no network at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from helpers import corpus, hub
+from helpers.ranks import Server, until
+from helpers.tiny import lines, status, tiny_config, weights, write_config
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """45 small row groups in two files: a few are read in every step of 8 blocks."""
+    root = tmp_path_factory.mktemp("files")
+    corpus.write_parquet(root / "data" / "1.parquet", corpus.articles(100), group=4)
+    corpus.write_parquet(root / "data" / "2.parquet", corpus.articles(80, 100), group=4)
+    return root
+
+
+@pytest.fixture
+def away(files: Path) -> Iterator[hub.Hub]:
+    """The same files on the Hub."""
+    with hub.serving(hub.read_files(files)) as serving:
+        yield serving
+
+
+def config_of(folder: Path, source: str, **data: object) -> dict:
+    config = tiny_config(folder / "run", training__steps=STEPS, training__global_batch_size=8)
+    config["data"] |= {"sources": [{"path": source}], "lanes": 4, "heldout": 0.05, **data}
+    # The rates of the first steps do not depend on how many will follow.
+    config["optimizer"] |= {"schedule": "constant", "warmup_steps": 2}
+    return config
+
+
+def environment(server: hub.Hub, home: Path, **more: str) -> dict[str, str]:
+    """What makes a rank ask this server, and nobody else."""
+    return {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(home), **more}
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, tmp_path_factory: pytest.TempPathFactory, files: Path) -> Path:
+    """The run on the files themselves."""
+    folder = tmp_path_factory.mktemp("here")
+    path = write_config(folder, config_of(folder, str(files / "data")))
+    assert server.run(["train", str(path)], 2, folder) == [0, 0]
+    return folder / "run"
+
+
+def digests(run_dir: Path) -> list[str]:
+    return [line["batch_digest"] for line in lines(run_dir, "train")]
+
+
+def check(run_dir: Path, expected: Path) -> None:
+    """It was trained on the same batches, to the same bits."""
+    assert status(run_dir)["state"] == "finished"
+    assert len(digests(run_dir)) == STEPS
+    assert digests(run_dir) == digests(expected)
+    assert weights(run_dir, STEPS) == weights(expected, STEPS)
+
+
+def test_passing_faults_change_no_bit(
+    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
+) -> None:
+    away.mixture = hub.mixture(3, share=0.15)
+    path = write_config(tmp_path, config_of(tmp_path, hub.ID))
+    codes = server.run(["train", str(path)], 2, tmp_path, environment(away, tmp_path))
+    assert codes == [0, 0], (tmp_path / "output.txt").read_text()
+    check(tmp_path / "run", expected)
+    assert away.requests["range"] > 45
+    assert "trying again" in (tmp_path / "output.txt").read_text()
+
+
+def test_an_outage_beyond_all_patience_costs_a_restart_and_no_bit(
+    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
+) -> None:
+    path = str(write_config(tmp_path, config_of(tmp_path, hub.ID)))
+    run_dir, env = tmp_path / "run", environment(away, tmp_path)
+    begin = ["train", path, "training.steps=2"]
+    assert server.run(begin, 2, tmp_path, env) == [0, 0], (tmp_path / "output.txt").read_text()
+
+    going = ["train", path, "distributed.timeout_minutes=0.2"]
+    asked = count(1)
+
+    def soon_gone() -> str:
+        away.down = next(asked) >= 16
+        return "reset" if away.down else ""
+
+    away.mixture = soon_gone
+    assert server.run(going, 2, tmp_path, env) == [75, 75]
+    found = status(run_dir)
+    assert (found["state"], found["exit_code"]) == ("failed", 75)
+    assert "could not be read" in found["reason"]
+    saved = lines(run_dir, "checkpoint")[-1]
+    assert saved["reason"] == "data_failed"
+    assert saved["step"] == found["step"]
+    assert saved["name"] == found["checkpoint"]
+    assert 2 < found["step"] < STEPS
+    assert away.requests["down"] > 2
+
+    away.mixture, away.down = str, False
+    assert server.run(going, 2, tmp_path, env) == [0, 0]
+    assert lines(run_dir, "start")[-1]["resumed_from"] == saved["name"]
+    check(run_dir, expected)
+
+
+def test_a_full_cache_trains_without_one_request(
+    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
+) -> None:
+    first = str(
+        write_config(tmp_path / "online", config_of(tmp_path / "online", hub.ID, cache_gb=1))
+    )
+    online = environment(away, tmp_path)
+    assert server.run(["train", first], 2, tmp_path / "online", online) == [0, 0]
+    check(tmp_path / "online" / "run", expected)
+    away.requests.clear()
+
+    offline = environment(away, tmp_path, HF_HUB_OFFLINE="1")
+    # A run of its own, from nothing; then the first one goes on into further epochs.
+    again = config_of(tmp_path / "offline", hub.ID, cache_gb=1)
+    second = str(write_config(tmp_path / "offline", again))
+    codes = server.run(["train", second], 2, tmp_path / "offline", offline)
+    assert codes == [0, 0], (tmp_path / "offline" / "output.txt").read_text()
+    check(tmp_path / "offline" / "run", expected)
+    further = ["train", first, f"training.steps={3 * STEPS}"]
+    assert server.run(further, 1, tmp_path / "online", offline) == [0]
+    assert status(tmp_path / "online" / "run")["step"] == 3 * STEPS
+    assert not away.requests
+
+
+def test_a_signal_does_not_wait_for_a_network_that_is_away(
+    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
+) -> None:
+    path = str(write_config(tmp_path, config_of(tmp_path, hub.ID)))
+    run_dir, env = tmp_path / "run", environment(away, tmp_path)
+    begin = ["train", path, "training.steps=2"]
+    assert server.run(begin, 2, tmp_path, env) == [0, 0], (tmp_path / "output.txt").read_text()
+
+    away.down = True  # and 15 minutes of patience begin
+    ranks = server.start(["train", path], 2, tmp_path, env)
+    until(lambda: away.requests["down"] > 2, "ranks that wait for the network")
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGTERM)
+    assert ranks.wait() == [0, 0], (tmp_path / "output.txt").read_text()
+    found = status(run_dir)
+    assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", 0, "signal")
+
+    away.down = False
+    assert server.run(["train", path], 2, tmp_path, env) == [0, 0]
+    check(run_dir, expected)
