@@ -65,8 +65,9 @@ def test_df_07_a_resume_at_step_a_million_skips_through_nothing(place, packing, 
         place / "tokenizer", place / "even.parquet", lanes=LANES, packing=packing
     )
     assert len(manifest.sources[0].units) == 4 * LANES
-    run = Run(manifest, place, blocks_per_step=LANES).start(1, 10)
-    early = run.states[10]
+    run = Run(manifest, place, blocks_per_step=LANES).start(1, 50)
+    early = run.states[50]
+    assert early.cursors[:, 0, 1].min() > 0  # no lane is in its first unit any more
     late = replace(early, next_block=LANES * 10**6, cursors=early.cursors.copy())
     late.cursors[:, :, 0] += 13_000  # epochs
     read = units_read(run, early)
