@@ -20,22 +20,22 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
 
 VERSION = 1
-# Part of the fingerprint → the config key that decides it.
+# Part of the fingerprint → the config keys that decide it, the first one before the others.
 _KEYS = {
-    "files": "data.sources",
-    "units": "data.sources",
-    "columns": "data.sources",
-    "held-out documents": "data.heldout",
-    "tokenizer": "model.tokenizer",
-    "tokenizer backend": "model.tokenizer",
-    "tokenizer probe": "model.tokenizer",
-    "seq_len": "data.seq_len",
-    "packing": "data.packing",
-    "document_mask": "data.document_mask",
-    "max_epochs": "data.sources",
-    "evaluation.sources": "evaluation.sources",
-    "seed": "run.seed",
-    "lanes": "data.lanes",
+    "files": ("data.sources",),
+    "units": ("data.sources", "data.lanes"),
+    "columns": ("data.sources",),
+    "held-out documents": ("data.heldout", "data.sources", "data.lanes", "evaluation.sources"),
+    "tokenizer": ("model.tokenizer", "model.from"),
+    "tokenizer backend": ("model.tokenizer", "model.from"),
+    "tokenizer probe": ("model.tokenizer", "model.from"),
+    "seq_len": ("data.seq_len",),
+    "packing": ("data.packing",),
+    "document_mask": ("data.document_mask", "data.packing"),
+    "max_epochs": ("data.sources",),
+    "evaluation.sources": ("evaluation.sources",),
+    "seed": ("run.seed",),
+    "lanes": ("data.lanes", "data.sources"),
 }
 _ORDER = {"files", "units", "seed", "lanes"}
 _KEPT = {"document_mask", "max_epochs", "evaluation.sources"}
@@ -118,10 +118,10 @@ def check(state: DataState, manifest: Manifest, config: Config) -> None:
             f"data: {name}",
             manifest.parts.get(name),
             f"{state.parts.get(name)}, as in the checkpoint",
-            f"restore the manifest.json of the run, or {way_out(_KEYS[name])}",
+            f"restore the manifest.json of the run, or {way_out(_KEYS[name][0])}",
         )
         for name in differing(state, manifest)
-        if not touches(_KEYS[name], config)
+        if not any(touches(key, config) for key in _KEYS[name])
     ]
     if problems:
         raise UserError(*problems)

@@ -69,7 +69,8 @@ class Meter:
         self._learning_rate = learning_rate
         self._world_size = world_size
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
-        self.sources = {label: sources.get(label, 0) for label in self._labels}
+        # Those of before stay counted where the sources have been exchanged.
+        self.sources = {**sources, **{label: sources.get(label, 0) for label in self._labels}}
         self.stream_digest = stream_digest
         self._pending: list[_Sent] = []
 

@@ -56,9 +56,10 @@ def open_data(
     ranks, run_dir = processes.launched.ranks, run_directory(config)
     workers = _workers(config, processes.launched.device)
     lanes_for = ranks.world_size * max(1, workers)
-    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision))
+    saved = DataState.from_json(found.state["data"]) if found else None
+    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
-    state = DataState.from_json(found.state["data"]) if found else DataState.fresh(manifest)
+    state = saved or DataState.fresh(manifest)
     agreed(ranks, lambda: check(state, manifest, config))
     changed = differing(state, manifest)
     if changed:
@@ -69,6 +70,7 @@ def open_data(
         state = replace(state, weights_from=state.next_block)
     ended = bool(found and found.state["ended"] and not changed)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
+    _warn_of_lanes_that_end_apart(manifest)
     path = run_dir / prepare.HELDOUT
     reading = reading_of(config, run_dir)
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
@@ -135,6 +137,18 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
     tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER, manifest.tokenizer.backend)
     units.check(manifest, config, tokenizer)
     return manifest, tokenizer
+
+
+def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
+    """Where `max_epochs` ends lanes of very different length, the last steps are mostly padding."""
+    for source in manifest.sources:
+        units, lanes = len(source.units), manifest.lanes
+        if source.max_epochs is not None and not source.cached and units < 4 * lanes:
+            _log.warning(
+                "%s has %d units for %d lanes: lanes reach its max_epochs far apart, and the last "
+                "steps are mostly padding (data.lanes=%d would even that out)",
+                *(source.label, units, lanes, max(1, units // 4)),
+            )
 
 
 def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None:

@@ -150,6 +150,7 @@ class RunLog:
         self._device = device
         self._span_seconds = 0.0
         self._span_wait = 0.0
+        self._told_of_end = False
         self.last_evaluation = evaluation
 
     def training(self, numbers: Numbers) -> None:
@@ -157,7 +158,10 @@ class RunLog:
         self._journal.step = numbers.step
         self._span_seconds += numbers.seconds
         self._span_wait += numbers.data_wait_seconds
-        if numbers.skipped:
+        over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)
+        if over:
+            self._nothing_left(numbers.step)
+        elif numbers.skipped:
             self._journal.event(
                 "update_skipped",
                 numbers.step,
@@ -165,13 +169,21 @@ class RunLog:
                 grad_norm=numbers.grad_norm,
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
-        line = self._due.line(numbers.step) or numbers.skipped
+        line = self._due.line(numbers.step) or (numbers.skipped and not over)
         memory = memory_gb(self._device) if line else None
         self._journal.show(numbers, line=line, memory_gb=memory)
         if line:
             self._journal.write("train", numbers.step, **self._fields(numbers, memory))
             self._journal.progressed(numbers.step)
             self._span_seconds = self._span_wait = 0.0
+
+    def _nothing_left(self, step: int) -> None:
+        """All lanes of a step's blocks have ended: on the record each time, told once."""
+        if self._told_of_end:
+            self._journal.write("event", step, event="nothing_to_train", detail={})
+            return
+        self._told_of_end = True
+        self._journal.event("nothing_to_train", step, reason="the lanes of its blocks have ended")
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:
         """A completed evaluation; None was cut off by a stop and stays due."""

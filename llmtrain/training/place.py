@@ -103,7 +103,8 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
 
 
 def _forget_decisions(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
+    for name in ("tokenizer", "anew"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in ("manifest.json", "eval.safetensors", "auto.json"):
         (run_dir / name).unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.config.meaning import changes, data_values, is_accepted
@@ -17,6 +18,7 @@ from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
 from llmtrain.data.choice import choose_tokenizer
 from llmtrain.data.manifest import Manifest
+from llmtrain.data.state import DataState, check
 from llmtrain.data.train_tokenizer import tokenizer_config, train_bpe
 from llmtrain.data.units import Survey, changed_files, freeze, some_texts, survey, training_texts
 from llmtrain.errors import UserError
@@ -28,31 +30,78 @@ _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 HELDOUT = "eval.safetensors"
+_ANEW = "anew"
 _TOKENIZER_TEXT_BYTES = 64 << 20
 _COMPARED_DOCUMENTS = 256  # with both back ends
 _COMPARED_BYTES = 8 << 20
 
 
-def prepare(config: Config, run_dir: Path, processes: int, revision: str | None) -> None:
+def prepare(
+    config: Config,
+    run_dir: Path,
+    processes: int,
+    revision: str | None,
+    saved: DataState | None = None,
+) -> None:
     """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
 
     processes: ranks times data workers, which the number of lanes should be a multiple of ·
-    revision: the commit of `model.from`. Raises UserError for what is wrong with the data.
+    revision: the commit of `model.from` · saved: the checkpoint's state, which what is made anew
+    must go with. Raises UserError for what is wrong with the data.
     """
-    lanes = None
-    if (run_dir / MANIFEST).exists():
-        changed = accepted_changes(config, run_dir)
-        if not changed:
-            return
+    _take_over(run_dir)
+    if not (run_dir / MANIFEST).exists():
+        found = survey(config, processes, run_dir)
+        _write(config, found, run_dir, revision)
+    elif changed := accepted_changes(config, run_dir):
         _log.info("made anew, as checkpoint.accept_changes asks: %s", ", ".join(changed))
-        if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
-            lanes = manifests.glance(run_dir / MANIFEST).lanes
-        _forget(run_dir, tokenizer=any(key.startswith("model.") for key in changed))
-    found = survey(config, processes, run_dir, lanes)
-    _tokenizer(config, found, run_dir / TOKENIZER, revision)
+        _make_anew(config, run_dir, processes, revision, saved, changed)
+
+
+def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+    _tokenizer(config, found, directory / TOKENIZER, revision)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
-    manifest = freeze(found, choose_tokenizer(run_dir / TOKENIZER, documents))
-    _save(manifest, run_dir / MANIFEST)
+    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
+    _save(manifest, directory / MANIFEST)
+
+
+def _make_anew(
+    config: Config,
+    run_dir: Path,
+    processes: int,
+    revision: str | None,
+    saved: DataState | None,
+    changed: Sequence[str],
+) -> None:
+    """Beside what the run has, which stays as it is until the new is whole and accepted."""
+    lanes = None
+    if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
+        lanes = manifests.glance(run_dir / MANIFEST).lanes
+    found = survey(config, processes, run_dir, lanes)
+    partial = run_dir / f"{_ANEW}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    if not any(key.startswith("model.") for key in changed):
+        shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
+    _write(config, found, partial, revision)
+    if saved is not None:
+        check(saved, load_manifest(config, partial), config)
+    partial.rename(run_dir / _ANEW)
+    _take_over(run_dir)
+
+
+def _take_over(run_dir: Path) -> None:
+    """Put what was made anew in the place of the old; after a kill, the next start goes on here."""
+    anew = run_dir / _ANEW
+    if not anew.exists():
+        return
+    (run_dir / HELDOUT).unlink(missing_ok=True)
+    if (anew / TOKENIZER).exists():
+        shutil.rmtree(run_dir / TOKENIZER, ignore_errors=True)
+        (anew / TOKENIZER).rename(run_dir / TOKENIZER)
+    if (anew / MANIFEST).exists():
+        (anew / MANIFEST).replace(run_dir / MANIFEST)
+    anew.rmdir()
 
 
 def accepted_changes(config: Config, run_dir: Path) -> list[str]:
@@ -67,12 +116,6 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
     except UserError as error:
         keys += [problem.key for problem in error.problems]
     return sorted(set(keys)) if all(is_accepted(key, config) for key in keys) else []
-
-
-def _forget(run_dir: Path, *, tokenizer: bool) -> None:
-    (run_dir / HELDOUT).unlink(missing_ok=True)
-    if tokenizer:
-        shutil.rmtree(run_dir / TOKENIZER)
 
 
 def _save(manifest: Manifest, path: Path) -> None:

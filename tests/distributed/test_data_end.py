@@ -92,6 +92,14 @@ def test_a_run_whose_sources_are_used_up_is_finished(server: Server, tmp_path: P
         assert lines(folder / "run", "checkpoint")[-1]["step"] == ended["step"]
     assert found[1] == found[2] == found[3]
     steps = len(found[1])
+    empty = [
+        line["step"]
+        for line in lines(folder / "run", "event")
+        if line["event"] == "nothing_to_train"
+    ]
+    assert empty == [
+        line["step"] for line in lines(folder / "run", "train") if not line["step_tokens"]
+    ]
     assert 0 < last["tokens"] < steps * 24 * 32  # the last blocks are padding
     # Nothing is left to do: the same command takes no step.
     assert server.run(["train", path], 2, folder) == [0, 0]
