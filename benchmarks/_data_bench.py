@@ -25,7 +25,7 @@ class Sizes:
     slow: int = 512  # with `tokenizers`
     documents: int = 3000  # with `datasets`
     steps: int = 200
-    units: int = 2000
+    units: int = 6000  # fewer, and the slope is noise
 
 
 QUICK = Sizes(rounds=1, blocks=256, warm=32, some=128, slow=64, documents=1000, steps=10, units=60)
@@ -85,9 +85,7 @@ class Bench:
         finally:
             stream.close()
 
-    def say(
-        self, name: str, figure: float, unit: str, goal: str = "", /, **more: float | str | bool
-    ) -> None:
+    def say(self, name: str, figure: float, unit: str, goal: str = "", /, **more: Any) -> None:
         """A line of the table. goal: "≥ 80" or "≤ 1"; none: a figure to compare with."""
         met = None
         if goal:

@@ -125,7 +125,9 @@ def memory(bench: Bench) -> None:
     goal = f"≤ {350 + 6 * lanes}"
     bench.say(f"memory of a worker with {lanes} lanes, private", max(private), "MB", goal)
     bench.say("  resident, with shared pages", max(rss for _, _, rss in late), "MB", goal)
-    more = {"units_read": round(read), "seconds": samples[-1][0], "first_mb": private[0]}
+    n = len(private)
+    tenths = [round(statistics.median(private[i * n // 10 :][: n // 10 + 1])) for i in range(10)]
+    more = {"units_read": round(read), "seconds": round(samples[-1][0]), "tenths_mb": tenths}
     bench.say(f"  growth over {read:,.0f} units at full speed", slope, "MB/min", "≤ 1", **more)
 
 

@@ -106,7 +106,8 @@ def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packi
             if offset == len(document.ids):
                 if len(document.ids):
                     document, offset = next(documents), 0
-                    counts.update(document.counts)
+                    if document.counts:
+                        counts.update(document.counts)
                 if not len(document.ids):
                     counts[LEFT_OVER] += max(0, filled - 1)
                     return +counts
