@@ -5,12 +5,14 @@
     manifest.json, tokenizer/, the data      ─►  the step's blocks again  ─►  their documents
 
 Nothing is written to the run. The trap: a resume takes up an older step, so steps stand in the
-record more than once. As everywhere, the last one counts.
+record more than once, and cursors of what it has undone stay noted even where it has saved nothing
+yet. As everywhere, the last start counts.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -192,7 +194,7 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     """The stream at the last save before the step; at the run's beginning if there is none."""
     from llmtrain.data.state import DataState, carried_over
 
-    noted = jsonl.read(run_dir / "cursors.jsonl")
+    noted = _standing(jsonl.read(run_dir / "cursors.jsonl"), jsonl.read(run_dir / jsonl.FILE_NAME))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
     if count:
@@ -203,6 +205,29 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     if state.fingerprint != manifest.fingerprint:
         state = carried_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
+
+
+def _standing(
+    noted: Sequence[dict[str, Any]], record: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The noted lines that no later start has undone: none resumed before their step.
+
+    A line is written behind the record's line of its checkpoint, which tells when. Where some were
+    not noted it may be taken for an older one: then the replay begins earlier, and is as right.
+    """
+    undone_from = [sys.maxsize]  # by the starts from a line of the record on
+    for line in reversed(record):
+        first = line["step"] if line["kind"] == "start" else sys.maxsize
+        undone_from.append(min(first, undone_from[-1]))
+    undone_from.reverse()
+    saves = [(i, line["step"]) for i, line in enumerate(record) if line["kind"] == "checkpoint"]
+    standing, at = [], 0
+    for line in noted:
+        place = next((i for i, step in saves if i >= at and step == line["step"]), None)
+        if place is not None:
+            at = place + 1
+            standing += [line] if line["step"] <= undone_from[at] else []
+    return standing
 
 
 def _changed_since(step: int, last: int) -> UserError:

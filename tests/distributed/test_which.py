@@ -19,6 +19,7 @@ from helpers.tiny import lines, tiny_config, write_config
 import llmtrain
 from llmtrain.data.sources import EDGE_BYTES
 from llmtrain.errors import UserError
+from llmtrain.metrics import jsonl
 from llmtrain.tools.which import which
 
 SAMPLE = Path(llmtrain.__file__).parent / "data" / "sample"
@@ -259,6 +260,44 @@ def test_steps_that_a_resume_has_undone_are_not_those_of_the_run(run: Path, tmp_
     assert which(undone, 9) == which(run, 9)
     with pytest.raises(UserError, match="1 to 9"):
         which(undone, 10)
+
+
+def test_cursors_that_a_resume_has_undone_are_not_used(run: Path, tmp_path: Path) -> None:
+    """A start at 4 saved 6, and was undone by the one at 4 that saved no 6."""
+    undone = copied(run, tmp_path)
+    record = jsonl.read(undone / "metrics.jsonl")
+    noted = [json.loads(line) for line in (undone / "cursors.jsonl").read_text().splitlines()]
+    start = next(
+        i for i, line in enumerate(record) if line["kind"] == "start" and line["step"] == 4
+    )
+    other = [record[start] | {"weights": [1.0, 1.0]}, {"kind": "checkpoint", "step": 6}]
+    kept = [line for line in record if (line["kind"], line["step"]) != ("checkpoint", 6)]
+    write_lines(undone / "metrics.jsonl", [*record[:start], *other, *kept[start:]])
+    wrong = noted[-1] | {"step": 6}
+    write_lines(undone / "cursors.jsonl", [wrong if one["step"] == 6 else one for one in noted])
+    for step in (5, 7, 9, 10):
+        assert which(undone, step, overrides=places(tmp_path)) == which(run, step)
+
+
+def test_cursors_that_were_not_noted_again_are_not_those_of_the_start_before(
+    run: Path, tmp_path: Path
+) -> None:
+    """Both starts saved 6, but only the undone one noted it."""
+    undone = copied(run, tmp_path)
+    record = jsonl.read(undone / "metrics.jsonl")
+    noted = [json.loads(line) for line in (undone / "cursors.jsonl").read_text().splitlines()]
+    start = next(
+        i for i, line in enumerate(record) if line["kind"] == "start" and line["step"] == 4
+    )
+    other = [record[start], {"kind": "checkpoint", "step": 6}]
+    write_lines(undone / "metrics.jsonl", [*record[:start], *other, *record[start:]])
+    wrong = noted[-1] | {"step": 6}
+    write_lines(undone / "cursors.jsonl", [wrong if one["step"] == 6 else one for one in noted])
+    assert which(undone, 8, overrides=places(tmp_path)) == which(run, 8)
+
+
+def write_lines(path: Path, values: list[dict]) -> None:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
 def test_what_the_run_has_skipped_is_left_out_again(server: Server, tmp_path: Path) -> None:
