@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,8 +68,8 @@ class Resolved:
 def resolve(source: SourceConfig, key: str) -> Resolved:
     """Find the files of a source on this machine. `key` names it in messages.
 
-    Raises UserError for a path where nothing is, an empty directory, a glob without a match and a
-    file of unknown suffix.
+    Raises UserError for a path where nothing is, an empty directory, a glob without a match, a file
+    of unknown suffix, one whose name is not UTF-8, and what is no file, as a link to nothing.
     """
     if source.path != SAMPLE and not is_local(source.path):
         raise UserError(_nothing_there(source.path, key))
@@ -106,7 +106,8 @@ def locate(source: SourceConfig, key: str) -> str:
             fixed = fixed.parent
         return str(fixed.absolute())
     if not Path(path).exists():
-        raise UserError(_nothing_there(path, key))
+        linked = Path(path).is_symlink()
+        raise UserError(_no_file(Path(path), key) if linked else _nothing_there(path, key))
     return str(Path(path).absolute() if Path(path).is_dir() else Path(path).absolute().parent)
 
 
@@ -179,17 +180,50 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
         return list(root.glob("*.parquet"))
     if is_glob(path):
         pattern = str(Path(path).absolute().relative_to(root))
-        found = [file for file in root.glob(pattern) if file.is_file()]
+        found = _only_files(root.glob(pattern), key)
         if not found:
             raise UserError(_no_match(path, root, key))
         return found
-    if Path(path).is_file():
-        return [Path(path).absolute()]
-    found = [file for file in root.rglob("*") if file.is_file() and _is_data(file, root)]
+    if not Path(path).is_dir():
+        return _only_files([Path(path).absolute()], key)
+    found = _only_files((file for file in root.rglob("*") if _is_data(file, root)), key)
     if not found:
         expected = f"a directory with data files ({SUFFIXES})"
         raise UserError(Problem(key, path, f"{expected}; it holds {_listing(root)}"))
     return found
+
+
+def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
+    """Without the directories. Raises UserError for what is no file, or has a name of no text."""
+    files: list[Path] = []
+    problems: list[Problem] = []
+    for path in paths:
+        if path.is_dir():
+            continue
+        if _shown(path) != str(path):
+            expected, remedy = "a file whose path is UTF-8", "rename the file, or its directory"
+            problems.append(Problem(key, _shown(path), expected, remedy))
+        elif not path.is_file():
+            problems.append(_no_file(path, key))
+        else:
+            files.append(path)
+    if problems:
+        raise UserError(*bounded(problems, key))
+    return files
+
+
+def _shown(path: Path) -> str:
+    r"""A path as text that can be written anywhere; bytes that are no UTF-8 as `\xff`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _no_file(path: Path, key: str) -> Problem:
+    """A link to nothing, a FIFO, a socket or a device."""
+    what = "it is a FIFO, a socket or a device"
+    if not path.exists():
+        what = f"it is a link to {_shown(path.readlink())}, which is not there"
+    expected = f"a file that can be read; {what}"
+    return Problem(key, str(path), expected, "repair it, move it away, or remove it")
 
 
 def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
@@ -221,7 +255,7 @@ def _is_data(path: Path, root: Path) -> bool:
 
 def _listing(directory: Path) -> str:
     """What lies in a directory, for a message."""
-    names = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
+    names = sorted(_shown(Path(entry.name)) + "/" * entry.is_dir() for entry in directory.iterdir())
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more if names else "nothing"
 

@@ -55,7 +55,7 @@ class Asked:
 
     def write(self, worker: int, name: str) -> None:
         """Note a unit's name; of a long one the end, which says most."""
-        encoded = name.encode()[-_NAME_BYTES:].ljust(_NAME_BYTES, b"\0")
+        encoded = name.encode(errors="backslashreplace")[-_NAME_BYTES:].ljust(_NAME_BYTES, b"\0")
         self._slot(worker)[:] = encoded
 
     def read(self, worker: int) -> str:

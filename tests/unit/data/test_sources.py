@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from helpers import corpus
 
@@ -92,6 +94,45 @@ def test_files_of_unknown_suffix_are_refused_all_at_once(tree):
     assert len(raised.value.problems) == 9
     assert "table7.csv" in str(raised.value)
     assert "2 more files" in str(raised.value)
+
+
+def test_a_link_to_nothing_is_refused(tree, monkeypatch):
+    (tree / "b" / "3.parquet").symlink_to("gone.parquet")
+    monkeypatch.chdir(tree)
+    for path in (tree, tree / "b" / "*.parquet", tree / "b" / "3.parquet", "b/3.parquet"):
+        with pytest.raises(UserError, match=r"b/3\.parquet\n.* a link to gone\.parquet") as raised:
+            found(path)
+        assert len(raised.value.problems) == 1
+
+
+def test_links_to_files_and_hidden_links_to_nothing_are_no_harm(tree):
+    (tree / "d.parquet").symlink_to("a.parquet")
+    (tree / ".#lock").symlink_to("user@machine")
+    assert names(found(tree))[-1] == "d.parquet"
+
+
+def test_what_is_no_file_is_refused(tree):
+    os.mkfifo(tree / "e.jsonl")
+    (tree / "f.jsonl").symlink_to("e.jsonl")
+    with pytest.raises(UserError) as raised:
+        found(tree)
+    assert len(raised.value.problems) == 2
+    for name in ("e.jsonl", "f.jsonl"):
+        with pytest.raises(UserError, match=rf"{name}\n.* it is a FIFO"):
+            found(tree / name)
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe.jsonl", b"\xff\xfe/a.jsonl"])
+def test_a_name_that_is_not_utf_8_is_refused(tree, name):
+    corpus.write_jsonl(tree / os.fsdecode(name), [{"text": "x"}])
+    with pytest.raises(UserError) as raised:
+        found(tree)
+    message = str(raised.value).encode().decode()  # it can be written anywhere
+    assert rf"{tree}/\xff\xfe" in message
+    assert "rename the file" in message
+    with pytest.raises(UserError) as raised:
+        found(tree / "*.txt")
+    assert str(raised.value).encode()
 
 
 def test_a_suffix_chooses_format_and_compression():

@@ -46,6 +46,12 @@ def test_any_other_exception_reaches_the_rank_with_its_traceback():
         assert part in str(error)
 
 
+def test_a_unit_in_a_directory_whose_name_is_no_text_can_be_noted():
+    asked = workers.Asked(2)
+    asked.write(1, "/data/\udcff/a.jsonl, byte 0")
+    assert (asked.read(0), asked.read(1)) == ("no unit yet", r"/data/\udcff/a.jsonl, byte 0")
+
+
 def test_where_a_block_came_from_stays_in_the_worker():
     ((sent,),) = workers.carried(iter([block()]), 0, size=4)
     assert sent.spans == ()
