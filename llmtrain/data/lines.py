@@ -16,6 +16,8 @@ import gzip
 import io
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from llmtrain.data.manifest import Unit
 from llmtrain.data.skipped import UnreadableError
@@ -41,6 +43,11 @@ def parse(
     line: bytes, text_column: str, id_column: str | None
 ) -> tuple[bytes | None, bytes | None]:
     """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
+    return fields(decoded(line), text_column, id_column)
+
+
+def decoded(line: bytes) -> dict[str, Any]:
+    """The object of one JSON line. Raises ValueError that says what is wrong."""
     if line.lstrip(BOM + b" \t\r").startswith(b"["):
         raise ValueError("a JSON list; `llmtrain data repack` makes one object a line of it")
     try:
@@ -48,17 +55,38 @@ def parse(
     except RecursionError as error:
         raise ValueError("JSON that is nested too deeply") from error
     if not isinstance(row, dict):
-        raise ValueError(f"a JSON {type(row).__name__}, no object")
+        raise ValueError(f"{_kind(row)}, no object")
+    return row
+
+
+def fields(
+    row: Mapping[str, Any], text_column: str, id_column: str | None
+) -> tuple[bytes | None, bytes | None]:
+    """Text and id of a decoded line, as bytes. Raises ValueError that says what is wrong."""
     if text_column not in row:
         raise ValueError(f"its keys are {', '.join(map(repr, row)) or 'none'}")
     text = row[text_column]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{text_column!r} is a {type(text).__name__}")
+        raise ValueError(f"{text_column!r} holds {_kind(text)}, not a string")
     name = row.get(id_column) if id_column is not None else None
     return (
         None if text is None else to_bytes(text),
         None if name is None else to_bytes(str(name)),
     )
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, for a message."""
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+    return "a number"
 
 
 def to_bytes(text: str) -> bytes:

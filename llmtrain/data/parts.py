@@ -75,7 +75,9 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
             return _look_into_parquet(source, file, key, reader)
         if compression:
             _refuse_large(source, file, compression, reader)
-        return _look_into_lines(source, file, kind, bool(compression), reader)
+        if kind == "text":
+            return _look_into_text(source, file, bool(compression), reader)
+        return _look_into_json(source, file, bool(compression), key, reader)
     except UnreadableError as error:
         skipped = reader.skips_file(source, file, error)
         return Look([], None) if skipped else error.problems[0]
@@ -132,21 +134,31 @@ def _look_into_tokens(source: Source, file: int) -> Look:
     return Look([Part(unit, 0) for unit in units], None)
 
 
-def _look_into_lines(
-    source: Source, file: int, kind: str, compressed: bool, reader: Reader
+def _look_into_text(source: Source, file: int, compressed: bool, reader: Reader) -> Look:
+    parts = _ranges(source, file, compressed)
+    if file < CHECKED_FILES:  # whether it is UTF-8
+        reader.rows(source, parts[0].unit)
+    return Look(parts, [])
+
+
+def _look_into_json(
+    source: Source, file: int, compressed: bool, key: str, reader: Reader
 ) -> Look | Problem:
+    keys = reader.first_keys(source, file) if file < CHECKED_FILES else None
+    if keys is not None and source.text_column not in keys:
+        where = f"the first line of {source.where(file)}"
+        return missing_column(f"{key}.text_column", source.text_column, where, keys)
+    return Look(_ranges(source, file, compressed), keys)
+
+
+def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
+    """A file of lines in ranges of bytes; whole if it is compressed."""
     size = source.files[file].size
     if compressed:
-        parts = [Part(Unit(file, -1, 0, size), size)]
-    else:
-        step = _range_bytes(source)
-        starts = range(0, size, step)
-        parts = [Part(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
-    if kind == "text":
-        if file < CHECKED_FILES:  # whether it is UTF-8
-            reader.rows(source, parts[0].unit)
-        return Look(parts, [])
-    return Look(parts, reader.first_keys(source, file) if file < CHECKED_FILES else None)
+        return [Part(Unit(file, -1, 0, size), size)]
+    step = _range_bytes(source)
+    starts = range(0, size, step)
+    return [Part(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
 
 
 def _range_bytes(source: Source) -> int:

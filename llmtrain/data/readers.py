@@ -7,7 +7,6 @@ same row group. What is kept is bytes; a text is decoded, and judged, when its r
 from __future__ import annotations
 
 import io
-import json
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,8 +24,10 @@ from llmtrain.data.cache import Cache, cache_root
 from llmtrain.data.footers import stored
 from llmtrain.data.lines import (
     MIB,
+    decoded,
     decompress,
     end_of_line,
+    fields,
     owned,
     parse,
     read_exactly,
@@ -235,19 +236,24 @@ class Reader:
             yield start + position, data[position:]
 
     def first_keys(self, source: Source, file: int) -> list[str] | None:
-        """The keys of a file's first JSON line; None: it has no line. Raises UserError if bad."""
+        """The keys of a file's first JSON line; None: it has no line. Raises UserError if bad.
+
+        Without the text column they are told all the same, unless reading leaves such lines out.
+        """
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
         with _readable(source, unit):
             lines = list(self.lines(source, unit))
         for position, line in lines:
             if line.strip():
                 try:
-                    parse(line, source.text_column, None)
+                    row = decoded(line)
+                    if source.text_column in row or self.reading.skip_bad_units:
+                        fields(row, source.text_column, None)
                 except ValueError as error:
                     if self.reading.skip_bad_units:
                         return None  # reading leaves it out
                     raise self._bad_line(source, unit, position, error) from error
-                return list(json.loads(line.decode("utf-8", "surrogateescape")))
+                return list(row)
         return None
 
     def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
@@ -347,7 +353,8 @@ class Reader:
             number = self._line_number(source, unit, position)
             where = f"{source.where(unit.file)}, line {number}"
         expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
-        return UserError(Problem(where, str(error), expected, "repair or remove the line"))
+        remedy = "repair or remove the line, or correct the source's text_column"
+        return UserError(Problem(where, str(error), expected, remedy))
 
     def _line_number(self, source: Source, unit: Unit, position: int) -> int:
         compression = (file_format(source.files[unit.file].name) or ("", None))[1]

@@ -136,3 +136,20 @@ def test_a_row_group_of_hundreds_of_mib_is_read_in_bounded_memory(tmp_path):
     found = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
     assert int(found[0]) == 12
     assert float(found[1]) < 110
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_lines_with_another_text_column_name_the_key_of_the_config(tmp_path, suffix):
+    good = corpus.write_jsonl(tmp_path / "good.jsonl", corpus.articles(9))
+    rows = [{"body": "x", "id": "1"}] * 3
+    path = corpus.write_jsonl(tmp_path / f"a.jsonl{suffix}", rows)
+    told = message(good, path)
+    assert "data.sources.1.text_column = text" in told
+    assert f"a column of the first line of {path}, which has: body, id" in told
+    assert "repair" not in told
+
+
+def test_where_only_a_later_line_lacks_the_text_column_that_line_is_named(tmp_path):
+    rows = [*corpus.articles(9), {"body": "x"}]
+    told = message(corpus.write_jsonl(tmp_path / "a.jsonl", rows))
+    assert "a.jsonl, line 10 = its keys are 'body'" in told

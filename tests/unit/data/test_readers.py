@@ -110,12 +110,28 @@ def test_half_a_surrogate_pair_in_json_is_replaced(tmp_path):
     assert text.endswith(" y")
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, suffix):
+    rows = corpus.articles(50)
+    texts = [json.dumps(row).encode() for row in rows]
+    path = corpus.write_lines(
+        tmp_path / f"a.jsonl{suffix}", [b"\xef\xbb\xbf" + texts[0], *texts[1:]]
+    )
+    source = source_of(path)
+    assert source.id_column == "id"  # seen in the line that begins with the mark
+    assert documents(source) == [(row["text"], False) for row in rows]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         (b"[1, 2]", "a JSON list"),
         (b'{"body": "x"}', "its keys are 'body'"),
-        (b'{"text": 5}', "'text' is a int"),
+        (b'{"text": 5}', "'text' holds a number, not a string"),
+        (b'{"text": ["x"]}', "'text' holds a list, not a string"),
+        (b'{"text": true}', "'text' holds true, not a string"),
+        (b"7", "a number, no object"),
+        (b"null", "null, no object"),
         (b"{text: 1}", "Expecting property name"),
     ],
 )

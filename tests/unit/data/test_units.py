@@ -127,7 +127,7 @@ def test_bad_files_of_one_source_are_listed_within_a_bound(place):
 
 def test_a_first_line_that_is_no_document_is_told_before_training(place):
     corpus.write_lines(place / "c.jsonl", [b'{"body": "x"}'])
-    assert "c.jsonl, line 1 = its keys are 'body'" in message(place / "c.jsonl")
+    assert "c.jsonl, which has: body" in message(place / "c.jsonl")
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
