@@ -104,4 +104,18 @@ def _leave(code: int, message: str) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     logging.shutdown()
+    _unlink_semaphores()
     os._exit(code)
+
+
+def _unlink_semaphores() -> None:
+    """What `multiprocessing` does when the interpreter is finalised, which `os._exit` leaves out.
+
+    Its resource tracker outlives this process, and would complain of them behind our last line.
+    Nobody uses them any more: the workers have ended. Dropping references would not do, since the
+    traceback of a failure holds them.
+    """
+    if "multiprocessing.util" in sys.modules:
+        from multiprocessing import util
+
+        util._run_finalizers(0)  # type: ignore[attr-defined]  # not in typeshed

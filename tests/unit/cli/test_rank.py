@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,3 +128,15 @@ def test_the_launcher_of_torch_hears_of_an_error_without_a_traceback(
     assert "Traceback" not in text
     ends(tmp_path, raising(ValueError("oops")))
     assert "Traceback" in heard.read_text(encoding="utf-8")
+
+
+def test_nothing_comes_behind_the_last_line_while_semaphores_are_still_held():
+    program = (
+        "import multiprocessing\n"
+        "from llmtrain.cli.rank import _leave\n"
+        "held = multiprocessing.get_context('spawn').Event()\n"
+        "_leave(75, 'the last line')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    # The tracker has the pipe, too: it has ended, and has said all it says.
+    assert (ended.returncode, ended.stderr) == (75, "the last line\n")
