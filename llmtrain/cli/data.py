@@ -6,10 +6,13 @@ Only typer is imported here, as in `main.py`.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -80,12 +83,13 @@ def tokenize(
     as_json: Json = False,
 ) -> None:
     """Write the token cache of a config's sources."""
-    from llmtrain.config.load import load_config
-    from llmtrain.tools.pool import processors
-    from llmtrain.tools.tokenize import tokenize as write
-
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
-    result = write(load_config(config, overrides or []), out, jobs or processors(), told)
+    with _interruptible():
+        from llmtrain.config.load import load_config
+        from llmtrain.tools.pool import processors
+        from llmtrain.tools.tokenize import tokenize as write
+
+        result = write(load_config(config, overrides or []), out, jobs or processors(), told)
     values = {
         "files": list(result.files),
         "documents": result.documents,
@@ -112,13 +116,35 @@ def repack(
     as_json: Json = False,
 ) -> None:
     """Rewrite data files in small row groups."""
-    from llmtrain.tools.pool import processors
-    from llmtrain.tools.repack import repack as write
-
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
-    result = write(path, out, row_group_mb, text_column, jobs or processors(), told)
+    with _interruptible():
+        from llmtrain.tools.pool import processors
+        from llmtrain.tools.repack import repack as write
+
+        result = write(path, out, row_group_mb, text_column, jobs or processors(), told)
     values = {"files": list(result.files), "rows": result.rows}
     _show(values | {"seconds": round(result.seconds, 3)}, as_json, out)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM end the command with one line and code 75; what is complete stays."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, _interrupt) for number in signals]
+    try:
+        yield
+    except KeyboardInterrupt:
+        for number in signals:  # the end is near; another one would only add a traceback
+            signal.signal(number, signal.SIG_IGN)
+        begin = "\n" if sys.stderr.isatty() else ""  # behind the line of progress
+        print(f"{begin}interrupted; the same command goes on", file=sys.stderr, flush=True)
+        raise typer.Exit(75) from None
+    for number, old in zip(signals, before, strict=True):
+        signal.signal(number, old)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:

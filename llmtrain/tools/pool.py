@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TypeVar
 
 from llmtrain.errors import RESTARTABLE, RunError
@@ -24,11 +25,12 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
     """The results as they come, in any order; with one job they are made in this process.
 
     jobs: processes. Raises what the function raises, after which no further task is begun, and
-    RunError if a process died.
+    RunError if a process died. An interrupt of this process ends the others at once.
     """
     if jobs == 1 or len(tasks) < 2:
         yield from map(function, tasks)
         return
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(jobs, len(tasks)), multiprocessing.get_context("spawn"), _start, (os.getpid(),)
     )
@@ -36,10 +38,11 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
         left = iter(tasks)
         running: set[Future[R]] = set()
         while True:
-            for task in left:
-                running.add(pool.submit(function, task))
-                if len(running) >= _AHEAD * jobs:
-                    break
+            with _interrupts_held():  # the first task starts the processes
+                for task in left:
+                    running.add(pool.submit(function, task))
+                    if len(running) >= _AHEAD * jobs:
+                        break
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -48,6 +51,10 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
         message = "a process of this command died (out of memory?)"
         remedy = "give the same command again, perhaps with fewer --jobs: it goes on"
         raise RunError(message, RESTARTABLE, remedy) from error
+    except KeyboardInterrupt:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # a task may take minutes, and what it writes is not there yet
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -56,6 +63,20 @@ def processors() -> int:
     """How many processors this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that are started here never see an interrupt; this one sees it afterwards.
+
+    Until `_start` runs, one would end them with a traceback. They inherit the mask; the trap: an
+    ignored signal would be inherited too, but one that comes meanwhile would be lost for us.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(parent: int) -> None:

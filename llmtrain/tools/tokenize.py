@@ -5,6 +5,10 @@
     DIR/tokenizer/           that tokenizer
     DIR/.tokenize/           config, manifest and finished parts: what the same command goes on with
 
+When all is written, config, manifest and a tokenizer of its own stay there: the same command is
+compared with them, finds all done, and puts DIR/tokenizer/ back where it is missing. So does the
+lock: a file that is deleted could be held by one command and made anew by another.
+
 Nothing is held out here: a run that trains on a cache decides that itself, by document number.
 """
 

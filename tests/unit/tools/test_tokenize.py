@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 import signal
@@ -158,6 +159,27 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path):
     subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
     tokenize(load_config(config), tmp_path / "straight", 1, quiet)
     assert contents(out) == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_of_all_processes_is_one_line_and_code_75(tmp_path, number):
+    for n in range(8):
+        rows = [{"text": row["text"] * 20} for row in corpus.articles(60, 60 * n)]
+        corpus.write_parquet(tmp_path / "data" / f"{n:02}.parquet", rows, group=15)
+    config, out = write_config(tmp_path / "config.yaml", tmp_path / "data"), tmp_path / "out"
+    command = [sys.executable, "-m", "llmtrain", "data", "tokenize", str(config), "--jobs", "2"]
+    first = subprocess.Popen(
+        [*command, "--out", str(out)], stderr=subprocess.PIPE, start_new_session=True, text=True
+    )
+    # Processes that begin: a traceback would be theirs, from the midst of an import.
+    until(lambda: len(processes_of(first.pid)) >= 3, "processes")
+    os.killpg(first.pid, number)
+    _, said = first.communicate()
+    assert first.returncode == 75, said
+    assert said.splitlines()[-1] == "interrupted; the same command goes on"
+    assert all(line.startswith("tokenized 0 of") for line in said.splitlines()[:-1])
+    until(lambda: not processes_of(first.pid), "its processes end")
+    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
 
 
 def processes_of(session):
