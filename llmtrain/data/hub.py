@@ -22,7 +22,7 @@ from llmtrain.config.schema import SourceConfig
 from llmtrain.data import sources
 from llmtrain.data.cache import answer_path, cache_root, load_answer, store_answer
 from llmtrain.data.remote import ATTEMPT_SECONDS, back_off, pause
-from llmtrain.data.request import REFUSED, AttemptError, asked_wait, awaited, quiet_hub
+from llmtrain.data.request import REFUSED, AttemptError, Stopping, asked_wait, awaited, quiet_hub
 from llmtrain.data.sources import NOT_DATA, SHOWN, File, Resolved, bounded, file_format
 from llmtrain.errors import Problem, UserError
 
@@ -42,12 +42,14 @@ NOT_READ = {".csv", ".tsv", ".arrow", ".tar", ".zip", ".xml"}
 ASK_SECONDS = 120.0  # how long a first start, which has nothing to lose, waits for the Hub
 
 
-def resolve(source: SourceConfig, key: str, keep: bool = False) -> Resolved:
+def resolve(
+    source: SourceConfig, key: str, keep: bool = False, stop: Stopping | None = None
+) -> Resolved:
     """Find the files of a source: here, or those of a data set on the Hub.
 
-    `key` names it in messages · keep: what the Hub answers is kept for a first start offline.
-    Raises UserError for what is not there, not open to this user or in a format that is not read;
-    RunError (75) if the Hub does not answer.
+    `key` names it in messages · keep: what the Hub answers is kept for a first start offline
+    · stop: ends the waiting. Raises UserError for what is not there, not open to this user or in a
+    format that is not read; RunError (75) if the Hub does not answer, or at a stop.
     """
     if not sources.on_hub(source.path):
         return sources.resolve(source, key)
@@ -62,18 +64,18 @@ def resolve(source: SourceConfig, key: str, keep: bool = False) -> Resolved:
             raise UserError(_offline(source, key))
         files = tuple(File(*file) for file in kept["files"])
         return Resolved(kept["root"], True, kept["revision"], files)
-    found = _ask(source, key)
+    found = _ask(source, key, stop)
     if keep:
         answer = {"root": found.root, "revision": found.revision, "files": found.files}
         store_answer(path, answer)
     return found
 
 
-def _ask(source: SourceConfig, key: str) -> Resolved:
+def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
     from huggingface_hub import HfFileSystem
 
     what = f"{source.path} (no path of this machine; data set of the Hub)"
-    urls = _retried(lambda: _file_urls(source, key), what)
+    urls = _retried(lambda: _file_urls(source, key), what, stop)
     found = [PREFIX.fullmatch(url) for url in urls]
     inside = [match for match in found if match is not None]
     if len(inside) != len(urls):
@@ -86,8 +88,8 @@ def _ask(source: SourceConfig, key: str) -> Resolved:
     root = f"hf://datasets/{inside[0]['id']}@{inside[0]['sha']}"
     names = sorted((match["path"] for match in inside), key=str.encode)
     system = HfFileSystem()
-    _warn_of_left_out(system, root, names)
-    files = tuple(_file(system, root, name) for name in names)
+    _warn_of_left_out(system, root, names, stop)
+    files = tuple(_file(system, root, name, stop) for name in names)
     return Resolved(root, True, inside[0]["sha"], files)
 
 
@@ -183,14 +185,17 @@ def _nearest(asked: str | None, there: Iterable[Any]) -> str:
     return ", ".join(ordered[:SHOWN]) + more if ordered else "none"
 
 
-def _warn_of_left_out(system: HfFileSystem, root: str, names: Sequence[str]) -> None:
+def _warn_of_left_out(
+    system: HfFileSystem, root: str, names: Sequence[str], stop: Stopping | None
+) -> None:
     """Say which files beside the chosen ones are data of another type: nothing of them is used."""
     chosen, folders = set(names), {str(PurePosixPath(name).parent) for name in names}
     kinds = {found.kind for name in names if (found := file_format(name))}
     left: list[str] = []
     for folder in sorted(folders):
         place = root if folder == "." else f"{root}/{folder}"
-        there = _names(_retried(partial(system.ls, place, detail=True), place), root)
+        entries = _retried(partial(system.ls, place, detail=True), place, stop)
+        there = _names(entries, root)
         left += [name for name in there if _is_other_data(name, chosen, kinds)]
     if left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
@@ -213,15 +218,15 @@ def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
     return found.kind not in kinds if found else PurePosixPath(base).suffix.lower() in NOT_READ
 
 
-def _file(system: HfFileSystem, root: str, name: str) -> File:
+def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> File:
     """Name, size and etag: of a large file its sha256, else its blob id."""
-    info = _retried(lambda: system.info(f"{root}/{name}"), f"{root}/{name}")
+    info = _retried(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
     large = info.get("lfs")
     etag = large["sha256"] if large else info["blob_id"]
     return File(name, int(info["size"]), str(etag))
 
 
-def _retried(ask: Callable[[], T], what: str) -> T:
+def _retried(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
     """The answer of the Hub, asked again while it fails in a way that may pass."""
     import httpx2
 
@@ -229,7 +234,7 @@ def _retried(ask: Callable[[], T], what: str) -> T:
     failures = 0
     while True:
         try:
-            return awaited(ask, ATTEMPT_SECONDS, None)
+            return awaited(ask, ATTEMPT_SECONDS, stop)
         except (OSError, httpx2.HTTPError, AttemptError) as error:
             status, asked = _status(error)
             if status in REFUSED:
@@ -239,7 +244,7 @@ def _retried(ask: Callable[[], T], what: str) -> T:
             reason = _first_line(error)
             wait = back_off(failures, asked, deadline, what, reason)
         log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
-        pause(wait, None)
+        pause(wait, stop)
         failures += 1
 
 

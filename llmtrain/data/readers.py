@@ -63,27 +63,31 @@ class Reading:
     timeout_seconds: after which peers give up on a process that waits for the network · run_dir:
     where the run keeps what reading finds out; None = nowhere · cache_bytes: of the disk for what
     comes from the Hub · skip_bad_units: a unit or line that cannot be decoded is left out and
-    written down; those that were, are left out in any case.
+    written down; those that were, are left out in any case · stop: set when the waiting for the
+    network shall end, of this process alone.
     """
 
     timeout_seconds: float
     run_dir: Path | None = None
     cache_bytes: int = 0
     skip_bad_units: bool = False
+    stop: Stopping | None = None
 
 
-def reading_of(config: Config, run_dir: Path | None) -> Reading:
-    """How this config reads."""
+def reading_of(config: Config, run_dir: Path | None, stop: Stopping | None = None) -> Reading:
+    """How this config reads. stop: as in `Reading`."""
     timeout_seconds = 60 * config.distributed.timeout_minutes
     cache_bytes = int(config.data.cache_gb * 2**30)
-    return Reading(timeout_seconds, run_dir, cache_bytes, config.data.on_bad_unit == "skip")
+    skip = config.data.on_bad_unit == "skip"
+    return Reading(timeout_seconds, run_dir, cache_bytes, skip, stop)
 
 
 class Reader:
     """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
 
-    reading: how · stop: set when the process shall end · asked: told the name of each unit before
-    it is read · reads: units decoded so far, those that were still in memory not counted.
+    reading: how · stop: set when the process shall end, in place of the reading's own · asked:
+    told the name of each unit before it is read · reads: units decoded so far, those that were
+    still in memory not counted.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Reader:
     ) -> None:
         self.reads = 0
         self.reading = reading
+        stop = stop or reading.stop
         cache = Cache(cache_root(), reading.cache_bytes) if reading.cache_bytes else None
         self._ranges = Ranges(Remote(reading.timeout_seconds, stop), cache, stop)
         self._asked = asked

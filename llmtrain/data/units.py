@@ -25,6 +25,7 @@ from llmtrain.data.lanes import default_lanes
 from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, load
 from llmtrain.data.parts import Part, cut, inspect, missing_column
 from llmtrain.data.readers import Reader, Reading, reading_of
+from llmtrain.data.request import Stopping
 from llmtrain.data.sources import bounded, edges_digest, labels
 from llmtrain.data.token_cache import check_tokenizer
 from llmtrain.data.tokenizer import Tokenizer
@@ -53,16 +54,20 @@ class Survey:
 
 
 def survey(
-    config: Config, processes: int, run_dir: Path | None = None, lanes: int | None = None
+    config: Config,
+    processes: int,
+    run_dir: Path | None = None,
+    lanes: int | None = None,
+    stop: Stopping | None = None,
 ) -> Survey:
     """Find files, units, lanes and held-out documents.
 
-    processes: ranks × data workers (at least 1 each) · run_dir: as in `Reading` · lanes: those of
-    a run that exists. Raises UserError with the problems of all sources: nothing there, not
-    readable, no text column, no training document left …
+    processes: ranks × data workers (at least 1 each) · run_dir, stop: as in `Reading` · lanes:
+    those of a run that exists. Raises UserError with the problems of all sources: nothing there,
+    not readable, no text column, no training document left …; RunError (75) at a stop.
     """
     data, seed = config.data, config.run.seed
-    reading = reading_of(config, run_dir)
+    reading = reading_of(config, run_dir, stop)
     reader = Reader(reading)
     named = [
         (source, label, f"data.sources.{i}")
@@ -251,7 +256,8 @@ def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
 ) -> tuple[Source, list[Part]]:
     """A source without its units, and what they are cut from."""
-    resolved = resolve(configured, f"{key}.path", reader.reading.cache_bytes > 0)
+    reading = reader.reading
+    resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
     source = Source(
         label=label,
         path=configured.path,

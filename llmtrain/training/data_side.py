@@ -17,6 +17,7 @@ from llmtrain.data.epochs import epoch
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.readers import Reading, reading_of
+from llmtrain.data.request import Stopping
 from llmtrain.data.state import DataState, carried_over, check, differing
 from llmtrain.data.stream import Stream, discard_factor, open_stream
 from llmtrain.data.tokenizer import Tokenizer, open_tokenizer
@@ -51,13 +52,17 @@ def open_data(
     found: Found | None,
     revision: str | None,
     stack: ExitStack,
+    stop: Stopping,
 ) -> DataSide:
-    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead."""
+    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead.
+
+    stop: ends the waiting for the Hub, on all ranks (RunError, 75).
+    """
     ranks, run_dir = processes.launched.ranks, run_directory(config)
     workers = _workers(config, processes.launched.device)
     lanes_for = ranks.world_size * max(1, workers)
     saved = DataState.from_json(found.state["data"]) if found else None
-    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved))
+    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
     state = saved or DataState.fresh(manifest)
     agreed(ranks, lambda: check(state, manifest, config))
@@ -72,7 +77,7 @@ def open_data(
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
     path = run_dir / prepare.HELDOUT
-    reading = reading_of(config, run_dir)
+    reading = reading_of(config, run_dir, stop)
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
     held = _same_heldout(ranks, path)
     stream = open_stream(
@@ -84,22 +89,24 @@ def open_data(
         workers=workers,
         next_block=state.next_block,
         cursors=state.cursors,
-        reading=reading,
+        reading=reading_of(config, run_dir),
     )
     stack.enter_context(closing(stream))
     return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
 
 
-def with_steps(config: Config, processes: Processes, data: DataSide, found: Found | None) -> Config:
+def with_steps(
+    config: Config, processes: Processes, data: DataSide, found: Found | None, stop: Stopping
+) -> Config:
     """The config with its length in steps: `training.epochs` is reckoned once for the run.
 
     What an epoch is stands in `auto.json`, so that another number of epochs is another length of
-    the same run. Raises UserError if the run is further than that already.
+    the same run. stop: as for `open_data`. Raises UserError if the run is further than that.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
         if "epoch" not in auto.run or data.changed:
-            reading = reading_of(config, run_directory(config))
+            reading = reading_of(config, run_directory(config), stop)
             body = from_rank_zero(ranks, lambda: _epoch(data, reading))
             auto.run["epoch"] = json.loads(body)
         blocks = auto.run["epoch"]["blocks"]

@@ -18,6 +18,7 @@ from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
 from llmtrain.data.choice import choose_tokenizer
 from llmtrain.data.manifest import Manifest
+from llmtrain.data.request import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.train_tokenizer import tokenizer_config, train_bpe
 from llmtrain.data.units import Survey, changed_files, freeze, some_texts, survey, training_texts
@@ -42,20 +43,22 @@ def prepare(
     processes: int,
     revision: str | None,
     saved: DataState | None = None,
+    stop: Stopping | None = None,
 ) -> None:
     """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
 
     processes: ranks times data workers, which the number of lanes should be a multiple of ·
     revision: the commit of `model.from` · saved: the checkpoint's state, which what is made anew
-    must go with. Raises UserError for what is wrong with the data.
+    must go with · stop: ends the waiting for the Hub (RunError, 75). Raises UserError for what is
+    wrong with the data.
     """
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
-        found = survey(config, processes, run_dir)
+        found = survey(config, processes, run_dir, stop=stop)
         _write(config, found, run_dir, revision)
     elif changed := accepted_changes(config, run_dir):
         _log.info("made anew, as checkpoint.accept_changes asks: %s", ", ".join(changed))
-        _make_anew(config, run_dir, processes, revision, saved, changed)
+        _make_anew(config, run_dir, processes, revision, saved, changed, stop)
 
 
 def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
@@ -72,12 +75,13 @@ def _make_anew(
     revision: str | None,
     saved: DataState | None,
     changed: Sequence[str],
+    stop: Stopping | None,
 ) -> None:
     """Beside what the run has, which stays as it is until the new is whole and accepted."""
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
-    found = survey(config, processes, run_dir, lanes)
+    found = survey(config, processes, run_dir, lanes, stop)
     partial = run_dir / f"{_ANEW}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 # A batch queue kills some 30 s after its signal; a network that is away may be waited for longer.
 _PATIENCE_SECONDS = 10.0
+_OPENING_SECONDS = 1.0  # before the first step there is nothing that more patience would save
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class Run:
         state = Before(step, dict(self.cursors), counts, rng.capture(self.device))
         self.before.append(state)
         self.meter.begin(step)
+        self.signals.begin()
 
     def next_batch(self) -> Batch:
         """This rank's blocks of the next step.
@@ -284,11 +287,14 @@ def open_run(config: Config) -> Iterator[Run]:
                 logfile.open(run_dir)
             ranks = processes.launched.ranks
             found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
+            stopping = threading.Event()
+            signals.cut_short(_OPENING_SECONDS, stopping.set)
             _heed_a_stop(ranks, signals, journal)
             revision = opening.base_revision(config, processes, found)
-            data = data_side.open_data(config, processes, found, revision, stack)
+            with _stoppable(ranks, signals, journal):
+                data = data_side.open_data(config, processes, found, revision, stack, stopping)
+                config = data_side.with_steps(config, processes, data, found, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
-            config = data_side.with_steps(config, processes, data, found)
             journal.expect(opening.total_steps(config))
             _heed_a_stop(ranks, signals, journal)
             model = opening.build_model(config, processes, found, revision)
@@ -330,6 +336,20 @@ def _heed_a_stop(ranks: ControlGroup, signals: stop.Signals, journal: Journal) -
     stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
     if stops:
         raise StoppedEarlyError(stops[0], journal.step)
+
+
+@contextmanager
+def _stoppable(ranks: ControlGroup, signals: stop.Signals, journal: Journal) -> Iterator[None]:
+    """Where a stop cut the waiting for the Hub short, it is the reason; rank 0 waits for all.
+
+    Its failure is one of all ranks (`agreed`), so all of them can say whether they were stopped.
+    """
+    try:
+        yield
+    except RunError as error:
+        if error.exit_code == RESTARTABLE:
+            _heed_a_stop(ranks, signals, journal)
+        raise
 
 
 def _claim(config: Config) -> AbstractContextManager[Place]:

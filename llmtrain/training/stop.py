@@ -32,6 +32,7 @@ class Signals:
         self._signalled = 0.0
         self._lost = False
         self._ended = False
+        self._training = False
         self._interrupted: float | None = None
         self._old: dict[int, object] = {}
         self._late: tuple[float, Callable[[], None]] | None = None
@@ -104,8 +105,15 @@ class Signals:
             os.close(numbers)
 
     def cut_short(self, seconds: float, wait: Callable[[], None]) -> None:
-        """So long after the first signal call `wait`, which ends what a step may wait for."""
+        """So long after the first signal call `wait`, which ends what is waited for.
+
+        The newest pair counts when the signal comes.
+        """
         self._late = (seconds, wait)
+
+    def begin(self) -> None:
+        """From now on there is always a step under way."""
+        self._training = True
 
     def end(self) -> None:
         """The run is over and on disk: there is nothing left to stop."""
@@ -116,8 +124,7 @@ class Signals:
             return
         now = time.monotonic()
         if self._signal is None and os.environ.get("RANK", "0") == "0":
-            again = b" (interrupt again: without one)" if number == signal.SIGINT else b""
-            os.write(2, b"\nstopping after the step under way, with a checkpoint" + again + b"\n")
+            os.write(2, self._announcement(interrupted=number == signal.SIGINT))
         if number == signal.SIGINT:
             if self._interrupted is None:
                 self._interrupted = now
@@ -128,6 +135,13 @@ class Signals:
             self._signalled = now
             self._call_late()
         self._signal = signal.Signals(number).name
+
+    def _announcement(self, *, interrupted: bool) -> bytes:
+        if not self._training:
+            again = b" (interrupt again: at once)" if interrupted else b""
+            return b"\nstopping before the first step: there is nothing to save" + again + b"\n"
+        again = b" (interrupt again: without one)" if interrupted else b""
+        return b"\nstopping after the step under way, with a checkpoint" + again + b"\n"
 
     def _call_late(self) -> None:
         if self._late is not None:

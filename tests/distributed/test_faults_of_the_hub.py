@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -155,3 +156,29 @@ def test_a_signal_does_not_wait_for_a_network_that_is_away(
     away.down = False
     assert server.run(["train", path], 2, tmp_path, env) == [0, 0]
     check(run_dir, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_at_a_first_start_does_not_wait_for_the_hub_either(
+    server: Server, tmp_path: Path, away: hub.Hub, world_size: int
+) -> None:
+    path = str(write_config(tmp_path, config_of(tmp_path, hub.ID)))
+    run_dir, env = tmp_path / "run", environment(away, tmp_path)
+    away.down = True  # and two minutes of patience begin
+    ranks = server.start(["train", path], world_size, tmp_path, env)
+    until(lambda: away.requests["down"] > 2, "a rank that waits for the Hub")
+    began = time.monotonic()
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGTERM)
+    assert ranks.wait() == [0] * world_size, (tmp_path / "output.txt").read_text()
+    assert time.monotonic() - began < 30
+    found = status(run_dir)
+    assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", 0, "signal")
+    said = (tmp_path / "output.txt").read_text()
+    assert "stopping before the first step: there is nothing to save\n" in said
+    assert "with a checkpoint" not in said
+
+    away.down = False
+    assert server.run(["train", path, "training.steps=2"], world_size, tmp_path, env) == (
+        [0] * world_size
+    )

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from llmtrain.training import stop
 
 
@@ -82,6 +84,21 @@ def test_it_needs_the_standard_library_alone() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        (False, "stopping before the first step: there is nothing to save"),
+        (True, "stopping after the step under way, with a checkpoint"),
+    ],
+)
+def test_what_a_stop_waits_for_is_said(capfd, begun: bool, said: str) -> None:
+    with stop.catching() as signals:
+        if begun:
+            signals.begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == f"\n{said}\n"
 
 
 def test_the_first_signal_cuts_short_what_a_step_waits_for() -> None:
