@@ -186,7 +186,10 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
         return found
     if not Path(path).is_dir():
         return _only_files([Path(path).absolute()], key)
-    found = _only_files((file for file in root.rglob("*") if _is_data(file, root)), key)
+    there = [file for file in root.rglob("*") if _is_data(file, root)]
+    if linked := [_linked(file, key) for file in there if file.is_symlink() and file.is_dir()]:
+        raise UserError(*bounded(linked, key))
+    found = _only_files(there, key)
     if not found:
         expected = f"a directory with data files ({SUFFIXES})"
         raise UserError(Problem(key, path, f"{expected}; it holds {_listing(root)}"))
@@ -215,6 +218,13 @@ def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
 def _shown(path: Path) -> str:
     r"""A path as text that can be written anywhere; bytes that are no UTF-8 as `\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _linked(path: Path, key: str) -> Problem:
+    """A link to a directory, which could lead round in a circle."""
+    expected = "a directory itself: links to directories are not followed"
+    remedy = "name it as a source of its own, or link its files"
+    return Problem(key, _shown(path), expected, remedy)
 
 
 def _no_file(path: Path, key: str) -> Problem:

@@ -163,3 +163,10 @@ def test_the_digest_of_a_files_ends_sees_a_change_in_either(tmp_path):
         path.write_bytes(changed)
         digests.add(edges_digest(path))
     assert len(digests) == 5
+
+
+def test_a_link_to_a_directory_is_refused_and_not_passed_over(tree, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (tree / "b" / "more").symlink_to(elsewhere, target_is_directory=True)
+    with pytest.raises(UserError, match=r"b/more\n.*links to directories are not followed"):
+        resolve(SourceConfig(path=str(tree)), "data.sources.0.path")
