@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from llmtrain.data.lanes import Lane
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
-from llmtrain.data.stream import discard_factor, open_stream, prefetch_factor
+from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.types import Cursor
@@ -295,11 +295,21 @@ def test_a_stream_ends_once_every_lane_of_this_rank_has_given_padding(
 
 
 def test_items_read_ahead_are_bounded_by_number_and_bytes(single):
-    assert prefetch_factor(single, blocks_per_step=1, workers=1) == 8
-    assert prefetch_factor(single, blocks_per_step=60, workers=3) == 40
-    long = replace(single, seq_len=1 << 17)  # 1 MiB an item, borders included
-    assert prefetch_factor(long, blocks_per_step=512, workers=2) == 31
-    assert prefetch_factor(replace(single, seq_len=1 << 24), blocks_per_step=8, workers=2) == 2
+    assert prefetch_factor(single, blocks_per_step=1, workers=1, item_blocks=1) == 8
+    assert prefetch_factor(single, blocks_per_step=60, workers=3, item_blocks=1) == 40
+    assert prefetch_factor(single, blocks_per_step=60, workers=3, item_blocks=16) == 3
+    long = replace(single, seq_len=1 << 17)  # 1 MiB a block, borders included
+    assert prefetch_factor(long, blocks_per_step=512, workers=2, item_blocks=1) == 31
+    assert prefetch_factor(long, blocks_per_step=512, workers=2, item_blocks=8) == 3
+    longest = replace(single, seq_len=1 << 24)
+    assert prefetch_factor(longest, blocks_per_step=8, workers=2, item_blocks=1) == 2
+
+
+def test_a_worker_sends_as_many_blocks_at_once_as_a_step_takes_of_it(single):
+    assert item_blocks(single, blocks_per_step=1, workers=1) == 1
+    assert item_blocks(single, blocks_per_step=60, workers=3) == 20
+    assert item_blocks(single, blocks_per_step=512, workers=2) == 32
+    assert item_blocks(replace(single, seq_len=1 << 14), blocks_per_step=512, workers=2) == 1
 
 
 def exhaust(stream, steps=100):
