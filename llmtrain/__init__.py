@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import Config
     from llmtrain.errors import RunError, UserError
     from llmtrain.tools.stream import open_stream
-    from llmtrain.training.run import Result
+    from llmtrain.training.ending import Result
 
 __all__ = [
     "Config",
@@ -29,7 +29,7 @@ __all__ = [
 
 _HOMES = {
     "Config": "llmtrain.config.schema",
-    "Result": "llmtrain.training.run",
+    "Result": "llmtrain.training.ending",
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
     "load_config": "llmtrain.config.load",
@@ -60,8 +60,8 @@ def train(config: Config) -> Result:
     # the cores from what they wait for. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with stop.catching():  # before torch is imported, which takes seconds
+        from llmtrain.training.ending import Result, StoppedEarlyError
         from llmtrain.training.loop import train as run
-        from llmtrain.training.run import Result, StoppedEarlyError
 
         try:
             return run(config)

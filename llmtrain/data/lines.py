@@ -201,6 +201,19 @@ def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
     return bytes(data)
 
 
+def line_number(
+    file: io.RawIOBase | io.BufferedReader, compression: str | None, where: str, position: int
+) -> int:
+    """The number, from 1, of the line that begins at byte `position` of the content."""
+    if compression:
+        return decompress(file, compression, where)[:position].count(b"\n") + 1
+    count = 1
+    while position > 0:
+        chunk = read_exactly(file, min(MIB, position))
+        count, position = count + chunk.count(b"\n"), position - len(chunk)
+    return count
+
+
 def too_large(where: str) -> Problem:
     """A compressed file can only be read whole."""
     expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"

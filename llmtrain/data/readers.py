@@ -28,9 +28,9 @@ from llmtrain.data.lines import (
     decompress,
     end_of_line,
     fields,
+    line_number,
     owned,
     parse,
-    read_exactly,
     refuse_utf_16,
 )
 from llmtrain.data.manifest import Source, Unit
@@ -355,23 +355,13 @@ class Reader:
     def _bad_line(self, source: Source, unit: Unit, position: int, error: ValueError) -> UserError:
         where = f"{source.where(unit.file)}, byte {position}"
         if not source.remote:
-            number = self._line_number(source, unit, position)
+            compression = (file_format(source.files[unit.file].name) or ("", None))[1]
+            with self.open(source, unit.file) as file:
+                number = line_number(file, compression, source.where(unit.file), position)
             where = f"{source.where(unit.file)}, line {number}"
         expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
         remedy = "repair or remove the line, or correct the source's text_column"
         return UserError(Problem(where, str(error), expected, remedy))
-
-    def _line_number(self, source: Source, unit: Unit, position: int) -> int:
-        compression = (file_format(source.files[unit.file].name) or ("", None))[1]
-        with self.open(source, unit.file) as file:
-            if compression:
-                before = decompress(file, compression, source.where(unit.file))[:position]
-                return before.count(b"\n") + 1
-            count = 1
-            while position > 0:
-                chunk = read_exactly(file, min(MIB, position))
-                count, position = count + chunk.count(b"\n"), position - len(chunk)
-            return count
 
 
 def _place(source: Source, unit: Unit) -> str:

@@ -58,6 +58,10 @@ def backend(model: PreTrainedModel) -> str:
     return name
 
 
+class OtherAttentionError(Exception):
+    """A model's attention is something else than causal attention inside each document."""
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -73,7 +77,7 @@ def attention(
     query (B, H, T, D) · key, value (B, H or a divisor, T, D) · cu_seq_lens_q (n + 1,) int32:
     borders of the documents in the B·T positions, rows one behind the other; absent: each row is
     one document · max_length_q: at least the longest document's length.
-    Returns (B, T, H, D). Raises NotImplementedError for what it cannot compute.
+    Returns (B, T, H, D). Raises OtherAttentionError for what it cannot compute.
     """
     borders: Tensor | None = keywords.get("cu_seq_lens_q")
     longest = query.shape[2] if borders is None else int(keywords["max_length_q"])
@@ -97,17 +101,17 @@ def _refuse(
     """An error is better than a wrong number: whatever is not known to be harmless is refused."""
     causal = keywords.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise NotImplementedError("it is not causal")
+        raise OtherAttentionError("it is not causal")
     if attention_mask is not None:
-        raise NotImplementedError("it brings a mask of its own")
+        raise OtherAttentionError("it brings a mask of its own")
     if query.shape[2] != key.shape[2]:
-        raise NotImplementedError("queries and keys differ in number")
+        raise OtherAttentionError("queries and keys differ in number")
     window = keywords.get("sliding_window")
     if window is not None and window < longest:
-        raise NotImplementedError(f"it has a sliding window of {window} positions")
+        raise OtherAttentionError(f"it has a sliding window of {window} positions")
     for name in keywords.keys() - _MEANINGLESS - _DOCUMENTS - {"is_causal", "sliding_window"}:
         if keywords[name] is not None and keywords[name] is not False:
-            raise NotImplementedError(f"it needs {name}")
+            raise OtherAttentionError(f"it needs {name}")
 
 
 def _causal(
@@ -242,7 +246,7 @@ def _why_not(model: PreTrainedModel, seq_len: int) -> str:
             expected = model(ids, use_cache=False).logits
             model.set_attn_implementation(_TRIED)
             found = model(ids, **one_document).logits
-    except NotImplementedError as error:
+    except OtherAttentionError as error:
         return str(error)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"with ours its code fails: {type(error).__name__}: {error}"
@@ -272,6 +276,6 @@ def _refuse_other_masks(seq_len: int) -> Callable[..., None]:
         first_is_seen = mask_function(zero, zero, count, zero)
         sees_ahead = mask_function(zero, zero, zero, zero + 1)
         if not (last_sees.all() and first_is_seen.all()) or bool(sees_ahead):
-            raise NotImplementedError("its masks are not plainly causal")
+            raise OtherAttentionError("its masks are not plainly causal")
 
     return no_mask

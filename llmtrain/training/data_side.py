@@ -16,6 +16,7 @@ from llmtrain.data import heldout, units
 from llmtrain.data.epochs import epoch
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
+from llmtrain.data.parts import UNITS_PER_LANE
 from llmtrain.data.readers import Reading, reading_of
 from llmtrain.data.request import Stopping
 from llmtrain.data.state import DataState, carried_over, check, differing
@@ -100,12 +101,12 @@ def with_steps(
 ) -> Config:
     """The config with its length in steps: `training.epochs` is reckoned once for the run.
 
-    What an epoch is stands in `auto.json`, so that another number of epochs is another length of
-    the same run. stop: as for `open_data`. Raises UserError if the run is further than that.
+    What an epoch of this data is stands in `auto.json`, so that another number of epochs is another
+    length of the same run. stop: as for `open_data`. Raises UserError if the run is further than that.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
-        if "epoch" not in auto.run or data.changed:
+        if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
             reading = reading_of(config, run_directory(config), stop)
             body = from_rank_zero(ranks, lambda: _epoch(data, reading))
             auto.run["epoch"] = json.loads(body)
@@ -120,7 +121,8 @@ def with_steps(
 
 
 def _epoch(data: DataSide, reading: Reading) -> bytes:
-    return json.dumps(asdict(epoch(data.manifest, data.tokenizer, reading))).encode()
+    reckoned = asdict(epoch(data.manifest, data.tokenizer, reading))
+    return json.dumps({"data": data.manifest.fingerprint, **reckoned}).encode()
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:
@@ -149,12 +151,12 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
     """Where `max_epochs` ends lanes of very different length, the last steps are mostly padding."""
     for source in manifest.sources:
-        units, lanes = len(source.units), manifest.lanes
-        if source.max_epochs is not None and not source.cached and units < 4 * lanes:
+        count, lanes = len(source.units), manifest.lanes
+        if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:
             _log.warning(
                 "%s has %d units for %d lanes: lanes reach its max_epochs far apart, and the last "
                 "steps are mostly padding (data.lanes=%d would even that out)",
-                *(source.label, units, lanes, max(1, units // 4)),
+                *(source.label, count, lanes, max(1, count // UNITS_PER_LANE)),
             )
 
 

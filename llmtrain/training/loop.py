@@ -6,8 +6,9 @@ Order at a boundary: receive numbers, log what has arrived, evaluate, save, stop
 from __future__ import annotations
 
 from llmtrain.config.schema import Config
+from llmtrain.training.ending import Result
 from llmtrain.training.evaluate import evaluate
-from llmtrain.training.run import Result, open_run
+from llmtrain.training.run import open_run
 from llmtrain.training.sample import sample
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.step import update

@@ -1,7 +1,7 @@
 """A run while it is open: what the loop works with, how it is put together and how it ends.
 
-The stages of a start stand in `opening.py`; here they follow each other. Whatever ends a run, its
-record says so before the error goes on.
+The stages of a start stand in `opening.py` and `data_side.py`, its ends in `ending.py`; here they
+follow each other.
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.engine import TorchEngine
 from llmtrain.distributed.ranks import (
     ControlGroup,
-    lost_peer,
-    peer_lost,
-    refuse,
     sum_over_ranks,
 )
-from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.model.attention import backend
@@ -42,6 +38,13 @@ from llmtrain.training.announce import announce, tell_what_changed
 from llmtrain.training.data_side import DataSide
 from llmtrain.training.documents import document_tensors, on
 from llmtrain.training.due import Due, agreed_stop
+from llmtrain.training.ending import (
+    Result,
+    end_without_data,
+    heed_a_stop,
+    recorded,
+    stoppable,
+)
 from llmtrain.training.guards import Guards
 from llmtrain.training.journal import Journal, RunLog
 from llmtrain.training.opening import ModelSide, Processes
@@ -57,26 +60,6 @@ _log = logging.getLogger(__name__)
 # A batch queue kills some 30 s after its signal; a network that is away may be waited for longer.
 _PATIENCE_SECONDS = 10.0
 _OPENING_SECONDS = 1.0  # before the first step there is nothing that more patience would save
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a start of a run ended."""
-
-    run_dir: Path
-    state: str
-    exit_code: int
-    reason: str | None
-    step: int
-
-
-class StoppedEarlyError(Exception):
-    """All ranks agreed on a stop outside the loop, and what there was to save is: exit code 0."""
-
-    def __init__(self, reason: str, step: int) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.step = step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,7 +264,7 @@ def open_run(config: Config) -> Iterator[Run]:
             journal.step = place.step
             logfile.open(run_dir)
             logfile.show(journal.note)
-        with _recorded(journal):
+        with recorded(journal):
             processes = opening.start_processes(config, place, journal, signals, stack)
             if place is None:
                 logfile.open(run_dir)
@@ -289,16 +272,16 @@ def open_run(config: Config) -> Iterator[Run]:
             found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
-            _heed_a_stop(ranks, signals, journal)
+            heed_a_stop(ranks, signals, journal)
             revision = opening.base_revision(config, processes, found)
-            with _stoppable(ranks, signals, journal):
+            with stoppable(ranks, signals, journal):
                 data = data_side.open_data(config, processes, found, revision, stack, stopping)
                 config = data_side.with_steps(config, processes, data, found, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.expect(opening.total_steps(config))
-            _heed_a_stop(ranks, signals, journal)
+            heed_a_stop(ranks, signals, journal)
             model = opening.build_model(config, processes, found, revision)
-            _heed_a_stop(ranks, signals, journal)
+            heed_a_stop(ranks, signals, journal)
             same = found is None or opening.fill_state(config, processes, model, found)
             run = _assemble(config, processes, found, data, model, journal, signals)
             announce(run, time.perf_counter() - started)
@@ -307,80 +290,12 @@ def open_run(config: Config) -> Iterator[Run]:
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here
-                _end_without_data(run, failed.step)
+                end_without_data(run, failed.step)
                 raise
-
-
-def _end_without_data(run: Run, step: int) -> None:
-    """Ranks whose data failed in `step` say why, and all raise it.
-
-    What a restart may cure (the network stayed away, a worker died) is saved first, so that no
-    document is lost; behind a bad unit or a defect nothing is. Where a stop had cut the waiting
-    short, that is the reason.
-    """
-    vote = run.ranks.vote(run.data_error)
-    run.put_back(step)
-    curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
-    stops = agreed_stop(run.ranks, run.flags())
-    if curable and run.due.unsaved(run.step):
-        saving.save(run, run.step, stops[0] if stops else "data_failed")
-    if curable and stops:
-        raise StoppedEarlyError(stops[0], run.step)
-    refuse(vote, run.data_error)
-
-
-def _heed_a_stop(ranks: ControlGroup, signals: stop.Signals, journal: Journal) -> None:
-    """Between the stages of a start, which take their time: a stop that any rank was asked for."""
-    reason = signals.reason
-    lost = reason == "launcher_lost"
-    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
-    if stops:
-        raise StoppedEarlyError(stops[0], journal.step)
-
-
-@contextmanager
-def _stoppable(ranks: ControlGroup, signals: stop.Signals, journal: Journal) -> Iterator[None]:
-    """Where a stop cut the waiting for the Hub short, it is the reason; rank 0 waits for all.
-
-    Its failure is one of all ranks (`agreed`), so all of them can say whether they were stopped.
-    """
-    try:
-        yield
-    except RunError as error:
-        if error.exit_code == RESTARTABLE:
-            _heed_a_stop(ranks, signals, journal)
-        raise
 
 
 def _claim(config: Config) -> AbstractContextManager[Place]:
     return claim(config, int(os.environ.get("WORLD_SIZE", "1")), "ddp")
-
-
-@contextmanager
-def _recorded(journal: Journal) -> Iterator[None]:
-    """Whatever ends the run stands in its log, its record and its status."""
-    try:
-        yield
-    except StoppedEarlyError as stopped:
-        journal.end("stopped", 0, stopped.reason)
-        raise
-    except Exception as error:
-        shown = _as_run_error(error)
-        _log.error("the run failed", exc_info=True)
-        try:
-            journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
-        except RunError:  # a full disk takes no record either; the error itself goes on
-            _log.error("the end could not be recorded", exc_info=True)
-        if shown is error:
-            raise
-        raise shown from error
-
-
-def _as_run_error(error: Exception) -> Exception:
-    """What a bare RuntimeError of a library means, where it has a meaning for the whole run."""
-    if lost_peer(error):
-        return peer_lost(error)
-    return error
 
 
 def _assemble(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.model import attention
-from llmtrain.model.attention import NAME, install
+from llmtrain.model.attention import NAME, OtherAttentionError, install
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.documents import document_tensors
 
@@ -255,7 +255,7 @@ def test_our_function_refuses_an_attention_mask() -> None:
     install(model, SEQ_LEN)
     heads = torch.ones(1, 4, 3, 8)
     layer = model.model.layers[0].self_attn
-    with pytest.raises(NotImplementedError, match="mask of its own"):
+    with pytest.raises(OtherAttentionError, match="mask of its own"):
         attention.attention(layer, heads, heads, heads, torch.ones(1, 1, 3, 3))
 
 
@@ -272,13 +272,13 @@ def test_our_function_refuses_an_attention_mask() -> None:
 )
 def test_what_it_cannot_compute_is_refused(keywords: dict[str, Any], reason: str) -> None:
     heads = torch.ones(1, 4, 3, 8)
-    with pytest.raises(NotImplementedError, match=reason):
+    with pytest.raises(OtherAttentionError, match=reason):
         attention.attention(torch.nn.Module(), heads, heads, heads, None, **keywords)
 
 
 def test_keys_of_another_sequence_are_refused() -> None:
     queries, keys = torch.ones(1, 4, 3, 8), torch.ones(1, 4, 5, 8)
-    with pytest.raises(NotImplementedError, match="number"):
+    with pytest.raises(OtherAttentionError, match="number"):
         attention.attention(torch.nn.Module(), queries, keys, keys, None)
 
 

@@ -1,0 +1,114 @@
+"""How a start ends: finished, stopped before or outside the loop, without data, by an error.
+
+Whatever ends it, its record says so before the error goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.distributed.ranks import ControlGroup, lost_peer, peer_lost, refuse
+from llmtrain.errors import RESTARTABLE, RunError
+from llmtrain.training import saving
+from llmtrain.training.due import agreed_stop
+from llmtrain.training.journal import Journal
+from llmtrain.training.stop import Signals
+from llmtrain.types import Flags
+
+if TYPE_CHECKING:
+    from llmtrain.training.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a start of a run ended."""
+
+    run_dir: Path
+    state: str
+    exit_code: int
+    reason: str | None
+    step: int
+
+
+class StoppedEarlyError(Exception):
+    """All ranks agreed on a stop outside the loop, and what there was to save is: exit code 0."""
+
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.step = step
+
+
+def end_without_data(run: Run, step: int) -> None:
+    """Ranks whose data failed in `step` say why, and all raise it.
+
+    What a restart may cure (the network stayed away, a worker died) is saved first, so that no
+    document is lost; behind a bad unit or a defect nothing is. Where a stop had cut the waiting
+    short, that is the reason.
+    """
+    vote = run.ranks.vote(run.data_error)
+    run.put_back(step)
+    curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
+    stops = agreed_stop(run.ranks, run.flags())
+    if curable and run.due.unsaved(run.step):
+        saving.save(run, run.step, stops[0] if stops else "data_failed")
+    if curable and stops:
+        raise StoppedEarlyError(stops[0], run.step)
+    refuse(vote, run.data_error)
+
+
+def heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None:
+    """Between the stages of a start, which take their time: a stop that any rank was asked for."""
+    reason = signals.reason
+    lost = reason == "launcher_lost"
+    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
+    if stops:
+        raise StoppedEarlyError(stops[0], journal.step)
+
+
+@contextmanager
+def stoppable(ranks: ControlGroup, signals: Signals, journal: Journal) -> Iterator[None]:
+    """Where a stop cut the waiting for the Hub short, it is the reason; rank 0 waits for all.
+
+    Its failure is one of all ranks (`agreed`), so all of them can say whether they were stopped.
+    """
+    try:
+        yield
+    except RunError as error:
+        if error.exit_code == RESTARTABLE:
+            heed_a_stop(ranks, signals, journal)
+        raise
+
+
+@contextmanager
+def recorded(journal: Journal) -> Iterator[None]:
+    """Whatever ends the run stands in its log, its record and its status."""
+    try:
+        yield
+    except StoppedEarlyError as stopped:
+        journal.end("stopped", 0, stopped.reason)
+        raise
+    except Exception as error:
+        shown = _as_run_error(error)
+        _log.error("the run failed", exc_info=True)
+        try:
+            journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
+        except RunError:  # a full disk takes no record either; the error itself goes on
+            _log.error("the end could not be recorded", exc_info=True)
+        if shown is error:
+            raise
+        raise shown from error
+
+
+def _as_run_error(error: Exception) -> Exception:
+    """What a bare RuntimeError of a library means, where it has a meaning for the whole run."""
+    if lost_peer(error):
+        return peer_lost(error)
+    return error
