@@ -102,7 +102,7 @@ def with_steps(
     """The config with its length in steps: `training.epochs` is reckoned once for the run.
 
     What an epoch of this data is stands in `auto.json`, so that another number of epochs is another
-    length of the same run. stop: as for `open_data`. Raises UserError if the run is further than that.
+    length of the same run. stop: as for `open_data`. Raises UserError if the run is further along.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
