@@ -14,11 +14,9 @@ or a reader could not map them.
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import math
-import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
@@ -326,27 +324,6 @@ def complete_names(root: Path) -> list[str]:
 def names(root: Path) -> list[str]:
     """The names of the directories in `root`, sorted; none if it does not exist."""
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-
-
-def sync_directory(*directories: Path) -> None:
-    """Make the entries of directories durable."""
-    for directory in directories:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems cannot; they make entries durable themselves or not at all.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-            _warn_unsynced()
-        finally:
-            os.close(descriptor)
-
-
-@functools.cache
-def _warn_unsynced() -> None:
-    """Say it once in a process."""
-    logger.warning("this file system cannot fsync directories: a power cut may lose a checkpoint")
 
 
 def parents(directory: Path, files: Iterable[str]) -> list[Path]:

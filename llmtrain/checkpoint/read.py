@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import safetensors
 from xxhash import xxh3_128
 
+from llmtrain import durable
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, NewerFormatError, Place
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
@@ -170,7 +171,7 @@ def _set_aside(root: Path, name: str, reason: str) -> Reason:
         count += 1
         target = f"{name}{_DAMAGED}-{count}"
     (root / name).rename(root / target)
-    form.sync_directory(root)
+    durable.sync_directory(root)
     logger.warning("set %s aside as %s: %s", name, target, reason)
     return name, reason
 

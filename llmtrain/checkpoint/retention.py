@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.checkpoint import format as form
 from llmtrain.errors import Problem, UserError
 
@@ -67,7 +68,7 @@ def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> 
         name for step, name in sorted(own.items()) if step not in kept and _to_trash(root, name)
     ]
     if gone:
-        form.sync_directory(root)
+        durable.sync_directory(root)
     _delete(root, [name for name in form.names(root) if _TRASH.fullmatch(name)])
     return gone
 

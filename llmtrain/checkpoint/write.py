@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 from xxhash import xxh3_128
 
+from llmtrain import durable
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
 from llmtrain.checkpoint.retention import remove_partials
@@ -139,7 +140,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     _check_names(spec, small)
     if not root.is_dir():
         root.mkdir(parents=True)
-        form.sync_directory(root.parent)
+        durable.sync_directory(root.parent)
     remove_partials(root)
     final = root / form.directory_name(step)
     if final.exists():  # renaming onto it would fail, after all the writing
@@ -155,7 +156,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
         (partial / file).parent.mkdir(parents=True, exist_ok=True)
         _write_new(partial / file, body, len(body))
         extents[file] = form.extents_of(body)
-    form.sync_directory(*form.parents(partial, extents))
+    durable.sync_directory(*form.parents(partial, extents))
     return extents
 
 
@@ -250,9 +251,9 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
     temporary = begun.partial / f"{form.MANIFEST}.tmp"
     _write_new(temporary, manifest, len(manifest))
     temporary.rename(begun.partial / form.MANIFEST)
-    form.sync_directory(begun.partial)
+    durable.sync_directory(begun.partial)
     begun.partial.rename(begun.root / form.directory_name(begun.step))
-    form.sync_directory(begun.root)
+    durable.sync_directory(begun.root)
     return len(manifest) + sum(entry.size for entry in files.values())
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from llmtrain import durable
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -176,19 +177,11 @@ def _append(path: Path, entries: list[dict[str, object]]) -> None:
         finally:
             os.close(descriptor)
         if size == 0:
-            _sync_directory(path.parent)
+            durable.sync_directory(path.parent)
     except OSError as error:
         message = f"{path} cannot be written: {error}"
         remedy = "make room or repair the disk, then give the same command again"
         raise RunError(message, DISK_FAILED, remedy) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _words(part: LeftOut) -> str:

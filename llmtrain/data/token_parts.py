@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 import numpy as np
 import xxhash
 
+from llmtrain import durable
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.token_file import DTYPES, HEADER, MAGIC, VERSION
@@ -159,7 +160,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync_directory(path.parent)
+        durable.sync_directory(path.parent)
     except OSError as error:
         raise disk_failed(error, partial) from error
     finally:
@@ -185,15 +186,6 @@ def disk_failed(error: OSError, path: Path | None = None) -> RunError:
         DISK_FAILED,
         "make room or repair the disk, then give the same command again: it goes on",
     )
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -7,11 +7,11 @@ Written by rank 0 alone, which holds the lock of the run directory.
 from __future__ import annotations
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from llmtrain import durable
 from llmtrain.errors import DISK_FAILED, RunError
 
 FILE_NAME = "status.json"
@@ -71,14 +71,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
     fields = {**fields, "updated": datetime.now(UTC).isoformat(timespec="milliseconds")}
-    path, partial = run_dir / FILE_NAME, run_dir / f"{FILE_NAME}.partial"
+    path = run_dir / FILE_NAME
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(fields, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        _sync_directory(run_dir)
+        durable.write(path, (json.dumps(fields, indent=2) + "\n").encode())
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {error.strerror or error}",
@@ -86,12 +81,3 @@ def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
             "make room or repair the disk, then give the same command again",
         ) from error
     return fields
-
-
-def _sync_directory(directory: Path) -> None:
-    """A rename is on the disk only when its directory is."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain import durable
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.lock import RunLock, Takeover
 from llmtrain.config.load import load_config
@@ -150,13 +151,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     Raises RunError 74 when the disk refuses.
     """
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        durable.write(path, data)
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {error.strerror or error}",

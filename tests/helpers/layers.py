@@ -1,6 +1,6 @@
 """Who may import whom: read from syntax trees, so nothing is imported to find out.
 
-    5 cli, scripts · 4 tools, report · 3 training · 2 rooms · 1 config · 0 errors, types, hashing …
+    5 cli, scripts · 4 tools, report · 3 training · 2 rooms · 1 config · 0 errors, types, durable …
 
 Imports go down. A room knows no other room, and nothing knows what knows it. Outside packages that
 are slow to import stand at the top of a module only where `TOP_LEVEL` allows them.
@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics")
 LAYERS = {
-    **dict.fromkeys(("errors", "types", "hashing", "faults"), 0),
+    **dict.fromkeys(("errors", "types", "hashing", "durable", "faults"), 0),
     "config": 1,
     **dict.fromkeys(ROOMS, 2),
     "training": 3,

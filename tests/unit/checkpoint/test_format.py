@@ -188,17 +188,3 @@ def test_a_symbolic_link_is_no_file_of_a_checkpoint(tmp_path):
     (tmp_path / "way").symlink_to(tmp_path)
     (inside / "y").write_bytes(b"yy")
     assert form.regular_size(tmp_path / "way" / "step-00000001", "y") == 2
-
-
-def test_a_file_system_that_cannot_sync_directories_is_said_once(tmp_path, monkeypatch, caplog):
-    form._warn_unsynced.cache_clear()
-    monkeypatch.setattr(
-        "os.fsync", lambda _: (_ for _ in ()).throw(OSError(22, "Invalid argument"))
-    )
-    form.sync_directory(tmp_path, tmp_path)
-    assert len(caplog.records) == 1
-    monkeypatch.setattr(
-        "os.fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
-    )
-    with pytest.raises(OSError, match="Input/output"):
-        form.sync_directory(tmp_path)
