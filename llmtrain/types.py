@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -70,6 +71,66 @@ class Piece(NamedTuple):
     name: str
     start: int
     data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter, a tied one once. cast: autocast makes a bf16 copy of it in every forward.
+
+    block: number of the repeated block that it is in, None outside of them.
+    """
+
+    shape: tuple[int, ...]
+    trainable: bool
+    cast: bool
+    block: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a plan needs to know of a model, in elements.
+
+    head: elements of the output head's matrix, which is the input embedding's where `tied` ·
+    embedding: of the input embedding · buffers: persistent and not, in bytes · attention: Σ over
+    layers of heads × head size (for the arithmetic of attention) · block_class: of the repeated
+    blocks, None where the model does not name it.
+    """
+
+    parameters: tuple[ParameterShape, ...]
+    hidden: int
+    vocabulary: int
+    embedding: int
+    head: int
+    tied: bool
+    blocks: int
+    block_class: str | None
+    attention: int
+    buffers: int
+
+    @property
+    def count(self) -> int:
+        """All parameters."""
+        return sum(math.prod(one.shape) for one in self.parameters)
+
+    @property
+    def trainable(self) -> int:
+        """Those with gradients."""
+        return sum(math.prod(one.shape) for one in self.parameters if one.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Bytes that the forward of one sequence keeps for its backward, without head and loss.
+
+    blocks: all repeated blocks together · once: outside of them (embedding, final norm, ids) ·
+    recomputed: what one block holds while it is computed again, 0 without activation checkpointing
+    · casts: bf16 copies of weights, which do not grow with the number of sequences.
+    """
+
+    blocks: int
+    once: int
+    recomputed: int
+    casts: int
 
 
 @dataclass(frozen=True, slots=True)

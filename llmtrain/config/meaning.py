@@ -25,7 +25,12 @@ _BINDING = (
     "evaluation.max_documents",
     "evaluation.sources",
 )
-_FREE = ("data.workers", "data.cache_gb", "data.on_bad_unit")
+_FREE = (
+    "data.workers",
+    "data.cache_gb",
+    "data.on_bad_unit",
+    "model.activation_checkpointing",
+)
 
 
 def config_digest_values(config: Config) -> dict[str, object]:

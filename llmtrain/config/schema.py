@@ -56,6 +56,16 @@ class ModelConfig(Section):
         "auto",
         description="Directory, Hub id, `sample` or {train: N}; auto = the tokenizer of `from`.",
     )
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+        "auto",
+        description="What the backward computes again instead of keeping it: nothing, all but "
+        "matrix products and attention, whole blocks. auto = as the memory plan needs.",
+    )
+    freeze: tuple[Text, ...] = Field(
+        (),
+        strict=False,
+        description="Patterns (with * and ?) of parameter names that are not trained.",
+    )
 
 
 class DocumentsConfig(Section):
@@ -168,10 +178,47 @@ class OptimizerConfig(Section):
     )
 
 
+class DdpConfig(Section):
+    """What DDP alone has."""
+
+    bucket_cap_mb: Positive = Field(25, description="MiB of gradients reduced at once under DDP.")
+    find_unused_parameters: bool = Field(
+        False, description="Whether DDP looks for parameters that a step did not use."
+    )
+
+
 class DistributedConfig(Section):
     """Processes and devices."""
 
-    strategy: Literal["auto", "ddp"] = Field("auto", description="How the model is spread out.")
+    strategy: Literal[
+        "auto",
+        "ddp",
+        "fsdp2",
+        "fsdp2_offload",
+        "hsdp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3_offload",
+    ] = Field(
+        "auto",
+        description="How the model is spread out; auto = as launched, or by the memory plan.",
+    )
+    device_memory_gb: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto", description="Memory of a device in GiB that the plan reckons with; auto = asked."
+    )
+    ddp: DdpConfig = Field(default_factory=DdpConfig)
+    wrap_class: Text | Auto = Field(
+        "auto",
+        description="Class of the blocks that FSDP2 shards one by one; auto = the model says it.",
+        json_schema_extra={"expert": True},
+    )
+    fsdp_sync: Literal["auto", "every", "last"] = Field(
+        "auto",
+        description="Micro-batches whose gradients FSDP2 reduces: each, or the last alone, which "
+        "is faster and keeps whole gradients; auto = last where the plan has room.",
+        json_schema_extra={"expert": True},
+    )
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         20.0, description="After this long without an answer from a peer, a rank gives up."
     )

@@ -22,7 +22,8 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from llmtrain.distributed.engine import TorchEngine
+from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed.engine import Engine, TorchEngine
 from llmtrain.distributed.ranks import ControlGroup, Group, Single
 
 
@@ -34,7 +35,7 @@ class Launched:
     strategy: str
     ranks: ControlGroup
     device: torch.device
-    engine: TorchEngine
+    engine: Engine
 
 
 def on_cpu() -> bool:
@@ -66,12 +67,21 @@ def default_config() -> str | None:
     return path if launched and Path(path).is_file() else None
 
 
-def make_accelerator(precision: str, timeout_minutes: float) -> Launched:
+def make_accelerator(
+    strategy: str,
+    precision: str,
+    distributed: DistributedConfig,
+    *,
+    max_grad_norm: float | None = 1.0,
+    largest_block: int = 0,
+) -> Launched:
     """Join the process group (if there is one) and make the `Accelerator` and the control group.
 
-    precision: bf16 or fp32. Raises what torch raises when the rendezvous fails.
+    strategy: as `distributed.strategy` names it, never auto · precision: bf16 or fp32 ·
+    largest_block: elements of the model's largest block. Raises what torch raises when the
+    rendezvous fails.
     """
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = timedelta(minutes=distributed.timeout_minutes)
     accelerator = Accelerator(
         cpu=on_cpu(),
         mixed_precision="bf16" if precision == "bf16" else "no",
@@ -81,12 +91,17 @@ def make_accelerator(precision: str, timeout_minutes: float) -> Launched:
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout),
             # Views halve the memory of gradients; buffers are equal on all ranks from the start.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                bucket_cap_mb=distributed.ddp.bucket_cap_mb,
+                find_unused_parameters=distributed.ddp.find_unused_parameters,
+            ),
         ],
     )
     ranks: ControlGroup = Group(timeout) if accelerator.num_processes > 1 else Single()
     engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
-    return Launched(accelerator, "ddp", ranks, accelerator.device, engine)
+    return Launched(accelerator, strategy, ranks, accelerator.device, engine)
 
 
 def close(*, failed: bool = False) -> None:

@@ -16,14 +16,21 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from llmtrain.types import StepVector
+from llmtrain.distributed import state
+from llmtrain.types import Piece, Spec, StepVector
 
 
 class Engine(Protocol):
     """What the loop asks of a strategy."""
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """Spread the model over the devices. Returns the module whose forward the loop calls."""
+    def prepare(
+        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> nn.Module:
+        """Spread a model over the devices.
+
+        module: what is trained, which holds `model`, the bare one, whose names a checkpoint has.
+        Returns the module whose forward the loop calls.
+        """
         ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
@@ -54,6 +61,30 @@ class Engine(Protocol):
         """Around forwards that are no training: no gradients, no dropout; training again after."""
         ...
 
+    def clear(self) -> None:
+        """Drop all gradients."""
+        ...
+
+    def create_state(self) -> None:
+        """Moments of zero for every trainable parameter, before any step."""
+        ...
+
+    def pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+        """The ranges of weights and moments that this rank holds, in the order of the spec.
+
+        writing: only those that it shall write, so that all ranks together write each element once.
+        Else the memory is to be filled, and `filled` called behind the last piece.
+        """
+        ...
+
+    def filled(self, steps: int) -> None:
+        """All pieces were filled from a checkpoint of a run that had made `steps` updates."""
+        ...
+
+    def optimizer_steps(self) -> int:
+        """How many updates the optimizer has made. Waits for the device."""
+        ...
+
 
 class TorchEngine:
     """DDP, and one process without wrapping."""
@@ -62,11 +93,14 @@ class TorchEngine:
         self._accelerator = accelerator
         self._counts = counts_gradients  # replicas hold equal gradients: one of them counts
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    def prepare(
+        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> nn.Module:
         """Wrap the model for DDP and keep the raw optimizer (accelerate's costs 0.1 ms a step)."""
         prepared: tuple[nn.Module, AcceleratedOptimizer] = self._accelerator.prepare(
-            model, optimizer
+            module, optimizer
         )
+        self._bare = model
         self._model, wrapped = prepared
         self._optimizer: torch.optim.Optimizer = wrapped.optimizer
         self._parameters = [
@@ -128,6 +162,23 @@ class TorchEngine:
                 yield
         finally:
             self._model.train()
+
+    def create_state(self) -> None:
+        """As Engine.create_state."""
+        state.create_state(self._optimizer, steps=0)
+
+    def pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+        """As Engine.pieces: whole tensors, of which one replica writes."""
+        if self._counts or not writing:
+            yield from state.pieces(self._bare, self._optimizer, spec)
+
+    def filled(self, steps: int) -> None:
+        """As Engine.filled."""
+        state.set_steps(self._optimizer, steps)
+
+    def optimizer_steps(self) -> int:
+        """As Engine.optimizer_steps."""
+        return state.optimizer_steps(self._optimizer)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]

@@ -11,7 +11,7 @@ train alone. Standard library only, since the first check runs before torch is i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from llmtrain.config.checks import check_batch
 from llmtrain.errors import Problem, UserError
@@ -73,6 +73,13 @@ def verify_launch(
 def world_size(env: Mapping[str, str]) -> int:
     """How many processes the launcher started; 1 without a launcher."""
     return _number(env, "WORLD_SIZE") or 1
+
+
+def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
+    """Which engine a strategy is of: whole replicas, FSDP2 or DeepSpeed."""
+    if strategy in ("fsdp2", "fsdp2_offload", "hsdp"):
+        return "fsdp"
+    return "zero" if strategy.startswith("zero") else "ddp"
 
 
 def _launcher(env: Mapping[str, str]) -> Iterator[Problem]:

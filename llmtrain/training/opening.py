@@ -74,11 +74,10 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """The model, bare and as prepared for its strategy, and its optimizer."""
+    """The model, bare and as prepared for its strategy; spec: of its checkpoints."""
 
     bare: PreTrainedModel
     prepared: nn.Module
-    optimizer: torch.optim.Optimizer
     spec: Spec
     micro_batch_size: int
 
@@ -108,7 +107,7 @@ def start_processes(
     frozen = Auto(run_directory(config), "").run.get("precision")
     precision, why = (frozen, "as this run began") if frozen else _precision(config)
     with signals.alone(lambda reason: journal.end("stopped", 0, reason)):
-        launched = launching.make_accelerator(precision, config.distributed.timeout_minutes)
+        launched = launching.make_accelerator("ddp", precision, config.distributed)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
@@ -156,17 +155,17 @@ def build_model(
     torch.manual_seed(config.run.seed)
     bare = agreed(ranks, lambda: _bare_model(config, found, revision))
     optimizer = make_optimizer(bare, config.optimizer)
-    prepared = launched.engine.prepare(LossModule(bare), optimizer)
-    rng.seed_rank(config.run.seed, ranks.rank)
-    tensors.create_state(optimizer, steps=0)
     spec = tensors.spec(bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(ranks, lambda: _check_room(config, spec))
+    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    rng.seed_rank(config.run.seed, ranks.rank)
+    launched.engine.create_state()
     hiding = hiding_attention(bare, config, processes.auto.run["precision"], launched)
     vocabulary = bare.config.get_text_config().vocab_size
     micro_batch_size = _micro_batch_size(config, processes, prepared, vocabulary, hiding)
     shape = (micro_batch_size, config.data.seq_len, vocabulary)
     discarded_pass(prepared, launched.engine, launched.device, shape, hiding)
-    return ModelSide(bare, prepared, optimizer, spec, micro_batch_size)
+    return ModelSide(bare, prepared, spec, micro_batch_size)
 
 
 def fill_state(config: Config, processes: Processes, model: ModelSide, found: Found) -> bool:
@@ -175,9 +174,9 @@ def fill_state(config: Config, processes: Processes, model: ModelSide, found: Fo
     Returns whether the random states continue (same number of processes, same kind of device).
     """
     ranks, device = processes.launched.ranks, processes.launched.device
-    pieces = tensors.pieces(model.bare, model.optimizer, model.spec)
-    read.fill(found, model.spec, pieces, ranks)
-    tensors.set_steps(model.optimizer, found.state["optimizer_steps"])
+    engine = processes.launched.engine
+    read.fill(found, model.spec, engine.pieces(model.spec, writing=False), ranks)
+    engine.filled(found.state["optimizer_steps"])
     same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
     if same:
         rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)

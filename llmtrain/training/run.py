@@ -25,7 +25,7 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.distributed.accelerator import Launched
-from llmtrain.distributed.engine import TorchEngine
+from llmtrain.distributed.engine import Engine
 from llmtrain.distributed.ranks import (
     ControlGroup,
     sum_over_ranks,
@@ -82,10 +82,9 @@ class Run:
     strategy: str
     device: torch.device
     ranks: ControlGroup
-    engine: TorchEngine
+    engine: Engine
     model: nn.Module
     unwrapped: PreTrainedModel
-    optimizer: torch.optim.Optimizer
     spec: Spec
     data: DataSide
     micro_batch_size: int
@@ -328,7 +327,6 @@ def _assemble(
         engine=launched.engine,
         model=model.prepared,
         unwrapped=model.bare,
-        optimizer=model.optimizer,
         spec=model.spec,
         micro_batch_size=model.micro_batch_size,
         data=data,

@@ -57,7 +57,7 @@ def save(run: Run, step: int, reason: str) -> None:
 
 
 def _write(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Committed | write.Failed:
-    """Rank 0 writes; whatever it cannot do is a failed vote, the same on all ranks."""
+    """Each rank writes what it holds; what one cannot do is a failed vote, the same on all."""
     small: dict[str, bytes] = {}
     extents: Extents = {}
     error: Exception | None = None
@@ -71,9 +71,7 @@ def _write(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Committed 
     if isinstance(begun, write.Failed):
         return begun
     try:
-        if run.ranks.rank == 0:
-            held = state.pieces(run.unwrapped, run.optimizer, run.spec)
-            extents = write.pieces(begun, held)
+        extents = write.pieces(begun, run.engine.pieces(run.spec, writing=True))
     except Exception as caught:
         error = caught
     return write.commit(begun, extents, error, run.ranks)
@@ -150,7 +148,7 @@ def _small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, 
         "world_size": run.ranks.world_size,
         "device": run.device.type,
         "rng": [one["rng"] for one in heard],
-        "optimizer_steps": state.optimizer_steps(run.optimizer),
+        "optimizer_steps": run.engine.optimizer_steps(),
         "evaluation": run.log.last_evaluation,
         "skipped_in_a_row": run.guards.skipped_in_a_row,
         "patience": None,

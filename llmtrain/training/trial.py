@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from llmtrain.distributed.engine import TorchEngine
+from llmtrain.distributed.engine import Engine
 from llmtrain.distributed.ranks import ControlGroup
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.loss import made_up_batch
@@ -21,7 +21,7 @@ from llmtrain.training.documents import document_tensors
 
 def discarded_pass(
     model: nn.Module,
-    engine: TorchEngine,
+    engine: Engine,
     device: torch.device,
     shape: tuple[int, int, int],
     hiding: str | None = None,
@@ -42,7 +42,7 @@ def discarded_pass(
 
 def fitting_micro_batch(
     model: nn.Module,
-    engine: TorchEngine,
+    engine: Engine,
     ranks: ControlGroup,
     device: torch.device,
     candidates: list[int],
@@ -84,7 +84,7 @@ def fitting_micro_batch(
 
 def _pass(
     model: nn.Module,
-    engine: TorchEngine,
+    engine: Engine,
     device: torch.device,
     shape: tuple[int, int, int],
     hiding: str | None,

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.accelerator import close, make_accelerator
 from llmtrain.distributed.ranks import agreed, from_rank_zero
 from llmtrain.errors import PeerError, Problem, UserError
@@ -10,7 +11,7 @@ from llmtrain.errors import PeerError, Problem, UserError
 
 def talk(output: str) -> None:
     """Every kind of talk once."""
-    ranks = make_accelerator("fp32", 1.0).ranks
+    ranks = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0)).ranks
     heard = {
         "gathered": [body.decode() for body in ranks.gather(b"x" * ranks.rank)],
         "nothing": [body.decode() for body in ranks.gather(b"")],

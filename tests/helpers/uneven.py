@@ -15,10 +15,9 @@ import torch
 import xxhash
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import OptimizerConfig
+from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.accelerator import close, make_accelerator
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.distributed.state import create_state
 from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
@@ -70,12 +69,12 @@ def train(
 
     hiding: `documents`, or nothing where blocks are one document each.
     """
-    launched = make_accelerator("fp32", 2.0)
+    launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=2.0))
     bare = model()
     attention.install(bare, SEQ_LEN)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=RATE))
-    prepared = launched.engine.prepare(LossModule(bare), optimizer)
-    create_state(optimizer, 0)
+    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    launched.engine.create_state()
     sent: list[Any] = []
     run = SimpleNamespace(
         ranks=launched.ranks,

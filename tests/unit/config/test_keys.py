@@ -32,7 +32,12 @@ def test_every_key_is_explained():
 
 def test_only_what_the_design_calls_expert_is():
     expert = {key.name for key in all_keys() if key.expert}
-    assert expert == {"checkpoint.shard_gb", "training.max_skipped_in_a_row"}
+    assert expert == {
+        "checkpoint.shard_gb",
+        "distributed.fsdp_sync",
+        "distributed.wrap_class",
+        "training.max_skipped_in_a_row",
+    }
 
 
 @cache

@@ -127,7 +127,7 @@ def test_rules_between_keys_hold_beside_a_mistake_elsewhere(tmp_path):
         ("run.seed=9223372036854775808", "≤ 9223372036854775807"),
         ("model.config.rope_theta=.inf", "a finite number"),
         ("logging.trackers=[mlflow]", "tensorboard or wandb"),
-        ("distributed.strategy=fsdp2", "auto or ddp"),
+        ("distributed.strategy=fsdp", "zero3 or zero3_offload"),
     ],
 )
 def test_a_wrong_value_is_told_with_what_would_be_right(tmp_path, override, message):

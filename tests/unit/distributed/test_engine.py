@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import OptimizerConfig
+from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.state import create_state
 from llmtrain.model.loss import LossModule, made_up_batch
@@ -14,7 +14,7 @@ from llmtrain.types import SLOTS, StepVector
 
 @pytest.fixture
 def launched() -> Iterator[Launched]:
-    yield make_accelerator("fp32", 1.0)
+    yield make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
     close()
 
 
@@ -32,7 +32,7 @@ def vector(squares: float, **slots: float) -> StepVector:
 
 def prepared(launched: Launched, model: LlamaForCausalLM) -> torch.optim.Optimizer:
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
-    launched.engine.prepare(LossModule(model), optimizer)
+    launched.engine.prepare(LossModule(model), model, optimizer)
     create_state(optimizer, 0)
     return optimizer
 
@@ -124,7 +124,7 @@ def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    launched = make_accelerator("fp32", 1.0)
+    launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
     try:
         assert launched.accelerator.gradient_accumulation_steps == 1
         assert launched.accelerator.mixed_precision == "no"
