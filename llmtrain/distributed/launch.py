@@ -27,6 +27,8 @@ _NOT_BUILT = {
 }
 _SPLIT_MODEL = ("TP", "CP", "SP")
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
+# In the order in which a plan prefers them; the last three are never chosen, only asked for.
+STRATEGIES = ("ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload", "zero1", "zero2", "zero3")
 _WHERE = "the launch"
 
 
@@ -82,6 +84,41 @@ def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
     return "zero" if strategy.startswith("zero") else "ddp"
 
 
+def allowed_strategies(env: Mapping[str, str], config: Config) -> tuple[str, ...]:
+    """Which strategies this launch leaves open, the preferred one first.
+
+    A plain launch leaves all open, FSDP and DEEPSPEED name one; an explicit
+    `distributed.strategy` is the only one. To be asked after `check_environment` and before there
+    is an `Accelerator`, which writes ACCELERATE_USE_FSDP and _DEEPSPEED into the environment.
+    """
+    if config.distributed.strategy != "auto":
+        return (config.distributed.strategy,)
+    named = named_strategy(env)
+    return STRATEGIES if named is None else (named,)
+
+
+def named_strategy(env: Mapping[str, str]) -> str | None:
+    """The strategy that the launch itself names; None: a plain launch, or one that is refused."""
+    if _true(env, "ACCELERATE_USE_FSDP"):
+        offloaded = _true(env, "FSDP_OFFLOAD_PARAMS")
+        replicated = _number(env, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE") > 1
+        return {
+            (False, False): "fsdp2",
+            (True, False): "fsdp2_offload",
+            (False, True): "hsdp",
+        }.get((offloaded, replicated))
+    if _true(env, "ACCELERATE_USE_DEEPSPEED"):
+        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")  # accelerate's default
+        offloads = (_device(env, "OPTIMIZER"), _device(env, "PARAM"))
+        return {
+            ("1", ("none", "none")): "zero1",
+            ("2", ("none", "none")): "zero2",
+            ("3", ("none", "none")): "zero3",
+            ("3", ("cpu", "cpu")): "zero3_offload",
+        }.get((stage, offloads))
+    return None
+
+
 def _launcher(env: Mapping[str, str]) -> Iterator[Problem]:
     """Traces of a launcher that did not start this process, or started fewer than asked."""
     if "LOCAL_RANK" in env:
@@ -135,3 +172,12 @@ def _number(env: Mapping[str, str], name: str) -> int:
     """A whole number of the environment; 0 where it is absent or none."""
     text = env.get(name, "").strip()
     return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _true(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def _device(env: Mapping[str, str], what: Literal["OPTIMIZER", "PARAM"]) -> str:
+    """Where DeepSpeed is to keep it."""
+    return env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none").lower()

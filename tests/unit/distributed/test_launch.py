@@ -6,12 +6,19 @@ Only what decides something is kept of them.
 import ast
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from helpers.config import loaded
 
+from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed import launch
-from llmtrain.distributed.launch import check_environment, verify_launch, world_size
+from llmtrain.distributed.launch import (
+    allowed_strategies,
+    check_environment,
+    verify_launch,
+    world_size,
+)
 from llmtrain.errors import UserError
 
 TORCHRUN = {
@@ -167,6 +174,39 @@ def test_an_accelerator_of_another_kind_is_refused(tmp_path, kind):
 )
 def test_what_was_launched_is_accepted(tmp_path, env, processes, kind):
     verify_launch(env, loaded(tmp_path), processes, kind)
+
+
+FSDP = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+ZERO = TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}
+TO_CPU = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE": "cpu" for what in ("OPTIMIZER", "PARAM")}
+NAMED = {
+    "fsdp2": FSDP | {"FSDP_OFFLOAD_PARAMS": "false"},
+    "fsdp2_offload": FSDP | {"FSDP_OFFLOAD_PARAMS": "true"},
+    "hsdp": FSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+    "zero1": ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+    "zero2": ZERO,
+    "zero3": ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    "zero3_offload": ZERO | TO_CPU | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_a_launch_with_a_strategy_leaves_only_that_one_open(tmp_path, strategy):
+    assert allowed_strategies(NAMED[strategy], loaded(tmp_path)) == (strategy,)
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN, TORCHRUN | NO])
+def test_a_plain_launch_leaves_every_strategy_open_and_the_simplest_comes_first(tmp_path, env):
+    literal = DistributedConfig.model_fields["strategy"].annotation
+    open_ = allowed_strategies(env, loaded(tmp_path))
+    assert open_[0] == "ddp"
+    assert {"auto", *open_} == set(get_args(literal))
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN])
+def test_an_explicit_strategy_is_the_only_one(tmp_path, env):
+    config = loaded(tmp_path, "distributed.strategy=zero2")
+    assert allowed_strategies(env, config) == ("zero2",)
 
 
 def test_without_a_launcher_there_is_one_process():
