@@ -43,6 +43,7 @@ from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.place import Auto, Place
 from llmtrain.training.rng import States
+from llmtrain.training.shared import check_shared
 from llmtrain.training.stop import Signals
 from llmtrain.training.trial import discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
@@ -111,6 +112,7 @@ def start_processes(
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
+    check_shared(run_directory(config), ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     _same_everywhere(config, ranks, {"precision": precision, **versions})
