@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter, a tied one once. cast: autocast makes a bf16 copy of it in every forward.
+    """One parameter, a tied one once. cast: autocast keeps a bf16 copy of it for the backward.
 
     block: number of the repeated block that it is in, None outside of them.
     """

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError
+from llmtrain.model.freeze import freeze
 from llmtrain.model.tokenizer import SpecialTokens
 
 
@@ -33,18 +34,23 @@ def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any
 
 
 def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedModel:
-    """The model with random weights (from torch's global generator), or with those of `from`."""
+    """The model with random weights (from torch's global generator), or with those of `from`.
+
+    Raises UserError for weights that do not fit, and for patterns of `model.freeze`.
+    """
     model = _load(config, asked.from_, revision) if asked.from_ else _fresh(config)
-    return _ready(model)
+    return _ready(model, asked)
 
 
-def rebuild(checkpoint: Path) -> PreTrainedModel:
+def rebuild(checkpoint: Path, asked: ModelConfig) -> PreTrainedModel:
     """The model of a checkpoint of ours with random weights: they are filled in afterwards."""
-    return _ready(_fresh(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)))
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    return _ready(_fresh(config), asked)
 
 
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
+def _ready(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     _refuse_seeing_ahead(model)
+    freeze(model, asked.freeze)
     model.train()
     model.config.architectures = [type(model).__name__]
     return model

@@ -258,7 +258,7 @@ def _refuse_other_run(found: Found, config: Config) -> None:
 
 def _bare_model(config: Config, found: Found | None, revision: str | None) -> PreTrainedModel:
     if found and config.model.from_:  # the weights it began with may be gone by now
-        model = rebuild(found.path)
+        model = rebuild(found.path, config.model)
     else:
         tokens = special_tokens(run_directory(config) / prepare.TOKENIZER)
         described = model_config(config.model, tokens, config.data.seq_len)

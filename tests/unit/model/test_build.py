@@ -104,10 +104,23 @@ def test_a_model_that_sees_ahead_is_refused() -> None:
 
 
 def test_a_checkpoint_builds_its_model_without_what_it_began_with(saved: Path) -> None:
-    model = rebuild(saved)
+    model = rebuild(saved, ModelConfig(config=LLAMA))
     assert model.training
     assert model.config.hidden_size == 16
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_patterns_freeze_a_model_however_it_is_built(saved: Path) -> None:
+    asked = ModelConfig(config=LLAMA, freeze=("*.embed_tokens.*", "*.layers.0.*"))
+    fresh, again = build(model_config(asked, TOKENS, 16), asked, None), rebuild(saved, asked)
+    for model in (fresh, again):
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert frozen == {
+            name
+            for name, _ in model.named_parameters()
+            if name.startswith(("model.embed_tokens.", "model.layers.0."))
+        }
+        assert model.lm_head.weight.requires_grad
 
 
 @pytest.fixture

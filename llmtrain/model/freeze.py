@@ -1,0 +1,46 @@
+"""`model.freeze`: parameters that keep the values they begin with.
+
+A tied parameter has several names, and any of them freezes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from llmtrain.errors import Problem, UserError
+
+KEY = "model.freeze"
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take the gradient from every parameter whose name matches one of the patterns (`*`, `?`).
+
+    model: the bare one, also on meta. Raises UserError for each pattern that matches nothing, and
+    where nothing would be left to train.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in named]
+    unmatched = [pattern for pattern in patterns if not any(_matching(names, pattern))]
+    if unmatched:
+        raise UserError(*(_no_match(pattern, names) for pattern in unmatched))
+    frozen = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if {id(p) for p in frozen} == {id(p) for _, p in named}:
+        asked = ", ".join(patterns)
+        raise UserError(Problem(KEY, asked, f"something left to train of {len(names)} parameters"))
+    for parameter in frozen:
+        parameter.requires_grad = False
+
+
+def _matching(names: Iterable[str], pattern: str) -> Iterable[str]:
+    return (name for name in names if fnmatchcase(name, pattern))
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> Problem:
+    near = difflib.get_close_matches(pattern.strip("*?."), names, n=3, cutoff=0.3)
+    inside = [name for name in names if pattern.strip("*?.") in name][:3]  # without its stars
+    shown = ", ".join(inside or near or names[:3])
+    return Problem(KEY, pattern, "a pattern that matches a parameter's name", f"like {shown}")
