@@ -7,9 +7,13 @@ environment and a default config file otherwise decide behind our back.
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +27,12 @@ from accelerate.utils import (
 )
 
 from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed import fsdp
 from llmtrain.distributed.engine import Engine, TorchEngine
+from llmtrain.distributed.fsdp import Sharding
+from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import ControlGroup, Group, Single
+from llmtrain.errors import Problem, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +82,51 @@ def make_accelerator(
     *,
     max_grad_norm: float | None = 1.0,
     largest_block: int = 0,
+    fsdp_sync: str = "every",
 ) -> Launched:
     """Join the process group (if there is one) and make the `Accelerator` and the control group.
 
     strategy: as `distributed.strategy` names it, never auto · precision: bf16 or fp32 ·
-    largest_block: elements of the model's largest block. Raises what torch raises when the
-    rendezvous fails.
+    largest_block: elements of the model's largest block · fsdp_sync: every or last, never auto.
+    Raises what torch raises when the rendezvous fails, UserError where `hsdp` has no mesh.
     """
     timeout = timedelta(minutes=distributed.timeout_minutes)
-    accelerator = Accelerator(
-        cpu=on_cpu(),
-        mixed_precision="bf16" if precision == "bf16" else "no",
-        # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
-        # beats `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+    # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
+    # beats `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
+    common = {
+        "cpu": on_cpu(),
+        "mixed_precision": "bf16" if precision == "bf16" else "no",
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+    }
+    match family(strategy):
+        case "ddp":
+            accelerator = _replicated(distributed, timeout, common)
+            ranks = _control_group(accelerator, timeout)
+            engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
+        case "fsdp":
+            accelerator, sharding = _sharded(
+                strategy, precision, distributed, timeout, fsdp_sync, common
+            )
+            ranks = _control_group(accelerator, timeout)
+            engine = TorchEngine(
+                accelerator, counts_gradients=sharding.replica == 0, sharding=sharding
+            )
+        case _:
+            expected = "ddp, fsdp2, fsdp2_offload or hsdp"
+            raise UserError(Problem("distributed.strategy", strategy, expected))
+    return Launched(accelerator, strategy, ranks, accelerator.device, engine)
+
+
+def _control_group(accelerator: Accelerator, timeout: timedelta) -> ControlGroup:
+    return Group(timeout) if accelerator.num_processes > 1 else Single()
+
+
+def _replicated(
+    distributed: DistributedConfig, timeout: timedelta, common: dict[str, Any]
+) -> Accelerator:
+    """DDP, or one process without wrapping."""
+    return Accelerator(
+        **common,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout),
             # Views halve the memory of gradients; buffers are equal on all ranks from the start.
@@ -99,9 +138,53 @@ def make_accelerator(
             ),
         ],
     )
-    ranks: ControlGroup = Group(timeout) if accelerator.num_processes > 1 else Single()
-    engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
-    return Launched(accelerator, strategy, ranks, accelerator.device, engine)
+
+
+def _sharded(
+    strategy: str,
+    precision: str,
+    distributed: DistributedConfig,
+    timeout: timedelta,
+    sync: str,
+    common: dict[str, Any],
+) -> tuple[Accelerator, Sharding]:
+    """FSDP2 or HSDP, whatever the launch file says beside the numbers of processes."""
+    env = dict(os.environ)
+    with own_environment():
+        for name in env:
+            if name.startswith("FSDP_") or name == "ACCELERATE_USE_PARALLELISM_CONFIG":
+                del os.environ[name]
+        handlers = [InitProcessGroupKwargs(timeout=timeout)]
+        accelerator, replicas, replica = fsdp.make(
+            strategy, precision, env, timeout, kwargs_handlers=handlers, **common
+        )
+    if "FSDP_CPU_RAM_EFFICIENT_LOADING" in env:
+        # transformers reads it too, and would load weights on rank 0 alone.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    offload = strategy == "fsdp2_offload" and not common["cpu"]
+    return accelerator, Sharding(distributed.wrap_class, sync, replica, replicas, offload)
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """An environment in which this process can be a group of its own; afterwards it is as before.
+
+    Beyond DDP a single process needs a rendezvous too. And accelerate notes what it became in
+    os.environ, where a child or a second run in this process would take it for a launch.
+    """
+    before = dict(os.environ)
+    if "LOCAL_RANK" not in before:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it is chosen
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def close(*, failed: bool = False) -> None:

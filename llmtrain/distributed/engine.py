@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from llmtrain.distributed import state
+from llmtrain.distributed.fsdp import Sharding
 from llmtrain.types import Piece, Spec, StepVector
 
 
@@ -89,8 +90,15 @@ class Engine(Protocol):
 class TorchEngine:
     """DDP, and one process without wrapping."""
 
-    def __init__(self, accelerator: Accelerator, *, counts_gradients: bool) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        counts_gradients: bool,
+        sharding: Sharding | None = None,
+    ) -> None:
         self._accelerator = accelerator
+        self._sharding = sharding  # None: every rank holds everything
         self._counts = counts_gradients  # replicas hold equal gradients: one of them counts
 
     def prepare(

@@ -1,0 +1,187 @@
+"""FSDP2 and HSDP: what accelerate is told, what is refused, and what torch leaves open.
+
+FSDP2 gives every rank 1/N of the rows of each parameter, gathers a block's parameters when its
+forward or backward needs them and lets go of them behind it. HSDP does so within groups of ranks,
+which are replicas of each other:
+
+    hsdp of 2 × 2      shard 0   shard 1
+        replica 0      rank 0    rank 1     all-gather, reduce-scatter: along a row
+        replica 1      rank 2    rank 3     all-reduce of gradients: along a column, once a step
+
+The trap: the environment of an accelerate launch is full of FSDP_* keys, defaults of accelerate
+among them, that decide behind the back of whoever passes an argument. They are read here, what does
+not agree with what is done is said, and none is left to accelerate.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from llmtrain.errors import Problem, UserError
+
+_log = logging.getLogger(__name__)
+
+# What a launch file may say otherwise than it is done here: (key, what it says, what is done).
+_OVERRULED = (
+    ("cpu_ram_efficient_loading", "true", "every rank builds the model from the same seed"),
+    ("activation_checkpointing", "true", "model.activation_checkpointing decides"),
+    ("auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
+    ("auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
+    ("state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How FSDP2 is driven.
+
+    wrap_class: as `distributed.wrap_class` · sync: every or last, as `distributed.fsdp_sync`, of
+    which micro-batch gradients are reduced · replica: number of this rank's replica (0 but for
+    HSDP) · replicas: how many there are · offload: whether shards live in host memory.
+    """
+
+    wrap_class: str
+    sync: str
+    replica: int
+    replicas: int
+    offload: bool
+
+
+def plugin(
+    strategy: str, precision: str, env: Mapping[str, str], *, cpu: bool
+) -> FullyShardedDataParallelPlugin:
+    """What accelerate is told of FSDP2. cpu: a rehearsal; offload cannot be rehearsed.
+
+    env: read for `fsdp_reshard_after_forward`, and for what is overruled; none of its FSDP_* keys
+    must be there when this is called. Logs what is not done as asked.
+    """
+    for key, said, done in _OVERRULED:
+        if env.get(f"FSDP_{key.upper()}", "").lower() == said.lower():
+            _log.warning("fsdp_%s: %s of the launch file is not used: %s", key, said, done)
+    offload = strategy == "fsdp2_offload"
+    if offload and cpu:
+        _log.warning("fsdp2_offload on a CPU is rehearsed without offload: torch needs a device")
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        # Else the policy is made of `mixed_precision`: gradients are reduced in bf16 and the
+        # summed loss is returned with eight bits (accelerate 1.15).
+        mixed_precision_policy=bf16 if precision == "bf16" else MixedPrecisionPolicy(),
+        reshard_after_forward=env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false",
+        cpu_offload=offload and not cpu,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        activation_checkpointing=False,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+
+
+def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, int]:
+    """(replicas, shards of each): those of the launch's parallelism_config, or nodes × processes.
+
+    Raises UserError where HSDP has nothing to replicate or nothing to shard.
+    """
+    if strategy != "hsdp":
+        return 1, world_size
+    if env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        sizes = [
+            int(env.get(f"PARALLELISM_CONFIG_DP_{kind}_SIZE", "1"))
+            for kind in ("REPLICATE", "SHARD")
+        ]
+    else:
+        on_a_node = int(env.get("LOCAL_WORLD_SIZE", world_size))
+        sizes = [world_size // on_a_node, on_a_node]
+    replicas, shards = sizes
+    problems = [*_mesh_problems(replicas, shards, world_size)]
+    if problems:
+        raise UserError(*problems)
+    return replicas, shards
+
+
+def _mesh_problems(replicas: int, shards: int, world_size: int) -> Iterator[Problem]:
+    where = f"hsdp of {replicas} × {shards} processes (replicas × shards)"
+    remedy = "parallelism_config of the accelerate file: dp_replicate_size × dp_shard_size"
+    if replicas == 1:
+        yield Problem("distributed.strategy", where, "at least 2 replicas", "fsdp2: one replica")
+    if shards == 1:
+        yield Problem("distributed.strategy", where, "at least 2 shards", "ddp: nothing is sharded")
+    if replicas * shards != world_size:
+        yield Problem("distributed.strategy", where, f"{world_size} processes in all", remedy)
+
+
+def make(
+    strategy: str, precision: str, env: Mapping[str, str], timeout: timedelta, **common: object
+) -> tuple[Accelerator, int, int]:
+    """The `Accelerator` of FSDP2 or HSDP, its number of replicas, and the one of this rank.
+
+    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* key; what
+    accelerate writes there is the caller's to put back. common: more arguments.
+    """
+    replicas, shards = mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
+    cpu = bool(common["cpu"])
+    if cpu:
+        rehearse(timeout)
+    axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+    accelerator = Accelerator(
+        fsdp_plugin=plugin(strategy, precision, env, cpu=cpu),
+        parallelism_config=axes if replicas > 1 else None,
+        **common,
+    )
+    if replicas == 1:
+        return accelerator, 1, 0
+    return accelerator, replicas, accelerator.torch_device_mesh.get_local_rank("dp_replicate")
+
+
+def rehearse(timeout: timedelta) -> None:
+    """Make accelerate shard on a CPU, which it offers for devices alone.
+
+    Without this an FSDP launch on a CPU is plain DDP, and accelerate says nothing. A private name
+    of accelerate 1.15: here alone, with a test of its own.
+    """
+    PartialState(cpu=True, timeout=timeout)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def wrap_classes(model: nn.Module, asked: str) -> list[str]:
+    """Names of the classes whose modules are sharded one by one.
+
+    asked: `distributed.wrap_class`. Raises UserError where the model has no such module.
+    """
+    named = getattr(model, "_no_split_modules", None) or ()
+    wanted = sorted(named) if asked == "auto" else asked.split(",")
+    classes = {type(module).__name__ for module in model.modules()}
+    found = [name for name in wanted if name in classes]
+    if not found or (asked != "auto" and found != wanted):
+        blocks = sorted({type(m[0]).__name__ for m in _lists(model)})
+        expected = f"the class of the model's repeated blocks; its lists hold {', '.join(blocks)}"
+        remedy = f"distributed.wrap_class={blocks[0]}" if blocks else "distributed.strategy=zero3"
+        raise UserError(Problem("distributed.wrap_class", asked, expected, remedy))
+    return found
+
+
+def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    return (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of gathered parameters.
+
+    A forward without a backward leaves those of the root, and a save would see plain tensors.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
