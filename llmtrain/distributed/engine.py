@@ -1,24 +1,29 @@
 """The step adapter: what a strategy does with one micro-batch, one norm and one update.
 
-`TorchEngine` drives DDP and a single process. Nothing here waits for the device: norm, clipping and
-the skip of a bad update are computed where the gradients are, from the step's reduced vector, so
-that they are the same bits on every rank.
+`TorchEngine` drives DDP, FSDP2, HSDP and a single process. Nothing here waits for the device (but
+for offloaded shards, which are updated on the host): norm, clipping and the skip of a bad update
+are computed where the gradients are, from the step's reduced vector, so that they are the same bits
+on every rank.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from llmtrain.distributed import state
+from llmtrain.distributed import fsdp, state
 from llmtrain.distributed.fsdp import Sharding
+from llmtrain.errors import Problem, UserError
 from llmtrain.types import Piece, Spec, StepVector
+
+_log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -88,7 +93,7 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """DDP, and one process without wrapping."""
+    """DDP, FSDP2, HSDP, and one process without wrapping."""
 
     def __init__(
         self,
@@ -104,13 +109,18 @@ class TorchEngine:
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> nn.Module:
-        """Wrap the model for DDP and keep the raw optimizer (accelerate's costs 0.1 ms a step)."""
-        prepared: tuple[nn.Module, AcceleratedOptimizer] = self._accelerator.prepare(
-            module, optimizer
-        )
+        """Wrap or shard the model, keep the raw optimizer (accelerate's costs 0.1 ms a step).
+
+        Raises UserError for a model that this strategy cannot take.
+        """
         self._bare = model
-        self._model, wrapped = prepared
-        self._optimizer: torch.optim.Optimizer = wrapped.optimizer
+        module = with_common_statistics(module, self._accelerator)
+        if self._sharding:
+            self._model = fsdp.prepare(self._accelerator, module, optimizer, self._sharding)
+        else:
+            prepared: tuple[nn.Module, object] = self._accelerator.prepare(module, optimizer)
+            self._model = prepared[0]
+        self._optimizer = optimizer
         self._parameters = [
             p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
@@ -120,10 +130,12 @@ class TorchEngine:
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
         """DDP reduces gradients in the backward of the last micro-batch alone."""
-        if last:
-            return nullcontext()
-        context: AbstractContextManager[object] = self._accelerator.no_sync(self._model)
-        return context
+        if self._sharding:
+            fsdp.reduce_in_backward(self._model, self._sharding, last=last)
+        elif not last:
+            context: AbstractContextManager[object] = self._accelerator.no_sync(self._model)
+            return context
+        return nullcontext()
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
         """Not accelerator.backward: it divides by an accumulation count from the environment."""
@@ -131,16 +143,17 @@ class TorchEngine:
 
     def squares(self) -> Tensor:
         """In fp64, so that another way to split the sum rounds to the same fp32 norm."""
-        if not self._counts:
-            return torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
-        norms = torch._foreach_norm(self._gradients(), 2, torch.float64)
-        return torch.stack(norms).square().sum()
+        gradients = self._gradients() if self._counts else []
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
+        norms = torch._foreach_norm(gradients, 2, torch.float64)
+        return torch.stack(norms).square().sum().to(self._accelerator.device)
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
         if max_norm is not None:
             factor = (max_norm / (self.norm(sums) + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(self._gradients(), factor)
+            torch._foreach_mul_(self._gradients(), factor.to(self._updates_on))
 
     def step(self, factor: float, sums: StepVector) -> None:
         """AdamW's fused kernel leaves weights, moments and step alone where `found_inf` is 1."""
@@ -148,7 +161,8 @@ class TorchEngine:
             group["lr"] = group["peak_lr"] * factor
         # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused kernels
-        self._optimizer.found_inf = not_finite(sums).float()  # type: ignore[attr-defined]  # ditto
+        found_inf = not_finite(sums).float().to(self._updates_on)
+        self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # ditto
         self._optimizer.step()
         self.clear()
 
@@ -169,6 +183,7 @@ class TorchEngine:
             with torch.no_grad():
                 yield
         finally:
+            fsdp.reshard(self._model)
             self._model.train()
 
     def create_state(self) -> None:
@@ -176,9 +191,10 @@ class TorchEngine:
         state.create_state(self._optimizer, steps=0)
 
     def pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
-        """As Engine.pieces: whole tensors, of which one replica writes."""
-        if self._counts or not writing:
-            yield from state.pieces(self._bare, self._optimizer, spec)
+        """As Engine.pieces: of replicas one writes, and of what nobody splits rank 0."""
+        shards = self._counts or not writing
+        whole = self._accelerator.process_index == 0 or not writing
+        yield from state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
 
     def filled(self, steps: int) -> None:
         """As Engine.filled."""
@@ -188,8 +204,36 @@ class TorchEngine:
         """As Engine.optimizer_steps."""
         return state.optimizer_steps(self._optimizer)
 
+    @property
+    def _updates_on(self) -> torch.device:
+        offload = self._sharding is not None and self._sharding.offload
+        return torch.device("cpu") if offload else self._accelerator.device
+
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        """What this rank holds of each gradient; of a short parameter it may be nothing."""
+        return [state.local(p.grad) for p in self._parameters if p.grad is not None]
+
+
+def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """A batch norm that sees the rows of all ranks, where there are several: torch's own.
+
+    Else each rank has statistics of its own: ranks score other losses, and a resumed run goes on
+    with those of rank 0. torch has none for CPUs, so there it raises UserError.
+    """
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    if not norms or accelerator.num_processes == 1:
+        return module
+    if accelerator.device.type == "cpu":
+        expected = f"one process on a CPU, for a model with batch norm ({names_of(norms)})"
+        raise UserError(Problem("processes", accelerator.num_processes, expected, "GPUs, or one"))
+    _log.info("batch norm is computed over all processes (SyncBatchNorm): %s", names_of(norms))
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]  # torch has no stub for it
+    return converted
+
+
+def names_of(found: list[str]) -> str:
+    """The first of them, and how many there are."""
+    return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
 
 
 def not_finite(sums: StepVector) -> Tensor:

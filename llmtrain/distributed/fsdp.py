@@ -30,6 +30,7 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import Problem, UserError
 
@@ -154,6 +155,102 @@ def rehearse(timeout: timedelta) -> None:
     """
     PartialState(cpu=True, timeout=timeout)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def prepare(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> nn.Module:
+    """Shard `module` and give the optimizer its parameters anew; both in place.
+
+    Raises UserError for a model that FSDP2 cannot take, ValueError for parameters without memory
+    (accelerate tells them apart by address) and for what came out otherwise than it went in.
+    """
+    _check(module)
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = wrap_classes(
+        module, sharding.wrap_class
+    )
+    before = _shared(module)
+    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
+    root = prepared[0]
+    assert isinstance(root, FSDPModule)
+    _verify(root, optimizer, before)
+    # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
+    # size otherwise, and they wait for each other for ever.
+    root.set_reduce_scatter_unused_params(True)
+    return root
+
+
+def _check(module: nn.Module) -> None:
+    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if names:
+        raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
+    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        expected = f"a model without parameters of no dimension, which {scalars[0]} is"
+        raise UserError(Problem("distributed.strategy", "fsdp2", expected, "ddp or zero3"))
+
+
+def _shared(module: nn.Module) -> set[tuple[str, ...]]:
+    """Names that stand for one parameter, for each that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {tuple(group) for group in names.values() if len(group) > 1}
+
+
+def _verify(
+    module: nn.Module, optimizer: torch.optim.Optimizer, shared: set[tuple[str, ...]]
+) -> None:
+    """What other versions of accelerate got wrong without a word."""
+    if _shared(module) != shared:
+        raise ValueError(f"tied parameters came apart: {shared} became {_shared(module)}")
+    trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if lost := [name for key, name in trained.items() if key not in driven]:
+        raise ValueError(f"the optimizer does not drive {lost[0]} ({len(lost)} in all)")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(f"{name} is {parameter.dtype}, expected torch.float32")
+        if not isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is not sharded")
+
+
+def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> None:
+    """Which gradients the next backward reduces, over which ranks.
+
+    Within a replica after every micro-batch, unless whole gradients may stay until the last one;
+    over replicas, whose network is the slower one, after the last alone.
+    """
+    assert isinstance(module, FSDPModule)
+    if sharding.sync == "last":
+        if last:
+            _fill_unused(module)
+        module.set_requires_gradient_sync(last)
+    elif sharding.replicas > 1:
+        module.set_requires_all_reduce(last)
+
+
+def _fill_unused(module: nn.Module) -> None:
+    """Zeros for parameters that no micro-batch has used so far, beside gradients that wait.
+
+    Those are in the dtype of the reduction, a first gradient is in that of the forward, and torch
+    refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
+    """
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            waiting = [one.unsharded_accumulated_grad is not None for one in group.fsdp_params]
+            if not any(waiting):
+                continue
+            for one, waits in zip(group.fsdp_params, waiting, strict=True):
+                if not waits and one.sharded_param.requires_grad:
+                    one.unsharded_accumulated_grad = torch.zeros(
+                        one._orig_size, dtype=one.reduce_dtype, device=group.device
+                    )
 
 
 def wrap_classes(model: nn.Module, asked: str) -> list[str]:

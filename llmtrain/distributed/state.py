@@ -1,9 +1,13 @@
 """Model and optimizer as named, whole tensors: what a checkpoint is made of.
 
-For one process and DDP every rank holds everything, so a piece is a whole tensor. Names are those
-of the unwrapped transformers model, and a tied tensor stands once, under its first name. The trap:
-`step` of AdamW is no tensor of the file; it is one integer for all parameters, and state is made
-out of zeros, never by a step of the optimizer.
+For one process and DDP every rank holds everything, so a piece is a whole tensor. FSDP2 gives each
+rank some rows, so its piece is a range: of 5 rows of 3 over 3 ranks
+
+    rank 0: [0, 6)    rank 1: [6, 12)    rank 2: [12, 15)
+
+Names are those of the unwrapped transformers model, and a tied tensor stands once, under its first
+name. The trap: `step` of AdamW is no tensor of the file; it is one integer for all parameters, and
+state is made out of zeros, never by a step of the optimizer.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -51,11 +56,14 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     }
 
 
-def pieces(model: Module, optimizer: Optimizer, spec: Spec) -> Iterator[Piece]:
+def pieces(
+    model: Module, optimizer: Optimizer, spec: Spec, *, shards: bool = True, whole: bool = True
+) -> Iterator[Piece]:
     """This rank's ranges, in the order of the spec: 1-D views, to be written from or read into.
 
+    shards, whole: whether to give those of tensors that are split over ranks, and of the others.
     The optimizer must have its state (`create_state` makes it). Raises ValueError for a tensor
-    whose memory is not contiguous.
+    whose memory is not contiguous, or that is split otherwise than by rows.
     """
     tensors = _weights(model)
     for name, parameter in _trained(model, optimizer).items():
@@ -63,9 +71,17 @@ def pieces(model: Module, optimizer: Optimizer, spec: Spec) -> Iterator[Piece]:
     for part in spec.values():
         for name in part:
             tensor = tensors[name].detach()
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} is not contiguous in memory")
-            yield Piece(name, 0, tensor.view(-1))
+            if shards if isinstance(tensor, DTensor) else whole:
+                yield _piece(name, tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the memory itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else it is a view that belongs to a graph
+        part: Tensor = tensor.to_local()
+    return part
 
 
 def create_state(optimizer: Optimizer, steps: int) -> None:
@@ -119,6 +135,25 @@ def index(spec: Spec) -> dict[str, bytes]:
         "weight_map": {name: file for file, part in shards.items() for name in part},
     }
     return {"model.safetensors.index.json": json.dumps(body, indent=2).encode() + b"\n"}
+
+
+def _piece(name: str, tensor: Tensor) -> Piece:
+    part = local(tensor)
+    if not part.is_contiguous():
+        raise ValueError(f"{name} is not contiguous in memory")
+    return Piece(name, _first_row(name, tensor) * math.prod(tensor.shape[1:]), part.view(-1))
+
+
+def _first_row(name: str, tensor: Tensor) -> int:
+    """Of this rank's part: FSDP2 cuts rows as torch.chunk does, so the last ranks may have none."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    cuts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if len(cuts) != 1 or not tensor.placements[cuts[0]].is_shard(0):
+        raise ValueError(f"{name} is split as {tensor.placements}, expected its rows, once")
+    ranks = tensor.device_mesh.size(cuts[0])
+    rows = -(-tensor.shape[0] // ranks)
+    return min(tensor.device_mesh.get_local_rank(cuts[0]) * rows, tensor.shape[0])
 
 
 def _weights(model: Module) -> dict[str, Tensor]:

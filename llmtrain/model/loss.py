@@ -33,6 +33,7 @@ class LossModule(nn.Module):
         position_ids: Tensor | None = None,
         cu_seq_lens: Tensor | None = None,
         max_length: int | None = None,
+        all_logits: bool = False,
     ) -> Tensor:
         """input_ids (B, T) int64 · labels (B, T) int64, already shifted, −100 = not trained.
 
@@ -40,12 +41,12 @@ class LossModule(nn.Module):
         the documents in the flat rows, max_length, at least the longest's: only where documents are
         hidden from each other, the last two only for `llmtrain` attention.
         Returns the summed cross-entropy in nats, () fp32; without labels the last position's
-        logits, (B, V) fp32.
+        logits, (B, V) fp32, or with `all_logits` those of all, (B, T, V) fp32.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length)
         logits: Tensor = self.model(input_ids, **keywords).logits
         if labels is None:
-            return logits[:, -1].float()
+            return logits.float() if all_logits else logits[:, -1].float()
         return F.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
         )

@@ -9,9 +9,10 @@ shapes, which no rounding blurs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from llmtrain.config.schema import Config
 from llmtrain.data.units import packing_of
 from llmtrain.distributed.accelerator import Launched
+from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import agreed
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.attention import backend, model_keywords
@@ -30,6 +32,8 @@ from llmtrain.training.documents import document_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Forward = Callable[..., Tensor]
+
 # Relative to the largest logit, by precision: packed against separate logits, and what another
 # document's tokens may change. Of 40 architectures, those that hide documents came to 6e-7 and
 # 1.6e-2 (bf16 rounds each kernel's sums), and changed by at most 1.4e-7; the least that one which
@@ -39,27 +43,50 @@ _TOKENS = 16
 
 
 def hiding_attention(
-    model: PreTrainedModel, config: Config, precision: str, launched: Launched
+    model: PreTrainedModel, prepared: nn.Module, config: Config, precision: str, launched: Launched
 ) -> str | None:
     """The attention that hides documents in this run, once every rank has seen that it does.
 
-    None where documents see each other. Raises UserError as `check_documents_apart` does.
+    None where documents see each other. model: the bare one · prepared: what the engine made of it.
+    Raises UserError as `check_documents_apart` does.
     """
     _, document_mask = packing_of(config.data)
     if not document_mask:
         return None
     device, seq_len = launched.device, config.data.seq_len
-    agreed(launched.ranks, lambda: check_documents_apart(model, device, precision, seq_len))
+    if family(launched.strategy) == "ddp":
+        forward = bare_forward(model, device, precision)
+    else:
+        forward = partial(prepared, all_logits=True)
+
+    def check() -> None:
+        with launched.engine.evaluating():
+            check_documents_apart(model, forward, device, precision, seq_len)
+
+    agreed(launched.ranks, check)
     return backend(model)
 
 
+def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
+    """The forward of a whole model without its wrapper; keywords as of `LossModule.forward`."""
+
+    def forward(input_ids: Tensor, **documents: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            logits: Tensor = model(input_ids, **model_keywords(**documents)).logits
+        return logits.float()
+
+    return forward
+
+
 def check_documents_apart(
-    model: PreTrainedModel, device: torch.device, precision: str, seq_len: int
+    model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
 ) -> None:
     """Raise UserError unless documents packed into rows get the logits that they get alone.
 
-    model: the bare one, on its device, with its attention installed. Under DDP that is the module
-    itself; its wrapper would make collectives of forwards that one rank may refuse.
+    model: the bare one, with its attention installed · forward: ids (B, T) and the tensors of
+    documents → logits (B, T, V) fp32. A whole model's own under DDP, whose wrapper would make
+    collectives of forwards that one rank may refuse; where each rank holds a part of the weights
+    the prepared module's, as many forwards on every rank.
     """
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2])]
@@ -68,12 +95,11 @@ def check_documents_apart(
     others = ids.clone()  # the last document of each row is the same, those before it are not
     for row, first in enumerate(starts):
         others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
-    keywords = model_keywords(**document_tensors(starts, size, name, device))
-    bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    with _leaving_no_trace(model, device), torch.no_grad(), bf16:
-        packed, changed = (model(rows, **keywords).logits.float() for rows in (ids, others))
+    documents = document_tensors(starts, size, name, device)
+    with _leaving_no_trace(model, device), torch.no_grad():
+        packed, changed = (forward(rows, **documents) for rows in (ids, others))
         alone = [
-            torch.cat([model(part[None], **model_keywords()).logits[0].float() for part in parts])
+            torch.cat([forward(part[None])[0] for part in parts])
             for parts in (_cut(row, first) for row, first in zip(ids, starts, strict=True))
         ]
     most = max(float(logits.abs().max()) for logits in alone)

@@ -162,7 +162,7 @@ def build_model(
     prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
     rng.seed_rank(config.run.seed, ranks.rank)
     launched.engine.create_state()
-    hiding = hiding_attention(bare, config, processes.auto.run["precision"], launched)
+    hiding = hiding_attention(bare, prepared, config, processes.auto.run["precision"], launched)
     vocabulary = bare.config.get_text_config().vocab_size
     micro_batch_size = _micro_batch_size(config, processes, prepared, vocabulary, hiding)
     shape = (micro_batch_size, config.data.seq_len, vocabulary)

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.training import rng
-from llmtrain.training.isolation import check_documents_apart
+from llmtrain.training.isolation import bare_forward, check_documents_apart
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
@@ -58,10 +58,15 @@ def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
     return model.train()
 
 
+def check(model: PreTrainedModel, precision: str = "fp32", seq_len: int = SEQ_LEN) -> None:
+    forward = bare_forward(model, CPU, precision)
+    check_documents_apart(model, forward, CPU, precision, seq_len)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", APART)
 def test_a_model_that_hides_documents_passes(kind: str, precision: str) -> None:
-    check_documents_apart(build(kind, APART[kind]), CPU, precision, SEQ_LEN)
+    check(build(kind, APART[kind]), precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -69,7 +74,7 @@ def test_a_model_that_hides_documents_passes(kind: str, precision: str) -> None:
 def test_a_model_that_does_not_is_refused_by_name(kind: str, precision: str) -> None:
     model = build(kind, TOGETHER[kind])
     with pytest.raises(UserError) as caught:
-        check_documents_apart(model, CPU, precision, SEQ_LEN)
+        check(model, precision)
     (problem,) = caught.value.problems
     assert problem.key == "data.document_mask"
     assert f"with {kind} (attention: {attention.backend(model)})" in problem.expected
@@ -86,7 +91,7 @@ def test_a_kernel_that_does_not_cut_is_noticed(
     model = build("llama", APART["llama"])
     monkeypatch.setattr(attention, "_each_document", uncut)
     with pytest.raises(UserError, match="attention: llmtrain"):
-        check_documents_apart(model, CPU, precision, SEQ_LEN)
+        check(model, precision)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
@@ -94,12 +99,12 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(UserError, match=r"data\.document_mask"):
-        check_documents_apart(model, CPU, "fp32", SEQ_LEN)
+        check(model)
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 7])
 def test_short_blocks_are_checked_too(seq_len: int) -> None:
-    check_documents_apart(build("llama", APART["llama"]), CPU, "fp32", seq_len)
+    check(build("llama", APART["llama"]), seq_len=seq_len)
 
 
 @pytest.mark.parametrize("kinds", [APART, TOGETHER], ids=["passed", "refused"])
@@ -110,7 +115,7 @@ def test_the_check_leaves_no_trace(kinds: dict[str, dict[str, Any]]) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         buffers = [buffer.clone() for buffer in model.buffers()]
         try:
-            check_documents_apart(model, CPU, "fp32", SEQ_LEN)
+            check(model)
         except UserError:
             assert kinds is TOGETHER
         assert rng.capture(CPU).to_json() == random_state

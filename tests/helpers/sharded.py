@@ -1,0 +1,298 @@
+"""A run of updates under any strategy on real ranks, and the same in plain PyTorch.
+
+A `Job` is JSON for `call helpers.sharded work`: which model, how it is spread out, what is loaded
+and saved. The blocks are those of `uneven`: masks of unequal lengths on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from helpers import uneven
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmtrain.checkpoint import read, write
+from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.distributed import state
+from llmtrain.distributed.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.launch import family
+from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.errors import UserError
+from llmtrain.model.loss import LossModule
+from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.run import Run
+from llmtrain.training.step import update
+from llmtrain.types import Flags, StepVector
+
+RUN = "0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Job:
+    """frozen: beginnings of parameter names · load, save: a root of checkpoints ("" = none)."""
+
+    strategy: str = "ddp"
+    kind: str = "tied"
+    micro: int = 8
+    steps: int = 4
+    precision: str = "fp32"
+    sync: str = "every"
+    frozen: tuple[str, ...] = ()
+    nan_rank: int = -1
+    nan_step: int = -1
+    load: str = ""
+    save: str = ""
+    evaluate: bool = False
+    seed: int = 3
+    wrap_class: str = "auto"
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Block(nn.Module):
+    """A residual block of which one part is used for some rows alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 5)
+        self.down = nn.Linear(5, width, bias=False)
+        self.rare = nn.Linear(width, width, bias=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+
+    def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        hidden = hidden + self.down(torch.tanh(self.up(hidden * self.scale.to(hidden.dtype))))
+        if chosen.any():
+            hidden = hidden + chosen[:, None, None].to(hidden.dtype) * self.rare(hidden)
+        return hidden
+
+
+class Rare(nn.Module):
+    """A causal model whose blocks leave parameters unused where no row wants them."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=False)
+        self.embed = nn.Embedding(uneven.VOCABULARY, 7)
+        self.layers = nn.ModuleList(Block(7) for _ in range(2))
+        self.head = nn.Linear(7, uneven.VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        hidden = self.embed(input_ids)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, input_ids[:, 0] % 4 == index)
+        return SimpleNamespace(logits=self.head(hidden))
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tied": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
+    "untied": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
+    # Three rows for four ranks (mlp), two (keys, values): some ranks hold nothing of them.
+    "odd": {
+        "hidden_size": 18,
+        "intermediate_size": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "vocab_size": 67,
+    },
+}
+
+
+def build(kind: str, frozen: tuple[str, ...] = (), seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    if kind == "rare":
+        model: Any = Rare()
+    else:
+        shape = {"vocab_size": uneven.VOCABULARY, "num_hidden_layers": 2, **SHAPES[kind]}
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=kind == "tied", **shape))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
+    return model.train()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a parameter, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Collectives(TorchDispatchMode):
+    """What is reduced in the blocks that it is around: name → dtype, elements and group size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d" and ("reduce" in name):
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+            groups = [a for a in args if isinstance(a, torch.ScriptObject)]
+            sizes = [torch.distributed.ProcessGroup.unbox(g).size() for g in groups[:1]]
+            given = max(tensors, key=Tensor.numel)
+            self.seen.append((name, str(given.dtype), given.numel(), sizes[0] if sizes else 0))
+        return func(*args, **(kwargs or {}))
+
+
+def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
+    """The bare model, prepared, and what `update` asks of a run."""
+    asked = DistributedConfig(timeout_minutes=1.0, wrap_class=job.wrap_class)
+    launched = make_accelerator(job.strategy, job.precision, asked, fsdp_sync=job.sync)
+    bare = build(job.kind, job.frozen, job.seed)
+    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
+    spec = state.spec(bare, optimizer, 4 << 30)
+    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    launched.engine.create_state()
+    run = SimpleNamespace(
+        ranks=launched.ranks,
+        device=launched.device,
+        engine=launched.engine,
+        model=prepared,
+        unwrapped=bare,
+        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
+        micro_batch_size=job.micro,
+        max_grad_norm=1.0,
+        labels=("all",),
+        data_failed=False,
+        flags=Flags,
+        sent=[],
+        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
+    )
+    run.meter = SimpleNamespace(send=lambda sums, norm: run.sent.append((sums, norm)))
+    run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
+    run.micro_batches = lambda batch: Run.micro_batches(run, batch)
+    return launched, spec, run, optimizer
+
+
+def work(output: str, job_text: str) -> None:
+    """On every rank: the job; rank 0 writes numbers, weights and what else a test asks."""
+    job = Job(**json.loads(job_text))
+    try:
+        launched, spec, run, optimizer = opened(job)
+    except (UserError, ValueError) as error:
+        Path(output).write_text(json.dumps({"refused": str(error)}))
+        return
+    if job.load:
+        found = read.find(Path(job.load), RUN, launched.ranks).found
+        assert found is not None
+        read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
+        launched.engine.filled(found.state["optimizer_steps"])
+    ranks, seen = launched.ranks, []
+    for step in range(job.steps):
+        batch = uneven.share(step, ranks.rank, ranks.world_size, False)
+        if (ranks.rank, step) == (job.nan_rank, job.nan_step):
+            poison(run)
+        watched = Collectives() if job.strategy != "ddp" else nullcontext()
+        with watched:
+            update(run, batch, 1.0)
+        seen = watched.seen if isinstance(watched, Collectives) else []
+    evaluated = evaluation(run, job) if job.evaluate else []
+    if job.save:
+        saved(Path(job.save), spec, launched)
+    names = [name for name, _ in run.unwrapped.named_parameters()]
+    moved = {name: whole(p.detach()) for name, p in run.unwrapped.named_parameters()}
+    result = {
+        "numbers": [
+            {"loss": float(sums["loss_sum"] / sums.tokens), "norm": float(norm)}
+            for sums, norm in run.sent
+        ],
+        "norm_type": type(run.sent[-1][1]).__name__ if run.sent else "",
+        "weights": {name: value.flatten().tolist() for name, value in moved.items()},
+        "names": names,
+        "dtypes": sorted({str(p.dtype) for p in run.unwrapped.parameters() if p.requires_grad}),
+        "states": sorted(
+            name for name, p in run.unwrapped.named_parameters() if p in optimizer.state
+        ),
+        "steps": launched.engine.optimizer_steps(),
+        "collectives": seen,
+        "evaluated": evaluated,
+        "gradients": sum(p.grad is not None for p in run.unwrapped.parameters()),
+    }
+    Path(output if ranks.rank == 0 else f"{output}.{ranks.rank}").write_text(json.dumps(result))
+    close()
+
+
+def poison(run: Any) -> None:
+    """This rank's next loss is not finite, and so are its gradients."""
+    forward = run.model.forward
+
+    def wrong(*args: Any, **kwargs: Any) -> Tensor:
+        run.model.forward = forward
+        return forward(*args, **kwargs) * float("nan")
+
+    run.model.forward = wrong
+
+
+def evaluation(run: Any, job: Job) -> list[float]:
+    """A loss without a gradient, and the last position's logits of one row."""
+    ids, labels = (torch.from_numpy(part).long() for part in uneven.blocks(9))
+    with run.engine.evaluating():
+        loss = run.model(ids[:, :-1], labels)
+        logits = run.model(ids[:1, :-1])
+        assert str(loss.dtype) == str(logits.dtype) == "torch.float32"
+    assert run.model.training
+    if family(job.strategy) == "fsdp":
+        assert all(isinstance(p, DTensor) for p in run.unwrapped.parameters())
+    return [float(loss), *logits[0].tolist()]
+
+
+def saved(root: Path, spec: Any, launched: Launched) -> None:
+    """A checkpoint by every rank's pieces."""
+    ranks = launched.ranks
+    small = {"trainer_state.json": b"", "config.json": b"{}"}
+    steps = {"format": 1, "run_id": RUN, "optimizer_steps": launched.engine.optimizer_steps()}
+    small["trainer_state.json"] = json.dumps(steps).encode()
+    begun = write.begin(root, 4, spec, small, ranks, RUN)
+    assert isinstance(begun, write.Begun), begun
+    extents = write.pieces(begun, launched.engine.pieces(spec, writing=True))
+    done = write.commit(begun, extents, None, ranks)
+    assert isinstance(done, write.Committed), done
+
+
+def reference(job: Job) -> dict[str, Any]:
+    """The same updates in plain PyTorch on one process."""
+    bare = build(job.kind, job.frozen, job.seed)
+    tables = [p for n, p in bare.named_parameters() if p.requires_grad and p.ndim == 2]
+    decayed = [p for p in tables if p is not bare.get_input_embeddings().weight]
+    rest = [p for p in bare.parameters() if p.requires_grad and not any(p is q for q in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=uneven.RATE, betas=(0.9, 0.95))
+    numbers = []
+    for step in range(job.steps):
+        ids, labels = (torch.from_numpy(part).long() for part in uneven.blocks(step))
+        logits = bare(ids[:, :-1]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append({"loss": loss.item(), "norm": norm.item()})
+    weights = {n: p.detach().flatten().tolist() for n, p in bare.named_parameters()}
+    return {"numbers": numbers, "weights": weights}
+
+
+def counted(result: dict[str, Any]) -> Counter[tuple[str, str, int]]:
+    """Collectives of the last update: (name, dtype, group size) → how many."""
+    return Counter((name, dtype, size) for name, dtype, _, size in result["collectives"])
