@@ -1,10 +1,38 @@
-"""Which strategy a run takes, and why: the fastest that fits, of two alike the simpler one."""
+"""Which strategy a run takes, and why: the fastest that fits, of two alike the simpler one.
+
+    ladder      ddp · hsdp · fsdp2 · fsdp2_offload · zero3_offload, each with none, selective and
+                full activation checkpointing (the offloads: full alone)
+    fits        the largest micro-batch that the device and the host have room for
+    chosen      fastest on paper; within 5 % of it the earliest; offloads only if nothing else fits
+
+Where no speed is known, the order of the ladder decides. A list of one strategy is somebody's wish:
+it is reckoned whatever the ladder would say of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from llmtrain.distributed.plan import Layout, MemoryPlan
+from llmtrain.distributed.plan import (
+    FSDP,
+    OFFLOADS,
+    Count,
+    Hardware,
+    Layout,
+    MemoryPlan,
+    Work,
+    arithmetic_of,
+    memory,
+)
+from llmtrain.distributed.remedies import gib, missing, remedy
+from llmtrain.distributed.scaling import machine_of, step_time
+from llmtrain.types import ModelShape, Saved
+
+LADDER = ("ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload")
+_ORDER = ("ddp", "hsdp", "fsdp2", "zero1", "zero2", "zero3", "fsdp2_offload", "zero3_offload")
+_CHECKPOINTING = ("none", "selective", "full")
+_ALIKE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +58,149 @@ class Choice:
     chosen: Candidate | None
     reason: str
     candidates: tuple[Candidate, ...]
+
+    @property
+    def nearest_miss(self) -> Candidate | None:
+        """What does not fit by the fewest bytes."""
+        missed = [one for one in self.candidates if not one.fits]
+        return min(missed, key=lambda one: one.missing_bytes, default=None)
+
+
+def choose_strategy(
+    shape: ModelShape, count: Count, work: Work, hardware: Hardware, allowed: Sequence[str]
+) -> Choice:
+    """The strategy, micro-batch and checkpointing of a run on this hardware.
+
+    allowed: `LADDER` where nobody said anything. The global batch is a multiple of the devices.
+    """
+    by_strategy = [
+        list(_candidates(name, shape, count, work, hardware)) for name in _steps(allowed, hardware)
+    ]
+    fitting = [one for found in by_strategy for one in found if one.fits]
+    pool = [one for one in fitting if one.layout.strategy not in OFFLOADS] or fitting
+    chosen = _fastest(pool)
+    candidates = tuple(
+        chosen if chosen in found else _best(found) for found in by_strategy if found
+    )
+    return Choice(chosen, _reason(chosen, candidates, hardware), candidates)
+
+
+def _steps(allowed: Sequence[str], hardware: Hardware) -> Iterator[str]:
+    """The steps of the ladder that this hardware has; a strategy that was named is one anyway."""
+    several_nodes = hardware.nodes > 1 and hardware.devices_per_node > 1
+    here = {"hsdp": several_nodes, "fsdp2": hardware.devices > 1}
+    for name in _ORDER:
+        on_the_ladder = name in LADDER and here.get(name, True)
+        if name in allowed and (on_the_ladder or len(allowed) == 1):
+            yield name
+
+
+def _candidates(
+    strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
+) -> Iterator[Candidate]:
+    """One for each kind of checkpointing: the largest micro-batch that fits, else the smallest."""
+    asked = work.activation_checkpointing
+    kinds = ("full",) if strategy in OFFLOADS else _CHECKPOINTING
+    for checkpointing in (asked,) if asked else kinds:
+        saved = count(arithmetic_of(strategy, work.precision), checkpointing)
+        layouts = list(_layouts(strategy, checkpointing, work, hardware))
+        reckoned = [_reckoned(shape, saved, work, one, hardware) for one in layouts]
+        fitting = [one for one in reckoned if one.fits]
+        if fitting:
+            yield fitting[0]
+        else:
+            words = remedy(shape, count, work, layouts[-1], hardware)
+            yield replace(reckoned[-1], remedy=words)
+
+
+def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
+    """From the one that is best if it fits to the one that needs least."""
+    share = work.global_batch_size // hardware.devices
+    for micro in _micro_batches(share, work):
+        accumulation = share // micro
+        for sync in _syncs(strategy, accumulation, work.fsdp_sync):
+            yield Layout(strategy, checkpointing, micro, accumulation, sync)
+
+
+def _syncs(strategy: str, accumulation: int, asked: str | None) -> tuple[str, ...]:
+    """`last` is faster and takes more; with a single micro-batch they are the same."""
+    if strategy not in FSDP:
+        return ("every",)
+    if asked:
+        return (asked,)
+    return ("last", "every") if accumulation > 1 else ("every",)
+
+
+def _micro_batches(share: int, work: Work) -> list[int]:
+    """The divisors of a device's blocks, falling; the one that was asked for is never lowered."""
+    if work.micro_batch_size is not None:
+        return [work.micro_batch_size]
+    most = min(share, max(1, work.most_tokens // work.seq_len))
+    return [size for size in range(most, 0, -1) if share % size == 0]
+
+
+def _reckoned(
+    shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
+) -> Candidate:
+    planned = memory(shape, saved, work, layout, hardware)
+    lacking = missing(planned, hardware)
+    machine = None if hardware.cpu else machine_of(hardware.device)
+    speed = None
+    if machine is not None:
+        speed = step_time(shape, work, layout, hardware, machine).tokens_per_second
+    return Candidate(layout, planned, not lacking, lacking, "", speed)
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Of those within 5 % of the fastest, the first."""
+    if not candidates:
+        return None
+    enough = _ALIKE * max(one.tokens_per_second or 0.0 for one in candidates)
+    return next(one for one in candidates if (one.tokens_per_second or 0.0) >= enough)
+
+
+def _best(candidates: Sequence[Candidate]) -> Candidate:
+    """Of one strategy: the fastest that fits, else the one that misses least."""
+    found = _fastest([one for one in candidates if one.fits])
+    return found or min(candidates, key=lambda one: one.missing_bytes)
+
+
+def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware: Hardware) -> str:
+    """In one sentence."""
+    if chosen is None:
+        return _refusal(candidates, hardware)
+    name = described(chosen.layout)
+    others = [one for one in candidates if one is not chosen]
+    misses = [f"{one.layout.strategy} {gib(one.missing_bytes)}" for one in others if not one.fits]
+    lacking = f"; missing are, for {', '.join(misses)}" if misses else ""
+    return f"{name} {_merit(chosen, [one for one in others if one.fits])}{lacking}"
+
+
+def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
+    """Why this one of those that fit."""
+    offloaded = chosen.layout.strategy in OFFLOADS
+    rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
+    if not rivals:
+        return (
+            "fits, which nothing does that keeps its state on the device" if offloaded else "fits"
+        )
+    if chosen.tokens_per_second is None:
+        return "is the simplest that fits"
+    if all(chosen.tokens_per_second >= (one.tokens_per_second or 0.0) for one in rivals):
+        return "is the fastest that fits"
+    return "is the simplest within 5 % of the fastest that fits"
+
+
+def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
+    nearest = min(candidates, key=lambda one: one.missing_bytes)
+    return (
+        f"nothing fits {gib(hardware.device_bytes)}: {described(nearest.layout)} comes nearest and "
+        f"misses {gib(nearest.missing_bytes)}"
+    )
+
+
+def described(layout: Layout) -> str:
+    """A layout for people: ddp with full checkpointing, micro-batch 8."""
+    kept = layout.activation_checkpointing
+    recompute = "" if kept == "none" else f" with {kept} activation checkpointing"
+    return f"{layout.strategy}{recompute}, micro-batch {layout.micro_batch_size},"
