@@ -20,14 +20,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from llmtrain.config.checks import check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch import check_environment
+from llmtrain.distributed.launch import contradictions, traces
+from llmtrain.distributed.named import unsupported
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.metrics.status import FILE_NAME, read_status
 from llmtrain.tools.launch_file import LaunchFile, read_launch_file
@@ -67,9 +68,6 @@ def launch(
     _refuse_nested(env)
     config = load_config(config_file, overrides)
     file = _launch_file(accelerate_file, processes, env, config)
-    problems = check_batch(config, file.processes)
-    if problems:
-        raise UserError(*problems, where=f"{config_file} with {file.processes} processes")
     run_dir = Path(config.run.dir or "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
@@ -77,7 +75,8 @@ def launch(
         mark = Path(folder) / "ended"
         env[LAUNCHED] = str(mark)
         if file.on_cpu:
-            env["ACCELERATE_USE_CPU"] = "true"  # torch's launcher does not export it
+            # torch's launcher does not export it, and sharding asks what devices there are.
+            env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         return run_launcher(_command(file, config_file, overrides), env, mark, run_dir)
 
 
@@ -93,14 +92,28 @@ def _refuse_nested(env: Mapping[str, str]) -> None:
 def _launch_file(
     path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
 ) -> LaunchFile:
+    """The file to start, or what is to be written to one. Raises UserError with every problem."""
+    if problems := traces(env):
+        raise UserError(*problems, where="the launch")
     if path is not None:
-        file = read_launch_file(path, processes)
-        check_environment({**env, "ACCELERATE_MIXED_PRECISION": file.precision}, config)
+        file = read_launch_file(path, processes, config)
+        _check_deepspeed(file)
         return file
-    check_environment(env, config)
     on_cpu = not has_gpu(env)
     fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
-    return LaunchFile(None, processes or 1, on_cpu, "no" if fp32 else "bf16", {})
+    file = LaunchFile(None, processes or 1, on_cpu, "no" if fp32 else "bf16", {})
+    env = {**env, **file.environment}
+    if problems := [*unsupported(env, file.processes), *contradictions(env, config)]:
+        raise UserError(*problems, where=f"the launch of {file.processes} processes")
+    return file
+
+
+def _check_deepspeed(file: LaunchFile) -> None:
+    """accelerate's launcher imports it before any rank could say that it is missing."""
+    if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
+        expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
+        remedy = "pip install 'llmtrain[deepspeed]', or accelerate_configs/fsdp2.yaml"
+        raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
 
 
 def has_gpu(env: Mapping[str, str]) -> bool:

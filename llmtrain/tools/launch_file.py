@@ -10,11 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse
+from llmtrain.distributed.launch import contradictions
+from llmtrain.distributed.named import unsupported
 from llmtrain.errors import Problem, UserError
+from llmtrain.tools.launch_sections import check_sections, exported
 
-_KINDS = ("NO", "MULTI_GPU")
-_SUPPORTED = "'NO' (one process) or MULTI_GPU (several, with use_cpu: true on CPUs as well)"
+_KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_SUPPORTED = (
+    "'NO' (one process), MULTI_GPU (several, with use_cpu: true on CPUs as well), FSDP or DEEPSPEED"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,11 @@ class LaunchFile:
         return str(self.values.get("rdzv_backend", "static"))
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What the launcher will tell a rank of it: the variables that decide something."""
+        return exported(self.values, self.processes)
+
+    @property
     def has_port(self) -> bool:
         """Whether the file names the port that ranks meet at."""
         return self.values.get("main_process_port") is not None
@@ -60,17 +71,22 @@ class LaunchFile:
         return replace(self, path=path, values=values)
 
 
-def read_launch_file(path: Path, processes: int | None) -> LaunchFile:
+def read_launch_file(path: Path, processes: int | None, config: Config | None = None) -> LaunchFile:
     """Read a file and check that it starts what it says. processes: in place of its own number.
 
+    config: of the run that it is to start, which must not contradict it.
     Raises UserError with every problem.
     """
     values = _values(path)
     asked = processes if processes is not None else values.get("num_processes")
-    problems = [*_kind(values, asked), *_machines(values, asked), *_precision(values)]
+    problems = [*_kind(values, asked), *check_sections(values), *_machines(values, asked)]
     if not isinstance(asked, int) or asked < 1:
         expected = "a whole number ≥ 1: the processes of all machines together"
         problems.append(Problem("num_processes", asked, expected, "or --processes N"))
+    else:
+        env = exported(values, asked)
+        problems += unsupported(env, asked)
+        problems += contradictions(env, config) if config is not None else []
     if problems or not isinstance(asked, int):
         raise UserError(*problems, where=str(path))
     precision = str(values.get("mixed_precision", "no"))
@@ -97,14 +113,10 @@ def _kind(values: Mapping[str, object], asked: object) -> list[Problem]:
         expected = f"{_SUPPORTED}; accelerate starts one process for MULTI_CPU"
         return [Problem("distributed_type", kind, expected, "MULTI_GPU and use_cpu: true")]
     if kind not in _KINDS:
-        expected = f"{_SUPPORTED}; {kind} is not supported yet"
-        return [Problem("distributed_type", kind, expected, "accelerate_configs/ddp.yaml")]
+        return [Problem("distributed_type", kind, _SUPPORTED, "accelerate_configs/ddp.yaml")]
     if kind == "NO" and isinstance(asked, int) and asked > 1:
         expected = f"MULTI_GPU for {asked} processes; 'NO' starts one"
         return [Problem("distributed_type", kind, expected, "accelerate_configs/ddp.yaml")]
-    if values.get("parallelism_config"):
-        expected = "no parallelism_config: only data parallel training (ddp) is supported"
-        return [Problem("parallelism_config", None, expected)]
     return []
 
 
@@ -144,12 +156,3 @@ def _rendezvous(values: Mapping[str, object], machines: int) -> list[Problem]:
     expected = f"0 … {machines - 1}, another one on each machine (without it each is machine 0)"
     remedy = "or rdzv_backend: c10d and same_network: false, which need none"
     return [Problem("machine_rank", rank, expected, remedy)]
-
-
-def _precision(values: Mapping[str, object]) -> list[Problem]:
-    precision = values.get("mixed_precision", "no")
-    if precision in ("no", "bf16"):
-        return []
-    expected = "bf16 or 'no' (in quotes)"
-    remedy = "bf16, or 'no' (fp32) on GPUs older than Ampere"
-    return [Problem("mixed_precision", precision, expected, remedy)]

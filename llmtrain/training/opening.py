@@ -207,7 +207,8 @@ def _precision(config: Config) -> tuple[str, str]:
 
 def _verify(config: Config, launched: Launched) -> None:
     world_size = launched.accelerator.num_processes
-    verify_launch(os.environ, config, world_size, launched.accelerator.distributed_type.value)
+    kind = launched.accelerator.distributed_type.value
+    verify_launch(os.environ, config, world_size, kind, launched.strategy)
     problems = check_batch(config, world_size)
     if problems:
         raise UserError(*problems)

@@ -34,6 +34,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "distributed": {"torch", "accelerate"},
     "distributed.plan": set(),
     "distributed.launch": set(),
+    "distributed.named": set(),
     "checkpoint": {"safetensors", "xxhash"},
     "checkpoint.write": {"safetensors", "xxhash", "torch"},
     "checkpoint.background": {"safetensors", "xxhash", "torch"},

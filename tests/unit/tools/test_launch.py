@@ -152,6 +152,7 @@ def test_several_processes_on_cpus(tmp_path, started):
     assert "distributed_type: MULTI_GPU" in started["file"]
     assert "use_cpu: true" in started["file"]
     assert started["env"]["ACCELERATE_USE_CPU"] == "true"
+    assert started["env"]["CUDA_VISIBLE_DEVICES"] == ""
     assert Path(started["env"]["LLMTRAIN_LAUNCHED"]).is_absolute()
     assert started["run_dir"] == Path("runs/my")
 
@@ -183,7 +184,7 @@ def test_a_free_port_is_taken_unless_the_file_names_one(tmp_path, started):
 
 def test_the_rendezvous_of_the_file_is_passed_on(tmp_path, started):
     file = Path(__file__).parents[3] / "accelerate_configs" / "ddp_multinode.yaml"
-    launch(str(written(tmp_path)), accelerate_file=file, env={})
+    launch(str(written(tmp_path)), ["training.global_batch_size=32"], file, env={})
     assert "--rdzv_backend c10d" in " ".join(started["command"])
     assert "--main_process_port" not in started["command"]
 
@@ -212,6 +213,26 @@ def test_a_file_that_contradicts_the_precision_is_refused(tmp_path, started):
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
     with pytest.raises(UserError, match=r"training\.precision"):
         launch(str(written(tmp_path)), ["training.precision=fp32"], file, env={})
+    assert not started
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_offload", "zero1", "zero3_offload"])
+def test_a_plain_launch_is_enough_for_a_strategy(tmp_path, started, strategy):
+    launch(str(written(tmp_path)), [f"distributed.strategy={strategy}"], processes=2, env={})
+    assert "distributed_type: MULTI_GPU" in started["file"]
+
+
+def test_hsdp_on_one_machine_is_refused_before_anything_starts(tmp_path, started):
+    with pytest.raises(UserError, match="fsdp2"):
+        launch(str(written(tmp_path)), ["distributed.strategy=hsdp"], processes=4, env={})
+    assert not started
+
+
+def test_a_deepspeed_file_without_the_package_is_refused(tmp_path, started, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    file = Path(__file__).parents[3] / "accelerate_configs" / "zero2.yaml"
+    with pytest.raises(UserError, match="not installed"):
+        launch(str(written(tmp_path)), accelerate_file=file, env={})
     assert not started
 
 

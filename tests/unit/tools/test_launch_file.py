@@ -1,8 +1,10 @@
 from pathlib import Path
 
 import pytest
+from helpers.config import loaded
 
 from llmtrain.config.yaml12 import parse, write
+from llmtrain.distributed.named import named_strategy
 from llmtrain.errors import UserError
 from llmtrain.tools.launch_file import LaunchFile, read_launch_file
 
@@ -13,6 +15,12 @@ NODES = (
     "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n"
     "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
 )
+FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+HSDP = """parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 2
+"""
+ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n"
 
 
 def read(folder: Path, text: str, processes: int | None = None) -> LaunchFile:
@@ -29,12 +37,42 @@ def refused(folder: Path, text: str, processes: int | None = None) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "processes", "machines"),
-    [("cpu", 2, 1), ("single", 1, 1), ("ddp", 8, 1), ("ddp_multinode", 16, 2)],
+    [
+        ("cpu", 2, 1),
+        ("single", 1, 1),
+        ("ddp", 8, 1),
+        ("ddp_multinode", 16, 2),
+        ("fsdp2", 8, 1),
+        ("fsdp2_offload", 8, 1),
+        ("hsdp_multinode", 16, 2),
+        ("zero2", 8, 1),
+        ("zero3", 8, 1),
+        ("zero3_offload", 8, 1),
+        ("zero3_multinode", 16, 2),
+    ],
 )
-def test_the_files_of_the_repository_start_what_they_say(name, processes, machines):
-    file = read_launch_file(FILES / f"{name}.yaml", None)
+def test_the_files_of_the_repository_start_what_they_say(tmp_path, name, processes, machines):
+    config = loaded(tmp_path, "training.global_batch_size=32")
+    file = read_launch_file(FILES / f"{name}.yaml", None, config)
     assert (file.processes, file.machines) == (processes, machines)
     assert file.on_cpu == (name == "cpu")
+
+
+def test_every_file_of_the_repository_names_its_strategy():
+    strategies = {
+        path.stem: named_strategy(read_launch_file(path, None).environment)
+        for path in FILES.glob("*.yaml")
+    }
+    assert strategies == {
+        **dict.fromkeys(("cpu", "single", "ddp", "ddp_multinode")),
+        "fsdp2": "fsdp2",
+        "fsdp2_offload": "fsdp2_offload",
+        "hsdp_multinode": "hsdp",
+        "zero2": "zero2",
+        "zero3": "zero3",
+        "zero3_offload": "zero3_offload",
+        "zero3_multinode": "zero3",
+    }
 
 
 def test_accelerate_reads_the_files_alike():
@@ -58,8 +96,19 @@ def test_a_number_of_processes_replaces_that_of_the_file(tmp_path):
     ("text", "processes", "keys"),
     [
         ("distributed_type: MULTI_CPU\nnum_processes: 2\n", None, {"distributed_type"}),
-        ("distributed_type: FSDP\nnum_processes: 2\n", None, {"distributed_type"}),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\n", None, {"distributed_type"}),
+        ("distributed_type: MEGATRON_LM\nnum_processes: 2\n", None, {"distributed_type"}),
+        ("distributed_type: FSDP\nnum_processes: 2\n", None, {"fsdp_version"}),
+        (FSDP + "  fsdp_use_orig_params: true\n", None, {"fsdp_use_orig_params"}),
+        (FSDP + HSDP, None, {"parallelism_config"}),
+        (FSDP + HSDP.replace("size: 2", "size: 4", 1), 4, {"parallelism_config"}),
+        (FSDP + HSDP.replace("dp_shard", "tp"), 4, {"parallelism_config_tp_size"}),
+        (ZERO + "  deepspeed_config_file: ds.json\n", None, {"deepspeed_config_file"}),
+        (ZERO + "  gradient_accumulation_steps: 4\n", None, {"gradient_accumulation_steps"}),
+        (
+            ZERO + "  zero3_init_flag: true\n  offload_param_device: cpu\nfsdp_config: {a: 1}\n",
+            None,
+            {"zero3_init_flag", "offload_optimizer_device", "fsdp_config"},
+        ),
         (ONE, 2, {"distributed_type"}),
         ("distributed_type: MULTI_GPU\n", None, {"num_processes"}),
         ("distributed_type: MULTI_GPU\nnum_processes: -1\n", None, {"num_processes"}),
@@ -68,7 +117,7 @@ def test_a_number_of_processes_replaces_that_of_the_file(tmp_path):
         (
             TWO + "parallelism_config: {parallelism_config_tp_size: 2}\n",
             None,
-            {"parallelism_config"},
+            {"parallelism_config_tp_size", "parallelism_config"},
         ),
         (TWO + "num_machines: none\n", None, {"num_machines"}),
         (NODES, 3, {"num_processes", "machine_rank"}),
@@ -86,6 +135,32 @@ def test_a_number_of_processes_replaces_that_of_the_file(tmp_path):
 )
 def test_a_file_that_starts_something_else_is_refused(tmp_path, text, processes, keys):
     assert refused(tmp_path, text, processes) == keys
+
+
+def test_a_mesh_is_that_of_the_processes(tmp_path):
+    assert read(tmp_path, FSDP + HSDP, 4).environment["LOCAL_WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("override", "text", "key"),
+    [
+        ("distributed.strategy=ddp", FSDP, "distributed.strategy"),
+        ("distributed.strategy=zero3", FSDP, "distributed.strategy"),
+        ("distributed.strategy=fsdp2_offload", FSDP, "distributed.strategy"),
+        ("distributed.strategy=hsdp", FSDP, "distributed.strategy"),
+        ("distributed.strategy=hsdp", TWO, "distributed.strategy"),
+        ("distributed.strategy=fsdp2", ZERO, "distributed.strategy"),
+        ("training.max_grad_norm=2.0", ZERO + "  gradient_clipping: 1.0\n", "gradient_clipping"),
+        ("training.precision=fp32", TWO + "mixed_precision: bf16\n", "training.precision"),
+        ("training.global_batch_size=3", TWO, "training.global_batch_size"),
+    ],
+)
+def test_a_config_that_the_file_contradicts_is_refused(tmp_path, override, text, key):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        read_launch_file(path, None, loaded(tmp_path, override))
+    assert [problem.key for problem in caught.value.problems] == [key]
 
 
 @pytest.mark.parametrize("more", ["machine_rank: 1\n", "rdzv_backend: c10d\n"])

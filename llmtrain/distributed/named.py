@@ -1,0 +1,206 @@
+"""What a launch names by its environment: a strategy, a mesh, and things that are not offered.
+
+`accelerate launch` turns its file into variables, and each key that nobody says into the default of
+its own. A rank therefore cannot tell a file that says `fsdp_version: 1` from one that says nothing.
+Standard library only, since this is read before torch is imported. Problems have the names that
+the keys have in the file.
+
+    distributed_type: FSDP       →  ACCELERATE_USE_FSDP=true, FSDP_VERSION=1, FSDP_OFFLOAD_PARAMS=…
+    distributed_type: DEEPSPEED  →  ACCELERATE_USE_DEEPSPEED=true, ACCELERATE_DEEPSPEED_ZERO_STAGE=2
+    MULTI_GPU, NO, torchrun      →  neither: every strategy can still be had
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from llmtrain.errors import Problem
+
+_FSDP2 = "accelerate_configs/fsdp2.yaml"
+_ZERO = "accelerate_configs/zero3.yaml"
+_SPLIT_MODEL = {"TP": "tensor", "CP": "context", "SP": "sequence"}
+
+
+def named_family(env: Mapping[str, str]) -> Literal["fsdp", "zero"] | None:
+    """Which engine the launch asks for; None: a plain launch."""
+    if is_true(env, "ACCELERATE_USE_FSDP"):
+        return "fsdp"
+    return "zero" if is_true(env, "ACCELERATE_USE_DEEPSPEED") else None
+
+
+def named_strategy(env: Mapping[str, str]) -> str | None:
+    """The strategy that the launch asks for; None: a plain launch, or one that is refused."""
+    match named_family(env):
+        case "fsdp":
+            offloaded = is_true(env, "FSDP_OFFLOAD_PARAMS")
+            replicated = (named_mesh(env) or (1, 1))[0] > 1
+            return {
+                (False, False): "fsdp2",
+                (True, False): "fsdp2_offload",
+                (False, True): "hsdp",
+            }.get((offloaded, replicated))
+        case "zero":
+            return {
+                ("1", "none", "none"): "zero1",
+                ("2", "none", "none"): "zero2",
+                ("3", "none", "none"): "zero3",
+                ("3", "cpu", "cpu"): "zero3_offload",
+            }.get((_stage(env), _device(env, "OPTIMIZER"), _device(env, "PARAM")))
+        case None:
+            return None
+
+
+def named_mesh(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """(replicas, processes that share one) of a `parallelism_config`; None without one."""
+    if not is_true(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return None
+    return _size(env, "DP_REPLICATE"), _size(env, "DP_SHARD")
+
+
+def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
+    """What this launch names and no config can make right. processes: of all machines."""
+    if is_true(env, "ACCELERATE_USE_MEGATRON_LM"):
+        expected = "NO, MULTI_GPU, FSDP or DEEPSPEED: Megatron-LM brings a trainer of its own"
+        yield Problem("distributed_type", "MEGATRON_LM", expected, _FSDP2)
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16"):
+        expected = "bf16 or 'no' (in quotes): nothing else is offered"
+        remedy = "bf16, or 'no' (fp32) on GPUs older than Ampere"
+        yield Problem("mixed_precision", precision, expected, remedy)
+    yield from _parallelism(env, processes)
+    match named_family(env):
+        case "fsdp":
+            yield from _fsdp(env)
+        case "zero":
+            yield from _deepspeed(env)
+        case None:
+            return
+
+
+def is_true(env: Mapping[str, str], name: str) -> bool:
+    """Whether a variable is set and says yes."""
+    return env.get(name, "false").strip().lower() in ("1", "true", "yes")
+
+
+def number(env: Mapping[str, str], name: str) -> int:
+    """A whole number of the environment; 0 where it is absent or none."""
+    text = env.get(name, "").strip()
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
+    mesh = named_mesh(env)
+    if mesh is None:
+        return
+    key = "parallelism_config"
+    split = {kind: _size(env, kind) for kind in _SPLIT_MODEL if _size(env, kind) != 1}
+    for kind, size in split.items():
+        expected = f"1: {_SPLIT_MODEL[kind]} parallelism does not work with these versions"
+        remedy = "dp_shard_size in its place: FSDP2 shards the model over all processes"
+        yield Problem(f"{key}_{kind.lower()}_size", size, expected, remedy)
+    if named_family(env) != "fsdp":
+        expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
+        yield Problem(key, None, expected, "remove it, or accelerate_configs/hsdp_multinode.yaml")
+        return
+    replicas, shards = mesh
+    if split:
+        return
+    if replicas * shards != processes:
+        found = f"dp_replicate_size {replicas} × dp_shard_size {shards}"
+        expected = f"a product of {processes}, the number of processes"
+        yield Problem(key, found, expected, "nodes × processes of a node")
+    elif shards == 1 and replicas > 1:
+        yield from one_sided(key, mesh, "hsdp")
+
+
+def one_sided(key: str, mesh: tuple[int, int], what: str) -> Iterator[Problem]:
+    """HSDP on a mesh of which one side is 1 is another strategy under a wrong name."""
+    replicas, shards = mesh
+    found = f"{what}, {replicas} × {shards} processes (replicas × shards of each)"
+    if replicas == 1:
+        expected = "at least 2 replicas, one for each node: with 1 there is nothing to replicate"
+        yield Problem(key, found, expected, "distributed.strategy=fsdp2 shards over all processes")
+    elif shards == 1:
+        expected = "at least 2 processes that share a replica: with 1 nothing is sharded"
+        yield Problem(key, found, expected, "distributed.strategy=ddp, which that is")
+
+
+def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
+    version = env.get("FSDP_VERSION", "1")
+    if version != "2":
+        expected = (
+            "2. FSDP1, which accelerate takes where nothing is said, joins the parameters of a "
+            "block into one flat tensor: no frozen parameters beside trained ones, and no "
+            "checkpoint that another number of processes or strategy reads"
+        )
+        yield Problem("fsdp_version", version, expected, f"fsdp_version: 2, as in {_FSDP2}")
+        return
+    if ignored := env.get("FSDP_IGNORED_MODULES"):
+        yield Problem("fsdp_ignored_modules", ignored, "no such key: every parameter is sharded")
+    if named_strategy(env) is None:
+        expected = "false with more than one replica: HSDP has no offload"
+        yield Problem(
+            "fsdp_offload_params", "true", expected, "accelerate_configs/fsdp2_offload.yaml"
+        )
+
+
+def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
+    file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if file is not None and file.lower() not in ("", "none"):
+        expected = (
+            "no JSON of DeepSpeed: batch size, precision, clipping and optimizer are set by the "
+            "config of the run"
+        )
+        remedy = f"zero_stage and the offload devices in the accelerate file, as in {_ZERO}"
+        yield Problem("deepspeed_config_file", file, expected, remedy)
+        return  # the other keys come from that JSON then
+    yield from _stages(env)
+    accumulation = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto").lower()
+    if accumulation not in ("auto", "none", "1"):
+        expected = "auto: it follows from global batch, micro-batch and processes"
+        remedy = "training.global_batch_size, training.micro_batch_size"
+        yield Problem("gradient_accumulation_steps", accumulation, expected, remedy)
+    if _stage(env) == "3" and is_true(env, "ACCELERATE_DEEPSPEED_ZERO3_INIT"):
+        expected = (
+            "false: DeepSpeed would partition the model while it is built, and give it other "
+            "initial weights than every other strategy"
+        )
+        yield Problem("zero3_init_flag", "true", expected)
+    if leaves := env.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
+        yield Problem("deepspeed_moe_layer_cls_names", leaves, "no such key: it is not offered")
+
+
+def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
+    """Stage and offload must be those of a strategy: what else would be dropped without a word."""
+    stage, optimizer, parameters = _stage(env), _device(env, "OPTIMIZER"), _device(env, "PARAM")
+    if stage not in ("1", "2", "3"):
+        remedy = "accelerate_configs/ddp.yaml for whole replicas, which is stage 0"
+        yield Problem("zero_stage", stage, "1, 2 or 3", remedy)
+        return
+    if named_strategy(env) is not None:
+        return
+    found = f"{optimizer}, offload_param_device = {parameters}"
+    if "nvme" in (optimizer, parameters):
+        expected = "cpu or none: offload to disk is not offered"
+    elif stage == "3":
+        expected = "both cpu or both none: zero3_offload moves optimizer and parameters"
+    else:
+        expected = f"none and none: stage {stage} is offered without offload"
+    remedy = "accelerate_configs/zero3_offload.yaml, or both none"
+    yield Problem("offload_optimizer_device", found, expected, remedy)
+
+
+def _stage(env: Mapping[str, str]) -> str:
+    return env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2").strip()  # accelerate's default
+
+
+def _device(env: Mapping[str, str], what: Literal["OPTIMIZER", "PARAM"]) -> str:
+    """Where DeepSpeed is to keep it."""
+    return env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none").strip().lower()
+
+
+def _size(env: Mapping[str, str], kind: str) -> int:
+    """One side of the mesh: 1 where it is not said, 0 where it is no number."""
+    name = f"PARALLELISM_CONFIG_{kind}_SIZE"
+    return number(env, name) if name in env else 1
