@@ -1,0 +1,83 @@
+"""What a batch job does next: judged by the run's `status.json`, never by a launcher's exit code.
+
+    verdict.py where CONFIG [section.key=value …]  →  the run directory; a bad config exits with 2
+    verdict.py seen RUN_DIR                        →  which status.json lies there now
+    verdict.py next RUN_DIR SEEN TIME_LIMIT        →  `requeue` or `end`, a code, the reason
+
+SEEN: the answer before the run was started · TIME_LIMIT: `yes` if the job was about to run out.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+RESTARTABLE = 75
+MOST_REQUEUES = 3  # without a new checkpoint between them
+
+
+def where(config_file: str, *overrides: str) -> str:
+    """The run directory of a config."""
+    from llmtrain.config.load import load_config
+    from llmtrain.errors import UserError
+
+    try:
+        config = load_config(config_file, overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    return str(Path(str(config.run.dir)).absolute())
+
+
+def seen(run_dir: str) -> str:
+    """Which `status.json` lies in a run directory: another answer for another one."""
+    try:
+        found = (Path(run_dir) / "status.json").stat()
+    except FileNotFoundError:
+        return "none"
+    return f"{found.st_ino}:{found.st_mtime_ns}"
+
+
+def next_(run_dir: str, before: str, time_limit: str) -> str:
+    """What the job does now that its nodes have ended."""
+    if seen(run_dir) == before:
+        return f"end 1 no rank came as far as {run_dir}/status.json: see the logs of the nodes"
+    status = json.loads((Path(run_dir) / "status.json").read_bytes())
+    again, code, reason = judge(status, out_of_time=time_limit == "yes")
+    if not again:
+        return f"end {code} {reason}"
+    requeues = count(Path(run_dir) / "logs" / "requeues.json", status["checkpoint"])
+    if requeues > MOST_REQUEUES:
+        return (
+            f"end {code or RESTARTABLE} {reason}; no new checkpoint since {MOST_REQUEUES} requeues"
+        )
+    return f"requeue {code} {reason}"
+
+
+def judge(status: dict, *, out_of_time: bool) -> tuple[bool, int, str]:
+    """Whether to requeue, with which code this start ended, why."""
+    state, code = status["state"], status["exit_code"]
+    reason = " ".join(str(status["reason"] or "done").split())
+    if state == "running":
+        return True, RESTARTABLE, "rank 0 died without a word"
+    if state == "stopped":
+        again = out_of_time or status["reason"] == "launcher_lost"
+        return again, code, f"stopped at step {status['step']} ({reason})"
+    return code == RESTARTABLE, code, f"{state} at step {status['step']}: {reason}"
+
+
+def count(path: Path, checkpoint: str | None) -> int:
+    """The number of this requeue among those since the last new checkpoint."""
+    try:
+        known = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        known = {"checkpoint": checkpoint, "requeues": 0}
+    same = known["checkpoint"] == checkpoint
+    requeues = known["requeues"] + 1 if same else 1
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"checkpoint": checkpoint, "requeues": requeues}))
+    return requeues
+
+
+if __name__ == "__main__":
+    verb, *arguments = sys.argv[1:]
+    print({"where": where, "seen": seen, "next": next_}[verb](*arguments))

@@ -1,0 +1,172 @@
+"""The batch script, with the programs of a batch system faked and real training below them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.ranks import ROOT, Server, until
+from helpers.slurm import NODES, Slurm
+from helpers.tiny import lines, status, tiny_config, weights, write_config
+
+SLURM = ROOT / "scripts" / "slurm"
+STEPS = 300
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path / "slurm")
+
+
+def written(folder: Path, **changes: object) -> Path:
+    config = tiny_config(
+        folder / "run", training__steps=STEPS, training__global_batch_size=8, **changes
+    )
+    return write_config(folder, config)
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "node.sh"])
+def test_the_scripts_are_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(SLURM / name)], check=True)
+
+
+def on_cpus(folder: Path) -> Path:
+    """The launch file that the script takes by itself, for machines without GPUs."""
+    text = (ROOT / "accelerate_configs" / "ddp_multinode.yaml").read_text()
+    text = text.replace("use_cpu: false", "use_cpu: true").replace("bf16 ", "'no' ", 1)
+    path = folder / "launch.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_job_that_runs_out_of_time_is_requeued_and_ends_as_a_straight_run(
+    server: Server, slurm: Slurm, tmp_path: Path
+) -> None:
+    straight = written(tmp_path / "straight")
+    assert server.run(["train", str(straight)], 2, tmp_path / "straight") == [0, 0]
+    path, run_dir = written(tmp_path), tmp_path / "run"
+    env = {"ACCELERATE_FILE": str(on_cpus(tmp_path))}
+
+    job = slurm.sbatch([str(path)], env)
+    until(lambda: bool(lines(run_dir, "train")) or job.poll() is not None, "a step")
+    os.kill(job.pid, signal.SIGUSR1)  # to the batch shell alone, as `B:USR1@180` says
+    assert job.wait() == 0, said(slurm, run_dir)
+    assert status(run_dir)["state"] == "stopped", said(slurm, run_dir)
+    assert status(run_dir)["world_size"] == 2
+    assert 0 < status(run_dir)["step"] < STEPS
+    assert slurm.requeued == [str(slurm.number)]
+    assert not (run_dir / "STOP").exists()
+
+    again = slurm.sbatch([str(path)], env)  # what the batch system does with a job in its queue
+    assert again.wait() == 0, said(slurm, run_dir)
+    assert status(run_dir)["state"] == "finished"
+    assert lines(run_dir, "start")[-1]["resumed_from"] == status_of_first(run_dir)
+    assert slurm.requeued == [str(slurm.number)]
+    assert weights(run_dir, STEPS) == weights(tmp_path / "straight" / "run", STEPS)
+    logs = run_dir / "logs" / f"slurm-{slurm.number}"
+    assert sorted(path.name for path in logs.iterdir()) == [
+        "node-0",
+        "node-0.log",
+        "node-1",
+        "node-1.log",
+    ]
+    assert len(list(logs.rglob("attempt_0/*/stdout.log"))) == 4  # two nodes, two starts
+
+
+def status_of_first(run_dir: Path) -> str:
+    """The checkpoint that the first start ended with."""
+    return str(lines(run_dir, "checkpoint")[0]["name"])
+
+
+def said(slurm: Slurm, run_dir: Path) -> str:
+    logs = sorted((run_dir / "logs").rglob("node-*.log"))
+    return "\n".join(path.read_text() for path in [slurm.output, *logs])
+
+
+def leaving(status: dict[str, object]) -> str:
+    """An `srun` whose run leaves this behind."""
+    text = json.dumps({"step": 7, "checkpoint": None, "reason": None, **status})
+    return f"""echo '{text}' >"$FAKE/../run/status.json"\nexit 1\n"""
+
+
+ENDS = {
+    "finished": ({"state": "finished", "exit_code": 0}, 0, False),
+    "a lost peer": ({"state": "failed", "exit_code": 75, "reason": "a peer\nis gone"}, 75, True),
+    "died": ({"state": "running", "exit_code": None}, 75, True),
+    "lost its launcher": ({"state": "stopped", "exit_code": 0, "reason": "launcher_lost"}, 0, True),
+    "was asked to stop": ({"state": "stopped", "exit_code": 0, "reason": "stop_file"}, 0, False),
+    "a bad config": ({"state": "failed", "exit_code": 2, "reason": "key"}, 2, False),
+    "a full disk": ({"state": "failed", "exit_code": 74, "reason": "disk"}, 74, False),
+    "diverged": ({"state": "failed", "exit_code": 1, "reason": "loss"}, 1, False),
+}
+
+
+@pytest.mark.parametrize("case", list(ENDS))
+def test_what_the_run_says_decides_and_not_the_code_of_srun(
+    slurm: Slurm, tmp_path: Path, case: str
+) -> None:
+    left, code, again = ENDS[case]
+    slurm.program("srun", leaving(left))
+    assert slurm.sbatch([str(written(tmp_path))]).wait() == code, slurm.output.read_text()
+    assert slurm.requeued == ([str(slurm.number)] if again else [])
+
+
+def test_a_status_of_an_earlier_start_is_no_answer(slurm: Slurm, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    (tmp_path / "run").mkdir()
+    earlier = {"state": "failed", "exit_code": 75, "checkpoint": None, "step": 3, "reason": ""}
+    (tmp_path / "run" / "status.json").write_text(json.dumps(earlier))
+    slurm.program("srun", "exit 1\n")
+    assert slurm.sbatch([str(path)]).wait() == 1
+    assert "no rank came as far" in slurm.output.read_text()
+    assert slurm.requeued == []
+
+
+def test_without_a_new_checkpoint_a_job_is_requeued_three_times(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    path = written(tmp_path)
+    failed = {"state": "failed", "exit_code": 75, "reason": "a peer is gone"}
+
+    def start(checkpoint: str) -> int:
+        slurm.program("srun", leaving({**failed, "checkpoint": checkpoint}))
+        slurm.sbatch([str(path)]).wait()
+        return len(slurm.requeued)
+
+    requeued = [start(name) for name in ["a", "b", "b", "b", "b"]]
+    assert requeued == [1, 2, 3, 4, 4]
+    assert "no new checkpoint since 3 requeues" in slurm.output.read_text()
+
+
+@pytest.mark.parametrize("body", ["exit 1\n", "exit 0\n"], ids=["fails", "says nothing"])
+def test_without_the_names_of_the_nodes_nothing_is_started(
+    slurm: Slurm, tmp_path: Path, body: str
+) -> None:
+    slurm.program("scontrol", body)
+    assert slurm.sbatch([str(written(tmp_path))]).wait() == 1
+    assert slurm.started == []
+    assert "scontrol" in slurm.output.read_text()
+
+
+def test_a_wrong_config_ends_the_job_before_anything_is_started(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    path = written(tmp_path, training__lerning_rate=1)
+    assert slurm.sbatch([str(path)]).wait() == 2
+    assert "training.lerning_rate" in slurm.output.read_text()
+    assert slurm.started == []
+    assert slurm.requeued == []
+
+
+def test_every_node_is_given_the_name_of_the_first(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.program("srun", 'echo "$*" >>"$FAKE/started"\n')
+    slurm.sbatch([str(written(tmp_path)), "run.seed=7"]).wait()
+    (started,) = slurm.started
+    port = str(10_000 + slurm.number % 20_000)
+    assert f"{NODES[0]} {port} 1 " in started
+    assert started.endswith("config.yaml run.seed=7")
+    assert "--kill-on-bad-exit=1" in started
