@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -25,15 +26,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
     Raises UserError for one that cannot be loaded, needs its own code or is not a fast one.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=revision or "main", trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            Problem("model.tokenizer", path, f"a tokenizer directory or a Hub id: {first}")
-        ) from error
+    tokenizer = _load(path, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             Problem("model.tokenizer", path, "a fast tokenizer (one with a tokenizer.json)")
@@ -41,13 +34,25 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def special_tokens(directory: Path) -> SpecialTokens:
-    """Read what the model must know from a saved tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+def special_tokens(path: str | Path) -> SpecialTokens:
+    """Read what the model must know from a tokenizer's directory or Hub id. Raises UserError."""
+    tokenizer = _load(str(path), None)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            Problem("model.tokenizer", directory.name, "a tokenizer with an end-of-text token")
+            Problem("model.tokenizer", Path(path).name, "a tokenizer with an end-of-text token")
         )
     return SpecialTokens(
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
+
+
+def _load(path: str, revision: str | None) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, revision=revision or "main", trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            Problem("model.tokenizer", path, f"a tokenizer directory or a Hub id: {first}")
+        ) from error

@@ -26,8 +26,7 @@ def announce(run: Run, seconds: float) -> None:
     journal, first = run.journal, run.first_step
     journal.step = first
     journal.track(run.config, first)
-    parameters = list(run.unwrapped.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    shape = run.planned.shape  # the model's own tensors may be a part of theirs
     journal.write(
         "start",
         first,
@@ -36,16 +35,16 @@ def announce(run: Run, seconds: float) -> None:
         device=_device_name(run.device),
         micro_batch_size=run.micro_batch_size,
         accumulation=run.accumulation,
-        parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=trainable,
+        parameters=shape.count,
+        trainable_parameters=shape.trainable,
         resumed_from=run.resumed_from,
         weights=run.data.manifest.weights,
         steps=run.steps,
         versions=run.versions,
-        plan={},
+        plan=run.planned.to_json(),
     )
     journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
-    for line in _summary(run, trainable, seconds):
+    for line in _summary(run, shape.trainable, seconds):
         _log.info(line)
 
 
@@ -83,10 +82,19 @@ def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
     return [
         f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",
+        f"strategy  {run.strategy}: {run.planned.reason}",
+        f"memory    {_memory(run)}",
         f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
     ]
+
+
+def _memory(run: Run) -> str:
+    plan, room = run.planned.memory, run.planned.hardware.device_bytes / 2**30
+    recompute = run.planned.layout.activation_checkpointing
+    planned = f"{plan.total_bytes / 2**30:.1f}" if plan else "an unknown part"
+    return f"{planned} of {room:.1f} GiB planned, activation checkpointing: {recompute}"
 
 
 def _device_name(device: torch.device) -> str:

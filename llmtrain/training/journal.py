@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 
 from llmtrain.config.meaning import config_digest_values
 from llmtrain.config.schema import Config
+from llmtrain.metrics import memory
 from llmtrain.metrics.goodput import goodput
 from llmtrain.metrics.jsonl import Lines
 from llmtrain.metrics.progress import Progress
@@ -139,15 +141,30 @@ class Journal:
             self._lines.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """planned_bytes: of the device, None where it was not planned · held_before: the model."""
+
+    planned_bytes: int | None
+    held_before: int
+    compare_at: int
+
+
 class RunLog:
     """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation."""
 
     def __init__(
-        self, journal: Journal, due: Due, device: torch.device, evaluation: dict[str, Any] | None
+        self,
+        journal: Journal,
+        due: Due,
+        device: torch.device,
+        evaluation: dict[str, Any] | None,
+        expected: Expected,
     ) -> None:
         self._journal = journal
         self._due = due
         self._device = device
+        self._expected = expected
         self._span_seconds = 0.0
         self._span_wait = 0.0
         self._told_of_end = False
@@ -169,13 +186,28 @@ class RunLog:
                 grad_norm=numbers.grad_norm,
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
+        if numbers.step == self._expected.compare_at:
+            self._compare_memory(numbers.step)
         line = self._due.line(numbers.step) or (numbers.skipped and not over)
-        memory = memory_gb(self._device) if line else None
-        self._journal.show(numbers, line=line, memory_gb=memory)
+        held = memory_gb(self._device) if line else None
+        self._journal.show(numbers, line=line, memory_gb=held)
         if line:
-            self._journal.write("train", numbers.step, **self._fields(numbers, memory))
+            self._journal.write("train", numbers.step, **self._fields(numbers, held))
             self._journal.progressed(numbers.step)
             self._span_seconds = self._span_wait = 0.0
+
+    def _compare_memory(self, step: int) -> None:
+        """Rank 0's peak since the model was built beside what was planned, without the reserve."""
+        measured = memory.peak_bytes(self._device) - self._expected.held_before
+        planned = self._expected.planned_bytes
+        difference = None if not planned else measured / planned - 1
+        self._journal.event(
+            "memory_compared",
+            step,
+            planned_gb=None if planned is None else planned / 2**30,
+            measured_gb=measured / 2**30,
+            difference=difference,
+        )
 
     def _nothing_left(self, step: int) -> None:
         """All lanes of a step's blocks have ended: on the record each time, told once."""
@@ -236,8 +268,5 @@ class RunLog:
 
 def memory_gb(device: torch.device) -> float:
     """This process's peak on its device, or on a CPU its resident memory; GiB."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)) / 2**30
-    import psutil
-
-    return float(psutil.Process().memory_info().rss) / 2**30
+    held = memory.peak_bytes(device) if device.type == "cuda" else memory.resident_bytes()
+    return held / 2**30

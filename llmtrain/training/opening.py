@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +30,10 @@ from llmtrain.config.schema import Config
 from llmtrain.distributed import accelerator as launching
 from llmtrain.distributed import state as tensors
 from llmtrain.distributed.accelerator import Launched
-from llmtrain.distributed.launch import verify_launch
+from llmtrain.distributed.launch import family, verify_launch
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
+from llmtrain.metrics import memory
 from llmtrain.model import attention
 from llmtrain.model.build import build, model_config, rebuild, resolve_revision
 from llmtrain.model.loss import LossModule
@@ -42,6 +43,7 @@ from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.place import Auto, Place
+from llmtrain.training.planning import FROZEN, Planned, launch_kind, plan_start
 from llmtrain.training.rng import States
 from llmtrain.training.shared import check_shared
 from llmtrain.training.stop import Signals
@@ -53,8 +55,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Until a plan reckons with the device's memory: tokens of one forward where the size is `auto`.
-_AUTO_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
 
@@ -67,6 +67,7 @@ class Processes:
     """
 
     launched: Launched
+    planned: Planned
     run_id: str
     auto: Auto
     versions: dict[str, str]
@@ -75,12 +76,16 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """The model, bare and as prepared for its strategy; spec: of its checkpoints."""
+    """The model, bare and as prepared for its strategy; spec: of its checkpoints.
+
+    held_before: bytes of the device, or of the process on a CPU, before there was a model.
+    """
 
     bare: PreTrainedModel
     prepared: nn.Module
     spec: Spec
     micro_batch_size: int
+    held_before: int
 
 
 def run_directory(config: Config) -> Path:
@@ -107,24 +112,30 @@ def start_processes(
     # Read before the group is there; rank 0 writes it only at the end of the start.
     frozen = Auto(run_directory(config), "").run.get("precision")
     precision, why = (frozen, "as this run began") if frozen else _precision(config)
+    planned = plan_start(config, run_directory(config), precision)
     with signals.alone(lambda reason: journal.end("stopped", 0, reason)):
-        launched = launching.make_accelerator("ddp", precision, config.distributed)
+        launched = _launched(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
     check_shared(run_directory(config), ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
-    _same_everywhere(config, ranks, {"precision": precision, **versions})
-    kind = f"{launched.strategy}/{launched.device.type}/{ranks.world_size}"
+    memory_gb = round(planned.hardware.device_bytes / 2**30, 1)
+    facts = {"precision": precision, "distributed.device_memory_gb": str(memory_gb), **versions}
+    layout = {key: str(value) for key, value in asdict(planned.layout).items()}
+    _same_everywhere(config, ranks, layout | facts)
+    kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(run_directory(config), kind)
     anew = bool(auto.launches) and kind not in auto.launches
     auto.run.setdefault("precision", precision)
+    for key in FROZEN[1:]:  # the micro-batch is tried on the device first
+        auto.launch.setdefault(key, getattr(planned.layout, key))
     torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
-    return Processes(launched, run_id, auto, versions, anew)
+    return Processes(launched, planned, run_id, auto, versions, anew)
 
 
 def find_checkpoint(
@@ -154,6 +165,7 @@ def build_model(
 ) -> ModelSide:
     """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
     launched, ranks = processes.launched, processes.launched.ranks
+    held_before = memory.reset_peak(launched.device)
     torch.manual_seed(config.run.seed)
     bare = agreed(ranks, lambda: _bare_model(config, found, revision))
     optimizer = make_optimizer(bare, config.optimizer)
@@ -166,8 +178,9 @@ def build_model(
     vocabulary = bare.config.get_text_config().vocab_size
     micro_batch_size = _micro_batch_size(config, processes, prepared, vocabulary, hiding)
     shape = (micro_batch_size, config.data.seq_len, vocabulary)
-    discarded_pass(prepared, launched.engine, launched.device, shape, hiding)
-    return ModelSide(bare, prepared, spec, micro_batch_size)
+    if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's own buffers
+        discarded_pass(prepared, launched.engine, launched.device, shape, hiding)
+    return ModelSide(bare, prepared, spec, micro_batch_size, held_before)
 
 
 def fill_state(config: Config, processes: Processes, model: ModelSide, found: Found) -> bool:
@@ -199,6 +212,18 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
         on_rank_zero(ranks, auto.save)
     revision: str | None = auto.run["revision"]
     return revision
+
+
+def _launched(config: Config, planned: Planned, precision: str) -> Launched:
+    layout = planned.layout
+    return launching.make_accelerator(
+        layout.strategy,
+        precision,
+        config.distributed,
+        max_grad_norm=config.training.max_grad_norm,
+        largest_block=planned.shape.largest_block,
+        fsdp_sync=layout.fsdp_sync,
+    )
 
 
 def _precision(config: Config) -> tuple[str, str]:
@@ -282,14 +307,15 @@ def _micro_batch_size(
     vocabulary: int,
     hiding: str | None,
 ) -> int:
-    """As asked, or the largest divisor of a rank's blocks that its device can take."""
-    asked, launched = config.training.micro_batch_size, processes.launched
-    if asked != "auto":
-        return asked
+    """As planned; where it is `auto` and each rank can try alone, the device has the last word."""
+    planned, launched = processes.planned.layout.micro_batch_size, processes.launched
+    if config.training.micro_batch_size != "auto":
+        return planned
+    if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
+        processes.auto.launch["micro_batch_size"] = planned
     if "micro_batch_size" not in processes.auto.launch:
         rows = config.training.global_batch_size // launched.ranks.world_size
-        most = max(1, _AUTO_TOKENS[launched.device.type] // config.data.seq_len)
-        fitting = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
+        fitting = [n for n in range(planned, 0, -1) if rows % n == 0]
         processes.auto.launch["micro_batch_size"] = fitting_micro_batch(
             prepared,
             launched.engine,

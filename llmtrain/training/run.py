@@ -46,9 +46,10 @@ from llmtrain.training.ending import (
     stoppable,
 )
 from llmtrain.training.guards import Guards
-from llmtrain.training.journal import Journal, RunLog
+from llmtrain.training.journal import Expected, Journal, RunLog
 from llmtrain.training.opening import ModelSide, Processes
 from llmtrain.training.place import Auto, Place, claim
+from llmtrain.training.planning import Planned
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.types import Batch, Cursor, Flags, Spec, StepVector
 
@@ -59,6 +60,7 @@ _log = logging.getLogger(__name__)
 
 # A batch queue kills some 30 s after its signal; a network that is away may be waited for longer.
 _PATIENCE_SECONDS = 10.0
+_COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
 _OPENING_SECONDS = 1.0  # before the first step there is nothing that more patience would save
 
 
@@ -87,6 +89,7 @@ class Run:
     unwrapped: PreTrainedModel
     spec: Spec
     data: DataSide
+    planned: Planned
     micro_batch_size: int
     meter: Meter
     journal: Journal
@@ -294,7 +297,7 @@ def open_run(config: Config) -> Iterator[Run]:
 
 
 def _claim(config: Config) -> AbstractContextManager[Place]:
-    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), "ddp")
+    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), config.distributed.strategy)
 
 
 def _assemble(
@@ -328,11 +331,12 @@ def _assemble(
         model=model.prepared,
         unwrapped=model.bare,
         spec=model.spec,
+        planned=processes.planned,
         micro_batch_size=model.micro_batch_size,
         data=data,
         meter=_meter(config, launched, data, saved.get("sources", {})),
         journal=journal,
-        log=RunLog(journal, due, launched.device, evaluation),
+        log=RunLog(journal, due, launched.device, evaluation, _expected(processes, model, first)),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0)),
         due=due,
         signals=signals,
@@ -346,6 +350,12 @@ def _assemble(
         ),
         stop_file=journal.run_dir / "STOP",
     )
+
+
+def _expected(processes: Processes, model: ModelSide, first: int) -> Expected:
+    plan = processes.planned.memory
+    planned = plan.total_bytes - plan.parts["reserve"] if plan else None
+    return Expected(planned, model.held_before, first + _COMPARE_AFTER)
 
 
 def _meter(config: Config, launched: Launched, data: DataSide, sources: dict[str, int]) -> Meter:

@@ -1,0 +1,40 @@
+"""What a process holds at its highest: on a GPU what torch allocated, on a CPU resident memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_REFERENCES = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the peak of the resident set to what it is now
+
+
+def reset_peak(device: torch.device) -> int:
+    """Begin a new peak; returns the bytes that are held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if sys.platform == "linux":
+        _REFERENCES.write_text(_RESET_PEAK)
+    return resident_bytes()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was held since `reset_peak`; where the system cannot say, what is held now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform != "linux":
+        return resident_bytes()
+    lines = _STATUS.read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
+    return int(kilobytes) * 1024
+
+
+def resident_bytes() -> int:
+    """This process's resident memory."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,161 @@
+"""What a start decides before anything is allocated: strategy, micro-batch, what is recomputed.
+
+    config ─► model on paper ─► bytes by strategy ─► the fastest that fits this machine
+
+Every rank reckons by itself, from the config, the run directory and its own device; they compare
+once they can talk. The same functions serve `llmtrain plan`, for machines that are not there.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.checkpoint import format as form
+from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.distributed.accelerator import on_cpu
+from llmtrain.distributed.launch import allowed_strategies
+from llmtrain.distributed.plan import Hardware, Layout, MemoryPlan, Work
+from llmtrain.model.build import model_config
+from llmtrain.model.shape import census
+from llmtrain.model.tokenizer import SpecialTokens, special_tokens
+from llmtrain.types import ModelShape
+
+_log = logging.getLogger(__name__)
+
+# Tokens of one forward where the micro-batch is `auto`: more is no faster.
+MOST_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a start takes. reason: of the strategy · memory: None where it could not be planned."""
+
+    layout: Layout
+    shape: ModelShape
+    hardware: Hardware
+    memory: MemoryPlan | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For the `start` line."""
+        parts = dict(self.memory.parts) if self.memory else None
+        total = self.memory.total_bytes if self.memory else None
+        device = {"device_bytes": self.hardware.device_bytes}
+        said = {"reason": self.reason, "parts": parts, "total_bytes": total}
+        return asdict(self.layout) | said | device
+
+
+def described(config: Config, run_dir: Path | None = None) -> ModelShape:
+    """The model that a config asks for, without its weights.
+
+    run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
+    model or tokenizer that cannot be read.
+    """
+    found = _stored_config(config, run_dir)
+    if found is None:
+        found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
+    return census(found, config.model.freeze)
+
+
+def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
+    """The devices that this start was given, or as `distributed.device_memory_gb` says."""
+    world = int(env.get("WORLD_SIZE", "1"))
+    local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
+    import psutil
+
+    host = psutil.virtual_memory().total
+    asked, cpu = config.distributed.device_memory_gb, on_cpu()
+    if asked != "auto":
+        device_bytes = int(asked * 2**30)
+    elif cpu:
+        device_bytes = host // local
+    else:
+        device_bytes = torch.cuda.mem_get_info(int(env.get("LOCAL_RANK", "0")))[1]
+    name = None if cpu else torch.cuda.get_device_name(int(env.get("LOCAL_RANK", "0")))
+    return Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
+
+
+def work(config: Config, precision: str, *, cpu: bool) -> Work:
+    """What a step of the config computes. precision: bf16 or fp32."""
+    training = config.training
+    recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
+    return Work(
+        seq_len=config.data.seq_len,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=None if training.micro_batch_size == "auto" else training.micro_batch_size,
+        precision=precision,
+        activation_checkpointing=None if recompute == "auto" else recompute,
+        fsdp_sync=None if sync == "auto" else sync,
+        most_tokens=MOST_TOKENS["cpu" if cpu else "cuda"],
+    )
+
+
+def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
+    """The layout of this start. Raises UserError when no allowed strategy fits the device."""
+    shape = described(config, run_dir)
+    hardware = this_machine(config, os.environ)
+    asked = work(config, precision, cpu=hardware.cpu)
+    allowed = allowed_strategies(os.environ, config)
+    return _unplanned(shape, asked, hardware, allowed, "nothing counts activations")
+
+
+def launch_kind(strategy: str, device: str, world_size: int) -> str:
+    """Under which name `auto.json` freezes what belongs to a launch of one kind."""
+    return f"{strategy}/{device}/{world_size}"
+
+
+def _unplanned(
+    shape: ModelShape, asked: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
+) -> Planned:
+    """The first strategy that is allowed, with the micro-batch by tokens alone."""
+    share = asked.global_batch_size // hardware.devices
+    most = max(1, asked.most_tokens // asked.seq_len)
+    fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    micro = asked.micro_batch_size or fitting
+    layout = Layout(
+        allowed[0],
+        asked.activation_checkpointing or "none",
+        micro,
+        share // micro,
+        asked.fsdp_sync or "every",
+    )
+    return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
+
+
+def _stored_config(config: Config, run_dir: Path | None) -> Any:
+    """Of a run that began with weights from elsewhere: they may be gone by now."""
+    if run_dir is None or config.model.from_ is None:
+        return None
+    from transformers import AutoConfig
+
+    root = run_dir / "checkpoints"
+    names = form.complete_names(root)
+    if not names:
+        return None
+    return AutoConfig.from_pretrained(root / names[0], trust_remote_code=False)
+
+
+def _tokens(config: Config, run_dir: Path | None) -> SpecialTokens:
+    """The tokenizer's length and special tokens; only the length decides anything here."""
+    asked = config.model.tokenizer
+    # Only then is it final: what a refused start left behind is deleted while ranks look.
+    if run_dir is not None and (run_dir / "auto.json").exists():
+        return special_tokens(run_dir / "tokenizer")
+    if isinstance(asked, TrainTokenizer):
+        return SpecialTokens(asked.train, None, 0, None)
+    if asked == "sample":
+        sample = importlib.resources.files("llmtrain.data.sample")
+        with importlib.resources.as_file(sample) as folder:
+            return special_tokens(folder)
+    if asked == "auto":  # of model.from, whose config says how long it is
+        return SpecialTokens(0, None, 0, None)
+    return special_tokens(asked)

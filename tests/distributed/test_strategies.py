@@ -1,0 +1,138 @@
+"""Whole runs under every strategy: the same losses, and each goes on from what another wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ranks import Server
+from helpers.tiny import lines, status, tiny_config, write_config
+from safetensors import safe_open
+
+STEPS = 6
+WORLD = {"hsdp": 4, "zero3": 3}
+
+
+def config(run_dir: Path, strategy: str, **changes: Any) -> dict[str, Any]:
+    """Accumulation, a checkpoint in the middle, an evaluation and a sample behind it."""
+    made = tiny_config(
+        run_dir,
+        training__steps=STEPS,
+        checkpoint__every_steps=3,
+        evaluation__every_steps=3,
+        evaluation__prompts=["The planet"],
+        # So that a shorter run is the beginning of a longer one.
+        optimizer__schedule="constant",
+        optimizer__warmup_steps=1,
+        **changes,
+    )
+    made["distributed"] = {"strategy": strategy, "timeout_minutes": 2.0}
+    return made
+
+
+def run(server: Server, folder: Path, made: dict[str, Any], world: int, *more: str) -> None:
+    path = write_config(folder, made)
+    # The shard groups of hsdp are nodes: four processes stand for two nodes of two.
+    env = {"LOCAL_WORLD_SIZE": str(min(world, 2))} if world == 4 else {}
+    codes = server.run(["train", str(path), *more], world, folder, env)
+    assert codes == [0] * world, (folder / "output.txt").read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Under DDP."""
+    folder = tmp_path_factory.mktemp("ddp")
+    run(server, folder, config(folder / "run", "ddp"), 2)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_a_run_under_any_strategy_is_the_run_under_ddp(
+    server: Server, tmp_path: Path, straight: Path, strategy: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run(server, tmp_path, config(run_dir, strategy), WORLD.get(strategy, 2))
+    assert status(run_dir)["strategy"] == strategy
+    assert [line["strategy"] for line in lines(run_dir, "start")] == [strategy]
+    same_losses(run_dir, straight)
+    found, expected = lines(run_dir, "eval"), lines(straight, "eval")
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in expected], 1e-5)
+    assert lines(run_dir, "sample")[0]["text"] == lines(straight, "sample")[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("fsdp2", "ddp"), ("ddp", "fsdp2"), ("zero2", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "ddp")],
+)
+def test_what_one_strategy_saved_another_goes_on_from(
+    server: Server, tmp_path: Path, straight: Path, first: str, second: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run(server, tmp_path, config(run_dir, first), 2, "training.steps=3")
+    run(server, tmp_path, config(run_dir, second), 2)
+    assert [line["strategy"] for line in lines(run_dir, "start")] == [first, second]
+    assert lines(run_dir, "start")[1]["resumed_from"] == "step-00000003"
+    same_losses(run_dir, straight)
+
+
+def same_losses(run_dir: Path, expected: Path) -> None:
+    found, straight = lines(run_dir, "train"), lines(expected, "train")
+    assert [one["batch_digest"] for one in found] == [one["batch_digest"] for one in straight]
+    for one, other in zip(found, straight, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_a_plain_launch_takes_fsdp2_where_ddp_does_not_fit(
+    server: Server, tmp_path: Path, straight: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    needed = lines(straight, "start")[0]["plan"]["total_bytes"] / 2**30
+    made = config(run_dir, "auto")
+    made["distributed"]["device_memory_gb"] = 0.8 * needed
+    run(server, tmp_path, made, 2)
+    (start,) = lines(run_dir, "start")
+    assert start["strategy"] == status(run_dir)["strategy"] == "fsdp2"
+    assert start["plan"]["total_bytes"] <= 0.8 * needed * 2**30
+    assert "ddp" in start["plan"]["reason"]
+    same_losses(run_dir, straight)
+
+
+def test_a_plan_that_fits_nowhere_is_refused_with_what_would_help(
+    server: Server, tmp_path: Path
+) -> None:
+    made = config(tmp_path / "run", "auto", training__micro_batch_size=2)
+    made["distributed"]["device_memory_gb"] = 1e-4
+    path = write_config(tmp_path, made)
+    assert server.run(["train", str(path)], 2, tmp_path) == [2, 2]
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("error:") == 1
+    assert "Traceback" not in said
+    assert "strategy ddp" in said
+    assert "strategy fsdp2" in said
+    assert "are missing" in said
+    assert status(tmp_path / "run")["exit_code"] == 2
+
+
+def test_the_plan_is_compared_with_the_measured_peak(straight: Path) -> None:
+    (found,) = [one for one in lines(straight, "event") if one["event"] == "memory_compared"]
+    assert found["step"] == 3
+    assert found["detail"]["planned_gb"] > 0
+    assert found["detail"]["measured_gb"] > 0
+    ratio = found["detail"]["measured_gb"] / found["detail"]["planned_gb"] - 1
+    assert found["detail"]["difference"] == pytest.approx(ratio)
+
+
+def test_frozen_parameters_have_no_moments_in_a_checkpoint(server: Server, tmp_path: Path) -> None:
+    made = config(tmp_path / "run", "fsdp2")
+    made["model"]["freeze"] = ["model.embed_tokens.*", "model.layers.0.*"]
+    run(server, tmp_path, made, 2)
+    (path,) = (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}").glob("optimizer-*")
+    with safe_open(path, "np") as file:
+        names = set(file.keys())
+    assert "model.layers.1.mlp.up_proj.weight.exp_avg" in names
+    assert not [name for name in names if "embed_tokens" in name or "layers.0." in name]
+    (start,) = lines(tmp_path / "run", "start")
+    assert start["trainable_parameters"] < start["parameters"]
