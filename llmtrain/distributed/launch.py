@@ -22,6 +22,7 @@ from llmtrain.distributed.named import (
     one_sided,
     unsupported,
 )
+from llmtrain.distributed.strategy import LADDER
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ _KINDS = {
     "fsdp": ("FSDP",),
     "zero": ("DEEPSPEED",),
 }
-# In the order in which a plan prefers them; the last three are never chosen, only asked for.
-STRATEGIES = ("ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload", "zero1", "zero2", "zero3")
 _PLAIN = "a plain launch, which leaves every strategy open (accelerate_configs/ddp.yaml)"
 _WHERE = "the launch"
 
@@ -46,7 +45,7 @@ def check_environment(env: Mapping[str, str], config: Config, processes: int | N
     `Accelerator` writes ACCELERATE_USE_FSDP and _DEEPSPEED into the environment.
     Raises UserError with every problem.
     """
-    started_wrong = traces(env)
+    started_wrong = launcher_problems(env)
     problems = [*started_wrong, *_asked(env, processes)]
     if not started_wrong:  # else the number of processes is not to be trusted
         problems += [*unsupported(env, world_size(env)), *contradictions(env, config)]
@@ -90,14 +89,14 @@ def verify_launch(
 def allowed_strategies(env: Mapping[str, str], config: Config) -> tuple[str, ...]:
     """Which strategies this launch leaves open, the preferred one first.
 
-    A plain launch leaves all open, FSDP and DEEPSPEED name one; an explicit
-    `distributed.strategy` is the only one. To be asked after `check_environment` and before there
-    is an `Accelerator`, which writes into the environment.
+    A plain launch leaves open all that a plan may choose from, FSDP and DEEPSPEED name one; an
+    explicit `distributed.strategy` is the only one. To be asked after `check_environment`, and
+    before there is an `Accelerator`, which writes into the environment.
     """
     if config.distributed.strategy != "auto":
         return (config.distributed.strategy,)
     named = named_strategy(env)
-    return STRATEGIES if named is None else (named,)
+    return LADDER if named is None else (named,)
 
 
 def world_size(env: Mapping[str, str]) -> int:
@@ -112,7 +111,7 @@ def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
     return "zero" if strategy.startswith("zero") else "ddp"
 
 
-def traces(env: Mapping[str, str]) -> list[Problem]:
+def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     """Traces of a launcher that did not start this process, or started fewer than asked."""
     if "LOCAL_RANK" in env:
         return []

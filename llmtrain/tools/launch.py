@@ -27,7 +27,7 @@ from types import FrameType
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch import contradictions, traces
+from llmtrain.distributed.launch import contradictions, launcher_problems
 from llmtrain.distributed.named import unsupported
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.metrics.status import FILE_NAME, read_status
@@ -93,7 +93,7 @@ def _launch_file(
     path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
 ) -> LaunchFile:
     """The file to start, or what is to be written to one. Raises UserError with every problem."""
-    if problems := traces(env):
+    if problems := launcher_problems(env):
         raise UserError(*problems, where="the launch")
     if path is not None:
         file = read_launch_file(path, processes, config)

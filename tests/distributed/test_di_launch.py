@@ -48,7 +48,7 @@ def refused(ended: subprocess.CompletedProcess[str], folder: Path, *words: str) 
     assert ended.returncode != 0
     for word in words:
         assert word in ended.stderr, ended.stderr
-    assert not (folder / "run" / "metrics.jsonl").exists()
+    assert not lines(folder / "run", "train")
 
 
 def test_the_simple_launcher_that_starts_one_of_two_is_refused(
