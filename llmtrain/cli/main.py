@@ -73,6 +73,30 @@ def quickstart(
     _end(start(out))
 
 
+@app.command(rich_help_panel="Start", help="is this machine ready for this config?")
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; without: the machine.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    ] = None,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The config of accelerate to launch with."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave a check out; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look at everything that a start and a run rely on; exit code 2 if anything is an error."""
+    from llmtrain.cli.doctor import show
+
+    raise typer.Exit(show(config, overrides or [], accelerate, skip or [], as_json=as_json))
+
+
 @app.command(rich_help_panel="Train", help="run a config; the same command resumes")
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],

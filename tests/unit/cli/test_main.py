@@ -40,6 +40,7 @@ def test_help_shows_the_commands_in_groups():
         "Train language models: exact, resumable, any number of devices.\n"
         "\n"
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
+        "           doctor        is this machine ready for this config?\n"
         "Train      train         run a config; the same command resumes\n"
         "           report        write report.html\n"
         "Look after data          inspect · which · tokenize · repack\n"
@@ -52,7 +53,7 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", *DATA])
+@pytest.mark.parametrize("command", ["train", "doctor", *DATA])
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
 

@@ -1,0 +1,91 @@
+"""What `llmtrain doctor` shows to people: a line for each check, in 80 columns.
+
+ok        memory       23.5 GiB of the machine's available
+error     rendezvous   10.0.0.1:29500 cannot be bound: Address already in use
+                       try: main_process_port: another one, or end what listens there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.cli.plain import WIDTH, clipped, harmless, wrapped
+from llmtrain.cli.plain import show as print_lines
+
+if TYPE_CHECKING:
+    from llmtrain.tools.doctor import Check
+
+_STATE, _NAME = 9, 13  # columns
+_COLOURS = {"ok": "32", "warning": "33", "error": "31"}
+
+
+def show(
+    config: str | None,
+    overrides: Sequence[str],
+    accelerate: Path | None,
+    skip: Sequence[str],
+    *,
+    as_json: bool,
+) -> int:
+    """Look, print each check as soon as it is made, and return the exit code."""
+    from llmtrain.tools.doctor import Diagnosis, doctor
+
+    tell = _waiting()
+    checks = []
+    for check in doctor(config, overrides, accelerate, skip, told=tell):
+        checks.append(check)
+        tell("")
+        if not as_json:
+            print_lines(lines(check, colours=_in_colours()))
+    diagnosis = Diagnosis(tuple(checks))
+    print_lines([json.dumps(diagnosis.to_json()) if as_json else summary(checks)])
+    return 2 if diagnosis.failed else 0
+
+
+def lines(check: Check, *, colours: bool) -> Iterator[str]:
+    """One check: what was found, and below it what to do."""
+    indent = _STATE + _NAME
+    name = f"{check.name:<{_NAME}}"
+    state = f"{check.state:<{_STATE}}"
+    if colours:
+        state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
+    first, *more = wrapped(harmless(check.found), WIDTH - indent)
+    yield f"{state}{name}{first}".rstrip()
+    yield from (f"{'':{indent}}{line}" for line in more)
+    if check.remedy:
+        advice = wrapped(f"try: {harmless(check.remedy)}", WIDTH - indent)
+        yield from (f"{'':{indent}}{line}" for line in advice)
+
+
+def summary(checks: Iterable[Check]) -> str:
+    """The last line: how many of each are not ok."""
+    states = [check.state for check in checks]
+    parts = [
+        f"{states.count(state)} {state}{'s' * (states.count(state) > 1)}"
+        for state in ("error", "warning")
+        if state in states
+    ]
+    return f"{len(states)} checks: {', '.join(parts) or 'all is well'}"
+
+
+def _in_colours() -> bool:
+    """Whether stdout is a terminal that may show them."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def _waiting() -> Callable[[str], None]:
+    """Says on a terminal what is looked at now; the next line takes its place."""
+    moves = sys.stderr.isatty()
+
+    def tell(name: str) -> None:
+        if moves:
+            text = clipped(f"looking at {name} …" if name else "", WIDTH - 1)
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    return tell

@@ -1,0 +1,289 @@
+"""Devices, memory, limits and software of this machine.
+
+What can be tried is tried: every device multiplies two matrices, and the compiler compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, size, warning
+from llmtrain.tools.doctor_place import room
+from llmtrain.tools.launch import has_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+_PRODUCT = {"cpu": 1024, "cuda": 4096}  # rows of the matrices that are multiplied
+_LEAST_MEMORY = 2 << 30
+_LEAST_SHARED_MEMORY = 1 << 30
+_LEAST_FILES = 1024
+_LEAST_PROCESSES = 1024
+_COMPILE_SECONDS = 60
+_SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int> v; return 0; }\n"
+SHARED_MEMORY = Path("/dev/shm")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """The release of a library that the equality of all strategies was shown with.
+
+    newer: what a newer one is. An older one is an error: what is used of it is not there.
+    """
+
+    release: str
+    newer: str
+
+
+# As constraints.txt and the bounds of pyproject.toml have them.
+TESTED = {
+    "torch": Tested("2.13", "warning"),
+    "accelerate": Tested("1.15", "warning"),
+    "transformers": Tested("5.23", "warning"),
+    "deepspeed": Tested("0.19", "error"),
+}
+
+
+def devices(case: Case) -> Verdict:
+    """GPUs with their memory, or cores; each computes a product in fp32 and bf16."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    on_cpu = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
+    if torch.cuda.is_available() and not (case.launch and case.launch.on_cpu):
+        count = torch.cuda.device_count()
+        return joined([*(_gpu(index, case) for index in range(count)), *_enough(case, count)])
+    if has_gpu(case.env):
+        built = torch.version.cuda or torch.version.hip or "without any"
+        found = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
+        remedy = "install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES=''"
+        return warning(f"{found}; {on_cpu}", remedy)
+    return ok(f"no GPU; {on_cpu}")
+
+
+def _gpu(index: int, case: Case) -> Verdict:
+    import torch
+
+    device = torch.device("cuda", index)
+    free, total = torch.cuda.mem_get_info(device)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    name = f"GPU {index} {torch.cuda.get_device_name(device)}"
+    found = f"{name}: {size(total)}, {size(free)} free, {_speeds(device)}"
+    if case.config and case.config.training.precision == "bf16" and not bf16:
+        return error(f"{found}, computes no bf16", "training.precision=fp32")
+    if free < 0.9 * total:
+        return warning(found, f"another process holds memory of GPU {index}: see nvidia-smi")
+    return ok(found)
+
+
+def _enough(case: Case, there: int) -> Iterator[Verdict]:
+    """Whether each process of the launch file that runs here has a GPU of its own."""
+    here = case.processes // case.machines
+    if case.launch and here > there:
+        found = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
+        yield error(found, f"num_processes: {there * case.machines}, or use_cpu: true")
+
+
+def _speeds(device: torch.device) -> str:
+    """GFLOP/s of one product in each precision: a device that cannot compute fails here."""
+    import torch
+
+    parts = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        n = _PRODUCT[device.type]
+        matrix = torch.ones(n, n, device=device, dtype=dtype)
+        seconds = min(_seconds(matrix) for _ in range(3))
+        parts.append(f"{name} {2 * n**3 / seconds / 1e9:,.0f}")
+    return f"{' and '.join(parts)} GFLOP/s"
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    start = time.perf_counter()
+    product = matrix @ matrix
+    product[0, 0].item()  # waits for the device
+    return time.perf_counter() - start
+
+
+def memory(_case: Case) -> Verdict:
+    """Of the host, or what this process may use of it."""
+    import psutil
+
+    there = psutil.virtual_memory()
+    limit = limit_bytes()
+    total = min(there.total, limit or there.total)
+    available = min(there.available, total)
+    found = f"{size(available)} of {size(total)} available"
+    if total < there.total:
+        found += f" (a limit: the machine has {size(there.total)})"
+    if available < _LEAST_MEMORY:
+        return warning(found, "end other programs: each rank takes about 1 GiB for libraries alone")
+    return ok(found)
+
+
+def limit_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The memory that this process's control groups leave it; None = no limit is known."""
+    if not own.is_file():
+        return None
+    paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
+    limits = []
+    for path in paths:
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            file = place / "memory.max"
+            if file.is_file() and (text := file.read_text().strip()).isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def limits(_case: Case) -> Verdict:
+    """Open files, processes and shared memory that this session may have."""
+    import torch
+
+    verdicts = [
+        _limit(resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 65536"),
+        _limit(resource.RLIMIT_NPROC, "processes and threads", _LEAST_PROCESSES, "ulimit -u 65536"),
+    ]
+    if torch.cuda.device_count() > 1 and SHARED_MEMORY.is_dir():
+        free = room(SHARED_MEMORY)
+        found = f"{size(free)} free in {SHARED_MEMORY}"
+        remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
+        verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))
+    return joined(verdicts)
+
+
+def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
+    soft, _ = resource.getrlimit(which)
+    if soft == resource.RLIM_INFINITY:
+        return ok(f"{what}: unlimited")
+    found = f"{what}: {soft:,}"
+    return ok(found) if soft >= least else warning(found, remedy)
+
+
+def versions(case: Case) -> Verdict:
+    """The libraries against the releases that were tried, and what the config needs besides."""
+    from llmtrain.metrics.trackers import check_installed
+
+    if case.config:
+        check_installed(case.config.logging.trackers)
+    python = ".".join(map(str, sys.version_info[:3]))
+    return joined([ok(f"Python {python}"), *(_version(name, case) for name in TESTED)])
+
+
+def _version(name: str, case: Case) -> Verdict:
+    tested = TESTED[name]
+    try:
+        there = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return _missing(name, case)
+    found = f"{name} {there}"
+    if _release(there) < _release(tested.release):
+        return error(f"{found} (needs {tested.release})", f"pip install '{name}>={tested.release}'")
+    if _release(there) == _release(tested.release):
+        return ok(found)
+    found = f"{found} (tried with {tested.release} only)"
+    remedy = f"pip install '{name}=={tested.release}.*', as in constraints.txt"
+    return Verdict("error" if tested.newer == "error" else "warning", found, remedy)
+
+
+def _missing(name: str, case: Case) -> Verdict:
+    if name != "deepspeed":
+        return error(f"no {name}", f"pip install {name}")
+    if _asks_for_deepspeed(case):
+        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
+        return error(found, "pip install 'llmtrain[deepspeed]', or distributed.strategy=fsdp2")
+    return ok("no deepspeed (only the zero strategies need it)")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """(2, 13) of 2.13.0+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def _asks_for_deepspeed(case: Case) -> bool:
+    return case.strategy.startswith("zero")
+
+
+def compiler(case: Case) -> Verdict:
+    """What DeepSpeed builds its extensions with: tried, because a compiler may lack its headers."""
+    missing = [*_without_compiler(), *([] if shutil.which("ninja") else ["no ninja in PATH"])]
+    if not missing:
+        return ok("C++ compiler, Python's headers and ninja build extensions")
+    found = ", ".join(missing)
+    remedy = "install g++, Python's headers (python3-dev) and ninja, and activate the environment"
+    if _asks_for_deepspeed(case) and ("offload" in case.strategy or not has_gpu(case.env)):
+        return error(f"{found}: distributed.strategy {case.strategy} builds an extension", remedy)
+    if case.strategy == "auto":
+        return warning(f"{found}: zero3_offload is out of reach", remedy)
+    return ok(f"{found} (only DeepSpeed's offload needs a compiler)")
+
+
+def _without_compiler() -> list[str]:
+    """What is wrong with the C++ compiler; nothing if it compiles."""
+    name = os.environ.get("CXX", "c++")  # as torch chooses it
+    command = [*name.split(), "-x", "c++", "-fsyntax-only", "-"]
+    include = sysconfig.get_path("include")
+    try:
+        done = subprocess.run(
+            [*command, f"-I{include}"],
+            input=_SOURCE,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        return [f"no C++ compiler ({name})"]
+    except (OSError, subprocess.TimeoutExpired) as broken:
+        return [f"{name} does not run ({broken})"]
+    if done.returncode == 0:
+        return []
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it fails"]
+    return [f"{name} does not compile: {lines[0].strip()}"]
+
+
+def extensions(case: Case) -> Verdict:
+    """Locks in torch's directory of extensions: one that nobody holds stops every later build."""
+    locks = list(_locks(case))
+    left = [lock for lock in locks if not _is_open(lock)]
+    if not left:
+        building = f"{len(locks)} being built now" if locks else "no lock left behind"
+        return ok(building)
+    named = ", ".join(str(lock) for lock in left)
+    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would wait for ever"
+    remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
+    return (error if _asks_for_deepspeed(case) else warning)(found, remedy)
+
+
+def _locks(case: Case) -> Iterator[Path]:
+    from torch.utils import cpp_extension
+
+    own = case.env.get("TORCH_EXTENSIONS_DIR")
+    if own is not None:
+        yield from sorted(Path(own).glob("*/lock"))
+    else:
+        yield from sorted(Path(cpp_extension.get_default_build_root()).glob("*/*/lock"))
+
+
+def _is_open(lock: Path) -> bool:
+    """Whether a process of this machine has the file open, as one that builds has."""
+    real = str(lock.resolve())
+    for entry in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            if any(str(link.readlink()) == real for link in entry.iterdir()):
+                return True
+        except OSError:
+            continue  # it has ended, or is another user's
+    return False

@@ -1,0 +1,39 @@
+"""What the doctor looks at, made up for a test."""
+
+import os
+import time
+from pathlib import Path
+
+from helpers.config import SMALLEST, loaded
+
+from llmtrain.tools.doctor_case import Case
+from llmtrain.tools.launch_file import LaunchFile
+
+SMALL = """\
+model: {config: {model_type: llama, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 2,
+                 intermediate_size: 16}, tokenizer: sample}
+data: {sources: [{path: sample}], seq_len: 16}
+training: {steps: 10, global_batch_size: 6}
+"""
+
+
+def case(
+    folder: Path | None = None,
+    *overrides: str,
+    text: str = SMALLEST,
+    launch: dict | None = None,
+    env: dict[str, str] | None = None,
+    clock_was_set_by: float = 0.0,
+) -> Case:
+    """folder: with a config there, whose run would live in it too; None = no config."""
+    config = None
+    if folder is not None:
+        config = loaded(folder, f"run.dir={folder / 'run'}", *overrides, text=text)
+    file = None
+    if launch is not None:
+        processes = launch.get("num_processes", 2)
+        on_cpu = launch.get("use_cpu", True)
+        file = LaunchFile(Path("accelerate.yaml"), processes, on_cpu, "no", launch)
+    own = {**os.environ, **(env or {})}
+    wall = time.time() - clock_was_set_by  # noqa: TID251  # a time stamp
+    return Case(config, file, own, wall, time.monotonic())
