@@ -20,6 +20,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.tools import doctor_launch, doctor_machine, doctor_place, doctor_reduce
 from llmtrain.tools import doctor_sources as sources
 from llmtrain.tools.doctor_case import Case, State, Verdict, ok, tried
+from llmtrain.tools.doctor_launch import launched
 from llmtrain.tools.launch_file import read_launch_file
 
 Look = Callable[[], Verdict]
@@ -106,16 +107,14 @@ def _checks(
         config, broken = tried(read)
         yield _line(CONFIG, broken or ok(f"loads; the run lives in {config and config.run.dir}"))
     if accelerate_file is not None:
-        launch, broken = tried(lambda: read_launch_file(accelerate_file, None, config))
-        yield _line(LAUNCH, broken or doctor_launch.launched(launch))
-        if launch is None:  # it may contradict the config alone
-            launch, _ = tried(lambda: read_launch_file(accelerate_file, None))
+        read_file = functools.partial(read_launch_file, accelerate_file, None)
+        yield _line(LAUNCH, _seen(lambda: launched(read_file(config))))
+        launch, _ = tried(read_file)  # it may contradict the config alone
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     for name, look in _looks(Case(config, launch, env, wall, steady)).items():
         if name not in skip:
             told(name)
-            verdict, broken = tried(look)
-            yield _line(name, verdict or broken or ok(""))
+            yield _line(name, _seen(look))
 
 
 def _looks(case: Case) -> dict[str, Look]:
@@ -132,6 +131,11 @@ def _looks(case: Case) -> dict[str, Look]:
         looks["data"] = functools.partial(sources.data, case)
     looks[ALL_REDUCE] = functools.partial(doctor_reduce.all_reduce, case)
     return looks
+
+
+def _seen(look: Look) -> Verdict:
+    verdict, broken = tried(look)
+    return verdict or broken or ok("")
 
 
 def _line(name: str, verdict: Verdict) -> Check:

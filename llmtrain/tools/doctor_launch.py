@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from llmtrain.distributed.launch import check_environment, traces
+from llmtrain.distributed.launch import check_environment, launcher_problems
 from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, refused, warning
 from llmtrain.tools.launch_file import LaunchFile
 
@@ -23,7 +23,7 @@ def environment(case: Case) -> Verdict:
         found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
         return warning(found, "start llmtrain doctor by itself, once on each machine")
     if case.config is None or case.launch is not None:
-        problems = traces(case.env)
+        problems = launcher_problems(case.env)
         return refused(problems) if problems else ok("no traces of a launcher")
     check_environment(case.env, case.config)
     return ok("nothing that contradicts the config, no traces of a launcher")
