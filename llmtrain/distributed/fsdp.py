@@ -165,22 +165,23 @@ def prepare(
 ) -> nn.Module:
     """Shard `module` and give the optimizer its parameters anew; both in place.
 
-    Raises UserError for a model that FSDP2 cannot take, ValueError for parameters without memory
-    (accelerate tells them apart by address) and for what came out otherwise than it went in.
+    A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
+    model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
+    apart by address) and for what came out otherwise than it went in.
     """
-    _check(module)
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = wrap_classes(
-        module, sharding.wrap_class
-    )
     before = _shared(module)
-    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
-    root = prepared[0]
-    assert isinstance(root, FSDPModule)
-    _verify(root, optimizer, before)
+    if not isinstance(module, FSDPModule):
+        _check(module)
+        names = wrap_classes(module, sharding.wrap_class)
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
+        prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
+        module = prepared[0]
+    assert isinstance(module, FSDPModule)
+    _verify(module, optimizer, before)
     # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
     # size otherwise, and they wait for each other for ever.
-    root.set_reduce_scatter_unused_params(True)
-    return root
+    module.set_reduce_scatter_unused_params(True)
+    return module
 
 
 def _check(module: nn.Module) -> None:
