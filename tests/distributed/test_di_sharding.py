@@ -336,7 +336,7 @@ def test_ddp_reduces_four_bytes_a_trained_parameter_whatever_the_accumulation(
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        (Job("hsdp"), "fsdp2: one replica"),
+        (Job("hsdp"), "distributed.strategy=fsdp2"),
         (Job("fsdp2", wrap_class="Blok"), "distributed.wrap_class=LlamaDecoderLayer"),
     ],
     ids=["a mesh of one replica", "an unknown class to wrap"],

@@ -181,15 +181,13 @@ def test_hsdp_replicates_over_nodes_unless_the_launch_says_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("local", "world_size", "names"),
-    [("8", 8, ["fsdp2"]), ("1", 4, ["ddp"]), ("1", 1, ["fsdp2", "ddp"]), ("3", 7, ["7 processes"])],
+    ("local", "world_size", "said"),
+    [("8", 8, "=fsdp2"), ("1", 4, "=ddp"), ("1", 1, "=fsdp2"), ("3", 7, "7 processes")],
     ids=["one node", "one process a node", "one process", "uneven nodes"],
 )
-def test_hsdp_without_a_mesh_is_refused(local: str, world_size: int, names: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+def test_hsdp_without_a_mesh_is_refused(local: str, world_size: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
         fsdp.mesh("hsdp", {"LOCAL_WORLD_SIZE": local}, world_size)
-    assert len(caught.value.problems) == len(names)
-    assert all(name in str(caught.value) for name in names)
 
 
 def test_blocks_are_named_by_the_model_or_the_config() -> None:
