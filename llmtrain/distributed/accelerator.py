@@ -27,12 +27,12 @@ from accelerate.utils import (
 )
 
 from llmtrain.config.schema import DistributedConfig
-from llmtrain.distributed import fsdp
+from llmtrain.distributed import fsdp, zero
 from llmtrain.distributed.engine import Engine, TorchEngine
 from llmtrain.distributed.fsdp import Sharding
 from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import ControlGroup, Group, Single
-from llmtrain.errors import Problem, UserError
+from llmtrain.distributed.zero_engine import DeepSpeedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ def make_accelerator(
 
     strategy: as `distributed.strategy` names it, never auto · precision: bf16 or fp32 ·
     largest_block: elements of the model's largest block · fsdp_sync: every or last, never auto.
-    Raises what torch raises when the rendezvous fails, UserError where `hsdp` has no mesh.
+    Raises what torch raises when the rendezvous fails, UserError where `hsdp` has no mesh or
+    DeepSpeed cannot work.
     """
     timeout = timedelta(minutes=distributed.timeout_minutes)
     # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
@@ -102,7 +103,7 @@ def make_accelerator(
         case "ddp":
             accelerator = _replicated(distributed, timeout, common)
             ranks = _control_group(accelerator, timeout)
-            engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
+            engine: Engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
         case "fsdp":
             accelerator, sharding = _sharded(
                 strategy, precision, distributed, timeout, fsdp_sync, common
@@ -111,9 +112,19 @@ def make_accelerator(
             engine = TorchEngine(
                 accelerator, counts_gradients=sharding.replica == 0, sharding=sharding
             )
-        case _:
-            expected = "ddp, fsdp2, fsdp2_offload or hsdp"
-            raise UserError(Problem("distributed.strategy", strategy, expected))
+        case "zero":
+            with own_environment():
+                accelerator = zero.make(
+                    strategy,
+                    precision,
+                    timeout,
+                    max_grad_norm=max_grad_norm,
+                    largest_block=largest_block,
+                    **common,
+                )
+            zero.stay_launched()
+            ranks = _control_group(accelerator, timeout)
+            engine = DeepSpeedEngine(accelerator)
     return Launched(accelerator, strategy, ranks, accelerator.device, engine)
 
 
@@ -195,5 +206,6 @@ def close(*, failed: bool = False) -> None:
     if dist.is_initialized():
         if failed:
             return
-        dist.destroy_process_group()
+        if not zero.leave():
+            dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,315 @@
+"""ZeRO against plain PyTorch and DDP, by the numbers of the failures that were seen elsewhere.
+
+Launches are shared: each is many cases, and a test asks about some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import zero
+from helpers.ranks import Server
+from helpers.zero import Case
+
+ZEROS = ("zero1", "zero2", "zero3", "zero3_offload")
+FACTORS = (0.1, 1.0, 0.0, 0.5, 1.0, 0.25)
+MODELS = ("tied", "odd", "frozen")
+WHY = ("gradient", "loss", "data", "tokens")
+
+PAIR = {
+    **{("masks", name): Case(name, factors=FACTORS, discard=True, evaluate=True) for name in ZEROS},
+    **{("micro 4", name): Case(name) for name in ("zero1", "zero2", "zero3")},
+    **{("micro 1", name): Case(name, micro=1) for name in ZEROS},
+    **{("bf16", name): Case(name, "bf16") for name in ZEROS},
+    **{("frozen", name): Case(name, model="frozen", micro=2, max_grad_norm=None) for name in ZEROS},
+}
+SKIPS = {
+    **{(why, name): Case(name, forbid=why, steps=4) for why in WHY for name in ("zero2", "zero3")},
+    ("gradient", "zero1"): Case("zero1", forbid="gradient", steps=4),
+    ("gradient", "zero3_offload"): Case("zero3_offload", forbid="gradient", steps=4),
+    ("data", "zero3_offload"): Case("zero3_offload", forbid="data", steps=4),
+    ("bf16 gradient", "zero1"): Case("zero1", "bf16", forbid="gradient", steps=4),
+    ("bf16 tokens", "zero1"): Case("zero1", "bf16", forbid="tokens", steps=4),
+    ("bf16 gradient", "zero2"): Case("zero2", "bf16", forbid="gradient", steps=4),
+    ("bf16 gradient", "zero3"): Case("zero3", "bf16", forbid="gradient", steps=4),
+}
+ALONE = {
+    **{("micro 8", name): Case(name, micro=8) for name in ("zero1", "zero2", "zero3")},
+    ("micro 2", "zero3"): Case("zero3", micro=2),
+    ("odd", "zero3"): Case("zero3", micro=8, model="odd"),
+}
+FOUR = {("odd", name): Case(name, micro=1, model="odd", steps=3) for name in ("zero2", "zero3")}
+
+Results = dict[tuple[str, str], Any]
+
+
+def launch(
+    server: Server,
+    folder: Path,
+    world_size: int,
+    cases: dict[tuple[str, str], Case],
+) -> Results:
+    found = zero.run(server, folder, world_size, list(cases.values()))
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def pair(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(server, tmp_path_factory.mktemp("pair"), 2, PAIR)
+
+
+@pytest.fixture(scope="module")
+def skips(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(server, tmp_path_factory.mktemp("skips"), 2, SKIPS)
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(server, tmp_path_factory.mktemp("alone"), 1, ALONE)
+
+
+@pytest.fixture(scope="module")
+def four(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(server, tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+def same(
+    found: Any,
+    expected: Sequence[dict[str, float]],
+    *,
+    loss: float = 1e-5,
+    norm: float = 1e-5,
+    leave_out: int = -1,
+) -> None:
+    assert len(found["numbers"]) == len(expected)
+    for step, (one, other) in enumerate(zip(found["numbers"], expected, strict=True)):
+        if step != leave_out:
+            assert one["loss"] == pytest.approx(other["loss"], abs=loss), step
+            assert one["norm"] == pytest.approx(other["norm"], rel=norm), step
+
+
+@pytest.mark.parametrize("strategy", ZEROS)
+def test_di_08_uneven_masks_weigh_by_token_under_zero(pair: Results, strategy: str) -> None:
+    case = PAIR["masks", strategy]
+    same(pair["masks", strategy], zero.reference(case))
+    assert pair["masks", strategy]["optimizer_steps"] == case.steps
+
+
+def test_di_08_one_process_is_enough_for_zero(alone: Results) -> None:
+    same(alone["micro 8", "zero3"], zero.reference(Case()))
+
+
+@pytest.mark.parametrize("strategy", ZEROS)
+def test_bf16_stays_near_fp32_from_the_same_weights(pair: Results, strategy: str) -> None:
+    same(pair["bf16", strategy], zero.reference(Case()), loss=2e-2, norm=1e-2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_di_09_accumulation_changes_nothing(pair: Results, alone: Results, strategy: str) -> None:
+    expected = zero.reference(Case())
+    same(pair["micro 4", strategy], expected)
+    same(pair["micro 1", strategy], expected)
+    same(alone["micro 8", strategy], expected)
+
+
+def test_di_09_one_process_accumulates_too(alone: Results) -> None:
+    same(alone["micro 2", "zero3"], zero.reference(Case()))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "zero3_offload"])
+def test_di_10_partitioned_gradients_accumulate_over_micro_batches(
+    pair: Results, strategy: str
+) -> None:
+    """Where accelerate's `no_sync` would enter DeepSpeed's, which these stages refuse."""
+    same(pair["micro 1", strategy], zero.reference(Case()))
+
+
+@pytest.mark.parametrize("strategy", ZEROS)
+def test_di_21_the_rate_of_a_step_is_applied_at_that_step(pair: Results, strategy: str) -> None:
+    case = PAIR["masks", strategy]
+    same(pair["masks", strategy], zero.reference(case))
+    late = zero.reference(Case(factors=(1.0, *FACTORS[:-1])))
+    assert abs(late[-1]["loss"] - zero.reference(case)[-1]["loss"]) > 5e-4
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_di_24_sizes_that_the_ranks_do_not_divide(four: Results, strategy: str) -> None:
+    same(four["odd", strategy], zero.reference(FOUR["odd", strategy]))
+
+
+def test_di_24_odd_sizes_on_one_process(alone: Results) -> None:
+    same(alone["odd", "zero3"], zero.reference(ALONE["odd", "zero3"]))
+
+
+@pytest.mark.parametrize("strategy", ZEROS)
+def test_di_33_frozen_parameters_have_no_moments_and_the_same_losses(
+    pair: Results, strategy: str
+) -> None:
+    same(pair["frozen", strategy], zero.reference(PAIR["frozen", strategy]))
+    assert pair["frozen", strategy]["other_moments"] == []
+
+
+def test_the_limit_is_below_every_norm_here_so_that_all_but_the_frozen_cases_are_clipped() -> None:
+    for one in zero.reference(Case()) + zero.reference(PAIR["frozen", "zero2"]):
+        assert one["norm"] > 1.05 * zero.LIMIT
+    clipped, free = zero.reference(Case()), zero.reference(Case(max_grad_norm=None))
+    assert abs(clipped[-1]["loss"] - free[-1]["loss"]) > 5e-5
+
+
+@pytest.mark.parametrize("strategy", ZEROS)
+def test_an_evaluation_between_steps_sees_the_weights_of_that_step(
+    pair: Results, strategy: str
+) -> None:
+    """Four forwards without a backward before each step, of other lengths too."""
+    for found, expected in zip(
+        pair["masks", strategy]["evaluations"],
+        zero.evaluations(PAIR["masks", strategy]),
+        strict=True,
+    ):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-3)
+
+
+@pytest.mark.parametrize(("why", "strategy"), SKIPS)
+def test_a_step_that_one_rank_cannot_make_is_skipped_on_all(
+    skips: Results, why: str, strategy: str
+) -> None:
+    case, found = SKIPS[why, strategy], skips[why, strategy]
+    bound = 1e-5 if case.precision == "fp32" else 2e-2
+    norm = 1e-5 if case.precision == "fp32" else 1e-2
+    same(found, zero.reference(case), loss=bound, norm=norm, leave_out=case.bad_step)
+    assert found["optimizer_steps"] == case.steps - 1
+    assert found["numbers"][case.bad_step]["norm"] == float("inf")
+    applied = zero.reference(Case(steps=case.steps))
+    assert abs(found["numbers"][-1]["loss"] - applied[-1]["loss"]) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoints(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of DDP, after three steps."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    saved = [Case("ddp", model=m, steps=3, save=str(root / f"ddp-{m}")) for m in MODELS]
+    zero.run(server, root / "ddp", 2, saved)
+    return root
+
+
+SAME_FILES = [
+    (2, "zero1", "fp32", "tied"),
+    (2, "zero1", "bf16", "odd"),
+    (2, "zero2", "fp32", "frozen"),
+    (2, "zero2", "bf16", "frozen"),
+    (2, "zero3", "fp32", "frozen"),
+    (2, "zero3", "bf16", "odd"),
+    (2, "zero3_offload", "bf16", "frozen"),
+]
+THREE = [(3, "zero3", "bf16", model) for model in MODELS] + [(3, "zero3", "fp32", "odd")]
+
+
+def passed_through(
+    server: Server, root: Path, world_size: int, forms: Sequence[tuple[int, str, str, str]]
+) -> None:
+    """Read DDP's checkpoints and write them again, nothing trained in between."""
+    cases = [
+        Case(
+            strategy,
+            precision,
+            model=model,
+            steps=0,
+            start=3,
+            discard=True,
+            load=str(root / f"ddp-{model}"),
+            save=str(root / f"{world}-{strategy}-{precision}-{model}"),
+        )
+        for world, strategy, precision, model in forms
+    ]
+    zero.run(server, root / f"through-{world_size}", world_size, cases)
+
+
+def test_files_are_those_of_ddp_on_two_ranks(server: Server, checkpoints: Path) -> None:
+    passed_through(server, checkpoints, 2, SAME_FILES)
+    compare_files(checkpoints, SAME_FILES)
+
+
+def test_files_are_those_of_ddp_on_three_ranks_and_ddp_reads_them(
+    server: Server, checkpoints: Path
+) -> None:
+    passed_through(server, checkpoints, 3, THREE)
+    compare_files(checkpoints, THREE)
+    back = [
+        Case(
+            "ddp",
+            model=model,
+            steps=0,
+            start=3,
+            load=str(checkpoints / f"3-zero3-bf16-{model}"),
+            save=str(checkpoints / f"back-{model}"),
+        )
+        for model in MODELS
+    ]
+    zero.run(server, checkpoints / "back", 2, back)
+    for model in MODELS:
+        assert zero.files(checkpoints / f"back-{model}") == zero.files(checkpoints / f"ddp-{model}")
+
+
+def compare_files(root: Path, forms: Sequence[tuple[int, str, str, str]]) -> None:
+    for world, strategy, precision, model in forms:
+        name = f"{world}-{strategy}-{precision}-{model}"
+        expected = zero.files(root / f"ddp-{model}")
+        assert len(expected) == 2
+        assert zero.files(root / name) == expected, name
+
+
+def test_training_goes_on_from_the_weights_and_moments_of_another_strategy(
+    server: Server, checkpoints: Path
+) -> None:
+    """The copies that are computed with are made of what was read, after they had been gathered."""
+    cases = [
+        Case(name, steps=3, start=3, discard=True, load=str(checkpoints / "ddp-tied"))
+        for name in ZEROS
+    ]
+    expected = zero.reference(Case())[3:]
+    for found in zero.run(server, checkpoints / "on", 2, cases):
+        same(found, expected)
+        assert found["optimizer_steps"] == 6
+
+
+RESUMED = (
+    ("zero1", "bf16"),
+    ("zero2", "fp32"),
+    ("zero2", "bf16"),
+    ("zero3", "bf16"),
+    ("zero3_offload", "fp32"),
+)
+
+
+def test_a_resumed_run_has_the_losses_and_files_of_a_straight_one(
+    server: Server, tmp_path: Path
+) -> None:
+    straight = [
+        Case(
+            *form,
+            discard=True,
+            steps=4,
+            save=str(tmp_path / f"{index}-4"),
+            save_halfway=str(tmp_path / f"{index}-2"),
+        )
+        for index, form in enumerate(RESUMED)
+    ]
+    then = [
+        Case(
+            *form,
+            discard=True,
+            steps=2,
+            start=2,
+            load=str(tmp_path / f"{index}-2"),
+            save=str(tmp_path / f"{index}-2-2"),
+        )
+        for index, form in enumerate(RESUMED)
+    ]
+    whole = zero.run(server, tmp_path / "straight", 2, straight)
+    resumed = zero.run(server, tmp_path / "resumed", 2, then)
+    for index, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        assert other["numbers"] == one["numbers"][2:], RESUMED[index]
+        assert zero.files(tmp_path / f"{index}-2-2") == zero.files(tmp_path / f"{index}-4")
