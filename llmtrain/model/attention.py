@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -42,8 +43,20 @@ def install(model: PreTrainedModel, seq_len: int) -> str:
     model: on the CPU in fp32 · seq_len: positions of a block. Returns the name of what it uses now:
     `llmtrain`, or transformers' `sdpa` or `eager`, with the reason in the log.
     """
+    return _install(model, seq_len, compare=True)
+
+
+def install_on_fake(model: PreTrainedModel, seq_len: int) -> str:
+    """As `install`, for a model on fake tensors, whose logits cannot be compared.
+
+    It looks at all else. Of transformers' architectures none is known that only the logits betray.
+    """
+    return _install(model, seq_len, compare=False)
+
+
+def _install(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     AttentionInterface.register(NAME, attention)
-    reason = _why_not(model, seq_len)
+    reason = _why_not(model, seq_len, compare=compare)
     own = backend(model)
     if reason:
         _log.info("attention: transformers' %s, as %s", own, reason)
@@ -223,7 +236,7 @@ def model_keywords(
     return keywords
 
 
-def _why_not(model: PreTrainedModel, seq_len: int) -> str:
+def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     """Why the model must keep its own attention; empty: ours computes the same.
 
     Two forwards on few tokens. What few tokens cannot show, masks with a window or chunks, is seen
@@ -233,7 +246,7 @@ def _why_not(model: PreTrainedModel, seq_len: int) -> str:
         return "it does not go through transformers' attention interface"
     own, training = backend(model), model.training
     handed_down: list[bool] = []
-    AttentionInterface.register(_TRIED, _recording(handed_down))
+    AttentionInterface.register(_TRIED, _recording(handed_down, split=compare))
     AttentionMaskInterface.register(_TRIED, _refuse_other_masks(seq_len))
     count = min(_TRIED_TOKENS, seq_len)
     ids = torch.arange(count)[None] % model.config.get_text_config().vocab_size
@@ -257,25 +270,32 @@ def _why_not(model: PreTrainedModel, seq_len: int) -> str:
         return "it has no attention layer that asks transformers' interface"
     if not all(handed_down):
         return "it does not hand keywords down to its attention"
+    if not compare:
+        return ""
     same = torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     return "" if same else "ours gives other logits"
 
 
-def _recording(handed_down: list[bool]) -> Callable[..., tuple[Tensor, None]]:
+def _recording(handed_down: list[bool], *, split: bool) -> Callable[..., tuple[Tensor, None]]:
+    """split: by documents, for which their borders must be known, as a fake tensor's are not."""
+
     def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
         handed_down.append(keywords.get("cu_seq_lens_q") is not None)
-        return attention(*arguments, **keywords)
+        left_out = set() if split else _DOCUMENTS
+        return attention(*arguments, **{k: v for k, v in keywords.items() if k not in left_out})
 
     return attend
 
 
 def _refuse_other_masks(seq_len: int) -> Callable[..., None]:
     def no_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> None:
-        zero, count = torch.zeros((), dtype=torch.int64), torch.arange(seq_len)
-        last_sees = mask_function(zero, zero, zero + seq_len - 1, count)
-        first_is_seen = mask_function(zero, zero, count, zero)
-        sees_ahead = mask_function(zero, zero, zero, zero + 1)
-        if not (last_sees.all() and first_is_seen.all()) or bool(sees_ahead):
+        with unset_fake_temporarily():  # its answers are real ones
+            zero, count = torch.zeros((), dtype=torch.int64), torch.arange(seq_len)
+            last_sees = mask_function(zero, zero, zero + seq_len - 1, count)
+            first_is_seen = mask_function(zero, zero, count, zero)
+            sees_ahead = mask_function(zero, zero, zero, zero + 1)
+            plain = bool(last_sees.all() and first_is_seen.all() and not sees_ahead)
+        if not plain:
             raise OtherAttentionError("its masks are not plainly causal")
 
     return no_mask

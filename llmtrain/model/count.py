@@ -1,0 +1,308 @@
+"""Saved activations of a forward, counted on fake tensors: for any model that transformers builds.
+
+A copy of the model with one block and a copy with two, at full width, run forward under
+`FakeTensorMode`, which knows shapes and types and computes nothing. Whatever storage is still alive
+when only the graph is held is what the backward will need. The second copy's surplus is a block;
+where blocks are of several kinds all of them run instead.
+
+The trap is the device that is meant: the count stands for an accelerator, but runs on the
+processor, whose attention has no dropout and no values of another width than its queries, and whose
+dropout keeps four bytes an element. `_Accelerator` puts that right.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
+
+from llmtrain.model import attention, recompute
+from llmtrain.model import freeze as freezing
+from llmtrain.model.shape import blocks, on_meta
+from llmtrain.types import Saved
+
+_BF16_BYTES = 2
+_OUTSIDE = -1  # of all blocks
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class CannotCountError(Exception):
+    """The model's code does not run on fake tensors: it asks for values, which they do not have."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def count_saved(
+    model_config: Any,
+    seq_len: int,
+    arithmetic: str,
+    checkpointing: str,
+    freeze: Sequence[str] = (),
+) -> Saved:
+    """What the forward of one sequence of `seq_len` tokens keeps for its backward.
+
+    arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast` · checkpointing:
+    `none`, `selective` or `full` · freeze: patterns of `model.freeze`. Raises CannotCountError,
+    and UserError for a model that cannot be checkpointed or patterns that match nothing.
+    """
+    try:
+        return _count(model_config, seq_len, arithmetic, checkpointing, freeze)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CannotCountError(f"{type(error).__name__}: {first}") from error
+
+
+def _count(
+    model_config: Any, seq_len: int, arithmetic: str, checkpointing: str, freeze: Sequence[str]
+) -> Saved:
+    whole = on_meta(model_config)
+    freezing.freeze(whole, freeze)
+    kept = _kept(model_config, whole, seq_len, arithmetic, checkpointing)
+    recomputed = 0
+    if checkpointing != "none":
+        recomputed = _kept(model_config, whole, seq_len, arithmetic, "none").block - kept.block
+    casts = kept.casts
+    if arithmetic == "autocast" and isinstance(head := whole.get_output_embeddings(), nn.Linear):
+        casts += _BF16_BYTES * head.weight.numel()
+    return Saved(kept.blocks, kept.once, max(0, recomputed), casts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes. block: of the largest one; casts: alive before autocast ends."""
+
+    once: int
+    blocks: int
+    block: int
+    casts: int
+
+
+def _kept(
+    model_config: Any, whole: PreTrainedModel, seq_len: int, arithmetic: str, checkpointing: str
+) -> _Kept:
+    frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
+    number = len(blocks(whole))
+
+    def run(count: int) -> _Kept:
+        described = _shortened(model_config, number, count)
+        return _forward(described, frozen, seq_len, arithmetic, checkpointing)
+
+    if number < 3 or not _alike(model_config, blocks(whole)):
+        return run(number)
+    one, two = run(1), run(2)
+    block = two.once + two.blocks - one.once - one.blocks
+    once = max(0, one.once + one.blocks - block)
+    total = one.once + one.blocks + (number - 1) * block
+    casts = one.casts + (number - 1) * (two.casts - one.casts)
+    return _Kept(once, total - once, block, casts)
+
+
+def _forward(
+    described: Any, frozen: set[str], seq_len: int, arithmetic: str, checkpointing: str
+) -> _Kept:
+    """Run the decoder without its head, and look at what its graph keeps alive."""
+    dtype = torch.bfloat16 if arithmetic == "bf16" else torch.float32
+    with _fake_tensors():
+        # Not .to(bf16) afterwards: fake parameters would keep their type.
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            described, dtype=dtype, trust_remote_code=False
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name not in frozen
+        attention.install_on_fake(model, seq_len)
+        recompute.apply(model, checkpointing)
+        model.train()
+        live = _Live(model)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
+        with live, _Accelerator():
+            with autocast, live.watching(blocks(model)):
+                graph = _graph(model, seq_len)
+                casts = live.casts()  # before autocast drops its cache
+            kept = live.kept()
+        del graph
+    once = kept.pop(_OUTSIDE, 0)
+    return _Kept(once, sum(kept.values()), max(kept.values(), default=0), casts)
+
+
+def _graph(model: PreTrainedModel, seq_len: int) -> Any:
+    """The root of the graph alone: what only the output or the caller holds, dies here."""
+    ids = torch.zeros((1, seq_len), dtype=torch.int64)
+    return model.base_model(ids, **attention.model_keywords())[0].grad_fn
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """`FakeTensorMode`, made to see what real tensors would see.
+
+    transformers reads in the positions whether a row has several documents. Of fake positions it
+    believes it, and would build masks that no run has. What fails is raised, and need not be
+    logged.
+    """
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _positions: None
+    silent, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
+    try:
+        with FakeTensorMode(), _Experts():  # type: ignore[no-untyped-call]  # as below
+            yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
+        _FAKE_LOG.disabled = silent
+
+
+class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
+    """The product of a mixture's experts in fp32, which torch knows for bf16 alone on fakes."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operation is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        return operation(*args, **(kwargs or {}))
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
+    """Storages that operations made and that are still alive, with the block that made them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no stub for it
+        self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._known = self._weights | {b.untyped_storage()._cdata for b in model.buffers()}
+        self._alive: dict[int, tuple[int, int]] = {}
+        self._casts: set[int] = set()
+        self._block = _OUTSIDE
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        if operation is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
+            self._casts.add(result.untyped_storage()._cdata)
+        return result
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._weights
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._alive and key not in self._known:
+            self._alive[key] = (self._block, storage.nbytes())
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._alive.pop(key)
+        self._casts.discard(key)
+
+    def kept(self) -> dict[int, int]:
+        """Bytes alive by the number of the block that made them, without copies of weights."""
+        found: dict[int, int] = {}
+        for key, (block, size) in self._alive.items():
+            if key not in self._casts:
+                found[block] = found.get(block, 0) + size
+        return found
+
+    def casts(self) -> int:
+        """Bytes of copies of weights."""
+        return sum(self._alive[key][1] for key in self._casts)
+
+    @contextmanager
+    def watching(self, repeated: Sequence[nn.Module]) -> Iterator[None]:
+        """Know which block is running."""
+        hooks = []
+        for number, block in enumerate(repeated):
+            hooks.append(block.register_forward_pre_hook(self._entering(number)))
+            hooks.append(block.register_forward_hook(self._entering(_OUTSIDE)))
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _entering(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._block = number
+
+        return enter
+
+
+class _Accelerator(TorchFunctionMode):
+    """Attention and dropout keep what they would keep on an accelerator."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return _attention(*args, **given)
+        if function is F.dropout:
+            return _dropout(*args, **given)
+        return function(*args, **given)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    **given: Any,
+) -> Tensor:
+    """Without dropout, whose mask no kernel keeps, and with values as wide as the queries."""
+    surplus = query.shape[-1] - value.shape[-1]
+    out = F.scaled_dot_product_attention(
+        query, key, F.pad(value, (0, surplus)) if surplus > 0 else value, attn_mask, **given
+    )
+    return out[..., : value.shape[-1]] if surplus > 0 else out
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """With a mask of a byte an element. In place is no different: the mask is what is kept."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
+def _alike(model_config: Any, repeated: Sequence[nn.Module]) -> bool:
+    """Whether all blocks keep the same: same code, same shapes, same entries in lists by layer."""
+    described = model_config.get_text_config()
+    number = len(repeated)
+    lists = [
+        value
+        for value in described.to_dict().values()
+        if isinstance(value, list) and len(value) == number
+    ]
+    if described.is_heterogeneous or any(one != value[0] for value in lists for one in value):
+        return False
+    first, *others = (_signature(block) for block in repeated)
+    return all(other == first for other in others)
+
+
+def _signature(block: nn.Module) -> tuple[object, ...]:
+    parameters = [(n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters()]
+    return repr(block), parameters
+
+
+def _shortened(model_config: Any, number: int, count: int) -> Any:
+    """The config with fewer blocks, and its lists by layer shortened with them."""
+    short = copy.deepcopy(model_config)
+    if count == number:
+        return short
+    described = short.get_text_config()
+    for key, value in described.to_dict().items():
+        if isinstance(value, list) and len(value) == number:
+            setattr(described, key, value[:count])
+    described.num_hidden_layers = count
+    return short

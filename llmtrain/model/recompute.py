@@ -1,0 +1,70 @@
+"""`model.activation_checkpointing`: what the backward computes again instead of keeping it.
+
+    none        nothing: every tensor that the backward needs is kept
+    selective   all but the results of matrix products and attention, which are dear to compute
+    full        whole blocks: of each only its input is kept
+
+The random state is kept with it, so dropout falls alike both times and gradients do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers torch.ops.torch_attn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from llmtrain.errors import Problem, UserError
+
+KEY = "model.activation_checkpointing"
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._grouped_mm.default,  # experts of a mixture
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.torch_attn._varlen_attn.default,  # attention of documents
+}
+
+
+def apply(model: PreTrainedModel, checkpointing: str) -> None:
+    """Set up `none`, `selective` or `full` for the training forwards of a bare model, in place.
+
+    Before its optimizer is made and before it is sharded. Raises UserError for a model whose code
+    does not support it.
+    """
+    if checkpointing == "none":
+        return
+    if not model.supports_gradient_checkpointing:
+        kind = model.config.model_type
+        expected = f"none: the code of {kind} does not support activation checkpointing"
+        raise UserError(Problem(KEY, checkpointing, expected))
+    keywords: dict[str, Any] = {"use_reentrant": False}
+    if checkpointing == "selective":
+        keywords["context_fn"] = _contexts
+    model.activation_checkpointing_enable(keywords)
+    # It lets the embeddings' output ask for a gradient, which reentrant checkpoints need alone:
+    # frozen blocks at the bottom would keep what nobody differentiates.
+    model.disable_input_require_grads()
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    pair: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    pair = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # no stub
+    return pair
+
+
+def _policy(
+    _context: object, operation: Callable[..., Any], *_arguments: Any, **_keywords: Any
+) -> CheckpointPolicy:
+    kept = operation in _KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,213 @@
+"""Counted on fake tensors against what real forwards save, and against formulas by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.saved_bytes import saved_bytes
+from transformers import LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llmtrain.errors import UserError
+from llmtrain.model.count import CannotCountError, count_saved
+
+ARITHMETICS = ("fp32", "bf16", "autocast")
+SEQ_LEN = 40
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+GPT2 = {
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+WIDER_GPT2 = GPT2 | {"n_embd": 384, "n_head": 6}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "llama grouped": GROUPED | {"tie_word_embeddings": True},
+    "llama odd": SMALL
+    | {"hidden_size": 66, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 18}
+    | {"intermediate_size": 163, "vocab_size": 509},
+    "gpt2": GPT2,
+    "gpt2 of two": GPT2 | {"n_layer": 2, "n_embd": 96},
+    "qwen3": GROUPED | {"head_dim": 24},
+    "mistral": GROUPED | {"sliding_window": None},
+    "mistral with a window": GROUPED | {"sliding_window": 8},
+    "gemma2": GROUPED | {"head_dim": 16, "sliding_window": 8},
+    "gpt_neox": SMALL,
+    "mixtral": GROUPED | {"num_local_experts": 3},
+    "opt": {"hidden_size": 64, "num_hidden_layers": 3, "ffn_dim": 96, "num_attention_heads": 4}
+    | {"vocab_size": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 1},
+}
+
+
+def config(name: str, **changes: Any) -> Any:
+    return CONFIG_MAPPING[name.split()[0]](**CONFIGS[name] | changes)
+
+
+def ids(rows: int = 1) -> torch.Tensor:
+    return torch.arange(rows * SEQ_LEN).reshape(rows, SEQ_LEN) % 100
+
+
+def total(described: Any, seq_len: int, arithmetic: str, checkpointing: str = "none") -> int:
+    saved = count_saved(described, seq_len, arithmetic, checkpointing)
+    return saved.blocks + saved.once
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_count_is_what_a_real_forward_saves_to_the_byte(
+    name: str, arithmetic: str, checkpointing: str
+) -> None:
+    kept, cast = saved_bytes(config(name), ids(), arithmetic, checkpointing)
+    saved = count_saved(config(name), SEQ_LEN, arithmetic, checkpointing)
+    assert saved.blocks + saved.once == kept
+    assert (saved.casts > 0) == (arithmetic == "autocast")
+    if checkpointing == "none" and arithmetic == "autocast":
+        assert cast <= saved.casts
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_batch_keeps_that_for_each_of_its_sequences(checkpointing: str) -> None:
+    """But for the angles of the rotation, which its rows share: little in any model of use."""
+    described = llama(384, 512, 8, 8, 4, vocab_size=128)
+    kept, _ = saved_bytes(described, ids(4), "bf16", checkpointing)
+    assert 4 * total(described, SEQ_LEN, "bf16", checkpointing) == pytest.approx(kept, rel=0.03)
+
+
+def llama(h: int, f: int, layers: int, heads: int, kv: int, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=h,
+        intermediate_size=f,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("described", "tokens", "rows", "bytes_of"),
+    [
+        (llama(384, 1024, 4, 6, 2), 256, 1, (31_362_048, 17_468_416, 21_662_720)),
+        (llama(256, 704, 6, 4, 4), 128, 2, (33_659_904, 18_553_856, None)),
+        (llama(256, 704, 6, 4, 4), 120, 2, (None, None, 21_234_240)),
+        (llama(512, 1408, 3, 8, 8), 64, 2, (17_089_024, 9_470_464, 11_584_000)),
+        (llama(4096, 14336, 32, 32, 8), 8192, 1, (None, 52_854_620_160, 63_663_341_568)),
+        (CONFIG_MAPPING["gpt2"](**WIDER_GPT2), 200, 1, (26_140_800, 13_079_200, 14_160_000)),
+    ],
+)
+def test_figures_measured_elsewhere_are_counted_again(
+    described: Any, tokens: int, rows: int, bytes_of: tuple[int | None, ...]
+) -> None:
+    """Rows of a batch share the angles of their rotation, which the count has in each."""
+    for arithmetic, expected in zip(ARITHMETICS, bytes_of, strict=True):
+        if expected is not None:
+            width = 2 if arithmetic == "bf16" else 4
+            angles = 2 * tokens * 64 * width if rows > 1 else 0
+            assert rows * total(described, tokens, arithmetic) - angles * (rows - 1) == expected
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+def test_llama_is_counted_as_a_formula_says(arithmetic: str) -> None:
+    h, f, layers, a, kv, size, tokens = 128, 320, 5, 8, 2, 24, 96
+    h_q, h_k = a * size, kv * size
+    wide = {
+        "fp32": 24 * h + 4 * (2 * h_q + 2 * h_k + 4 * f),
+        "bf16": 16 * h + 2 * (2 * h_q + 2 * h_k + 4 * f),
+        "autocast": 26 * h + 2 * (2 * h_q + 2 * h_k + 4 * f),
+    }[arithmetic]
+    block = wide + 4 * a + 8
+    once = (6 if arithmetic == "bf16" else 8) * h + 4 + 8
+    angles = 2 * size * (2 if arithmetic == "bf16" else 4)
+    described = llama(h, f, layers, a, kv, head_dim=size, vocab_size=128)
+    assert total(described, tokens, arithmetic) == tokens * (layers * block + once + angles)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+def test_gpt2_is_counted_as_a_formula_says(arithmetic: str) -> None:
+    h, layers, a, tokens = 96, 4, 6, 64
+    block = {"fp32": 112 * h + 4 * a + 16, "bf16": 56 * h + 4 * a + 8}
+    block["autocast"] = 60 * h + 4 * a + 16
+    # the last norm with its two statistics, and the ids; positions are shared by the rows
+    once = (2 * h + 4 if arithmetic == "bf16" else 4 * h + 8) + 8 + 8
+    described = config("gpt2", n_embd=h, n_layer=layers, n_head=a)
+    assert total(described, tokens, arithmetic) == tokens * (layers * block[arithmetic] + once)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+def test_full_checkpointing_keeps_the_input_of_each_block_and_computes_one_again(
+    arithmetic: str,
+) -> None:
+    width, layers = (2 if arithmetic == "bf16" else 4), 7
+    described = config("llama", num_hidden_layers=layers)
+    none = count_saved(described, SEQ_LEN, arithmetic, "none")
+    full = count_saved(described, SEQ_LEN, arithmetic, "full")
+    given = width * 64 * SEQ_LEN
+    assert full.blocks == layers * given
+    assert full.recomputed == none.blocks // layers - given
+    assert none.recomputed == 0
+
+
+def test_selective_keeps_products_and_attention() -> None:
+    """Outputs of seven products, attention's and its log-sum, and the block's input."""
+    h, f, a, layers = 64, 96, 4, 3
+    saved = count_saved(config("llama"), SEQ_LEN, "fp32", "selective")
+    products = h * 3 + h + f * 2 + h
+    block = 4 * (products + h + a + h)
+    assert saved.blocks / (layers * SEQ_LEN * block) == pytest.approx(1, rel=0.15)
+    none, full = (count_saved(config("llama"), SEQ_LEN, "fp32", c) for c in ("none", "full"))
+    assert full.blocks < saved.blocks < none.blocks
+    assert 0 < saved.recomputed < full.recomputed
+
+
+def test_casts_are_a_copy_of_every_linear_weight_and_of_the_head() -> None:
+    saved = count_saved(config("llama"), SEQ_LEN, "autocast", "none")
+    block = 4 * 64 * 64 + 3 * 64 * 96
+    assert saved.casts == 2 * (3 * block + 64 * 128)
+
+
+@pytest.mark.parametrize(
+    "patterns", [("*layers.0.*", "*embed_tokens*"), ("*.mlp.*",), ("*layers.2.*",)]
+)
+def test_frozen_parameters_change_what_is_kept(patterns: tuple[str, ...]) -> None:
+    kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", patterns)
+    saved = count_saved(config("llama"), SEQ_LEN, "fp32", "none", patterns)
+    assert saved.blocks + saved.once == kept < total(config("llama"), SEQ_LEN, "fp32")
+
+
+def test_dropout_keeps_a_byte_an_element_and_attention_no_matrix_of_positions() -> None:
+    """As on an accelerator; three dropouts outside of attention, one of them after embedding."""
+    kept = {p: config("gpt2", attn_pdrop=p, resid_pdrop=p, embd_pdrop=p) for p in (0.0, 0.1)}
+    more = total(kept[0.1], SEQ_LEN, "fp32") - total(kept[0.0], SEQ_LEN, "fp32")
+    masks = (2 * 3 + 1) * 64 * SEQ_LEN
+    assert more == pytest.approx(masks, rel=0.05)
+
+
+def test_what_fake_tensors_cannot_run_is_said() -> None:
+    described = config("mixtral")
+    described._experts_implementation = "eager"
+    with pytest.raises(CannotCountError) as raised:
+        count_saved(described, SEQ_LEN, "fp32", "none")
+    assert raised.value.reason
+
+
+def test_a_model_that_cannot_be_checkpointed_is_a_mistake_of_the_config() -> None:
+    ctrl = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
+    with pytest.raises(UserError, match=r"model\.activation_checkpointing"):
+        count_saved(ctrl, SEQ_LEN, "fp32", "full")
