@@ -16,6 +16,7 @@ not agree with what is done is said, and none is left to accelerate.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from llmtrain.distributed.named import named_mesh, number, one_sided
 from llmtrain.errors import Problem, UserError
 
 _log = logging.getLogger(__name__)
@@ -98,30 +100,16 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
     """
     if strategy != "hsdp":
         return 1, world_size
-    if env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        sizes = [
-            int(env.get(f"PARALLELISM_CONFIG_DP_{kind}_SIZE", "1"))
-            for kind in ("REPLICATE", "SHARD")
-        ]
-    else:
-        on_a_node = int(env.get("LOCAL_WORLD_SIZE", world_size))
-        sizes = [world_size // on_a_node, on_a_node]
-    replicas, shards = sizes
-    problems = [*_mesh_problems(replicas, shards, world_size)]
+    on_a_node = number(env, "LOCAL_WORLD_SIZE") or world_size
+    sizes = named_mesh(env) or (world_size // on_a_node, on_a_node)
+    key = "distributed.strategy"
+    problems = list(one_sided(key, sizes, "hsdp"))
+    if not problems and math.prod(sizes) != world_size:
+        expected = f"{world_size} processes: as many on every node"
+        problems.append(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
     if problems:
         raise UserError(*problems)
-    return replicas, shards
-
-
-def _mesh_problems(replicas: int, shards: int, world_size: int) -> Iterator[Problem]:
-    where = f"hsdp of {replicas} × {shards} processes (replicas × shards)"
-    remedy = "parallelism_config of the accelerate file: dp_replicate_size × dp_shard_size"
-    if replicas == 1:
-        yield Problem("distributed.strategy", where, "at least 2 replicas", "fsdp2: one replica")
-    if shards == 1:
-        yield Problem("distributed.strategy", where, "at least 2 shards", "ddp: nothing is sharded")
-    if replicas * shards != world_size:
-        yield Problem("distributed.strategy", where, f"{world_size} processes in all", remedy)
+    return sizes
 
 
 def make(
@@ -165,22 +153,23 @@ def prepare(
 ) -> nn.Module:
     """Shard `module` and give the optimizer its parameters anew; both in place.
 
-    Raises UserError for a model that FSDP2 cannot take, ValueError for parameters without memory
-    (accelerate tells them apart by address) and for what came out otherwise than it went in.
+    A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
+    model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
+    apart by address) and for what came out otherwise than it went in.
     """
-    _check(module)
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = wrap_classes(
-        module, sharding.wrap_class
-    )
     before = _shared(module)
-    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
-    root = prepared[0]
-    assert isinstance(root, FSDPModule)
-    _verify(root, optimizer, before)
+    if not isinstance(module, FSDPModule):
+        _check(module)
+        names = wrap_classes(module, sharding.wrap_class)
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
+        prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
+        module = prepared[0]
+    assert isinstance(module, FSDPModule)
+    _verify(module, optimizer, before)
     # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
     # size otherwise, and they wait for each other for ever.
-    root.set_reduce_scatter_unused_params(True)
-    return root
+    module.set_reduce_scatter_unused_params(True)
+    return module
 
 
 def _check(module: nn.Module) -> None:

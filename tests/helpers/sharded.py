@@ -19,27 +19,34 @@ from helpers import uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.checkpoint import read, write
-from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.config.schema import DdpConfig, DistributedConfig, ModelConfig, OptimizerConfig
 from llmtrain.distributed import state
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.errors import UserError
+from llmtrain.model import attention
+from llmtrain.model import build as model_building
 from llmtrain.model.loss import LossModule
+from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import Run
 from llmtrain.training.step import update
-from llmtrain.types import Flags, StepVector
+from llmtrain.types import SLOTS, Flags, StepVector
 
 RUN = "0123456789abcdef"
 
 
 @dataclass(frozen=True)
 class Job:
-    """frozen: beginnings of parameter names · load, save: a root of checkpoints ("" = none)."""
+    """frozen: beginnings of parameter names · load, save: a root of checkpoints ("" = none).
+
+    hiding: several documents in a block · source: a model directory in place of fresh weights.
+    """
 
     strategy: str = "ddp"
     kind: str = "tied"
@@ -55,6 +62,8 @@ class Job:
     evaluate: bool = False
     seed: int = 3
     wrap_class: str = "auto"
+    hiding: bool = False
+    source: str = ""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -133,13 +142,18 @@ def build(kind: str, frozen: tuple[str, ...] = (), seed: int = 3) -> Any:
     return model.train()
 
 
+def build_from(directory: str) -> Any:
+    asked = ModelConfig(**{"from": directory})
+    return model_building.build(AutoConfig.from_pretrained(directory), asked, None)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a parameter, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Collectives(TorchDispatchMode):
-    """What is reduced in the blocks that it is around: name → dtype, elements and group size."""
+    """What is sent inside of it: (name, dtype, elements, ranks) of each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,25 +161,31 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0]
-        if func.namespace == "c10d" and ("reduce" in name):
-            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
-            groups = [a for a in args if isinstance(a, torch.ScriptObject)]
-            sizes = [torch.distributed.ProcessGroup.unbox(g).size() for g in groups[:1]]
-            given = max(tensors, key=Tensor.numel)
-            self.seen.append((name, str(given.dtype), given.numel(), sizes[0] if sizes else 0))
+        if func.namespace == "c10d":
+            given = max((t for t in tree_leaves(args) if isinstance(t, Tensor)), key=Tensor.numel)
+            group = next(one for one in args if isinstance(one, torch.ScriptObject))
+            ranks = torch.distributed.ProcessGroup.unbox(group).size()
+            self.seen.append((name, str(given.dtype), given.numel(), ranks))
         return func(*args, **(kwargs or {}))
 
 
 def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     """The bare model, prepared, and what `update` asks of a run."""
-    asked = DistributedConfig(timeout_minutes=1.0, wrap_class=job.wrap_class)
+    ddp = DdpConfig(find_unused_parameters=job.kind == "rare")
+    asked = DistributedConfig(timeout_minutes=1.0, wrap_class=job.wrap_class, ddp=ddp)
     launched = make_accelerator(job.strategy, job.precision, asked, fsdp_sync=job.sync)
-    bare = build(job.kind, job.frozen, job.seed)
+    bare = build_from(job.source) if job.source else build(job.kind, job.frozen, job.seed)
+    if job.hiding:
+        attention.install(bare, uneven.SEQ_LEN)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
     spec = state.spec(bare, optimizer, 4 << 30)
     prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
     launched.engine.create_state()
+    data = SimpleNamespace(seq_len=uneven.SEQ_LEN, packing="bestfit", document_mask=job.hiding)
+    asked = SimpleNamespace(data=data)
+    hiding_attention(bare, prepared, asked, job.precision, launched)  # before any other forward
     run = SimpleNamespace(
+        config=asked,
         ranks=launched.ranks,
         device=launched.device,
         engine=launched.engine,
@@ -183,6 +203,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     run.meter = SimpleNamespace(send=lambda sums, norm: run.sent.append((sums, norm)))
     run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
     run.micro_batches = lambda batch: Run.micro_batches(run, batch)
+    run.documents = lambda starts: Run.documents(run, starts)
     return launched, spec, run, optimizer
 
 
@@ -201,7 +222,7 @@ def work(output: str, job_text: str) -> None:
         launched.engine.filled(found.state["optimizer_steps"])
     ranks, seen = launched.ranks, []
     for step in range(job.steps):
-        batch = uneven.share(step, ranks.rank, ranks.world_size, False)
+        batch = uneven.share(step, ranks.rank, ranks.world_size, job.hiding)
         if (ranks.rank, step) == (job.nan_rank, job.nan_step):
             poison(run)
         watched = Collectives() if job.strategy != "ddp" else nullcontext()
@@ -211,6 +232,9 @@ def work(output: str, job_text: str) -> None:
     evaluated = evaluation(run, job) if job.evaluate else []
     if job.save:
         saved(Path(job.save), spec, launched)
+    embedding, head = (
+        getattr(run.unwrapped, f"get_{side}_embeddings")() for side in ("input", "output")
+    )
     names = [name for name, _ in run.unwrapped.named_parameters()]
     moved = {name: whole(p.detach()) for name, p in run.unwrapped.named_parameters()}
     result = {
@@ -221,6 +245,7 @@ def work(output: str, job_text: str) -> None:
         "norm_type": type(run.sent[-1][1]).__name__ if run.sent else "",
         "weights": {name: value.flatten().tolist() for name, value in moved.items()},
         "names": names,
+        "tied": embedding.weight is head.weight,
         "dtypes": sorted({str(p.dtype) for p in run.unwrapped.parameters() if p.requires_grad}),
         "states": sorted(
             name for name, p in run.unwrapped.named_parameters() if p in optimizer.state
@@ -296,3 +321,71 @@ def reference(job: Job) -> dict[str, Any]:
 def counted(result: dict[str, Any]) -> Counter[tuple[str, str, int]]:
     """Collectives of the last update: (name, dtype, group size) → how many."""
     return Counter((name, dtype, size) for name, dtype, _, size in result["collectives"])
+
+
+def reduced(output: str, micro: str) -> None:
+    """Bytes that DDP's own buckets hold for each of some updates; rank 0 writes them."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    launched, _, run, _ = opened(Job(micro=int(micro), kind="untied", frozen=("model.embed",)))
+    sent: list[int] = []
+
+    def hook(group, bucket):  # torch refuses annotations that are text
+        sent.append(bucket.buffer().nbytes)
+        return allreduce_hook(group, bucket)
+
+    run.model.register_comm_hook(None, hook)
+    totals = []
+    for step in range(3):
+        sent.clear()
+        share = uneven.share(step, launched.ranks.rank, launched.ranks.world_size, False)
+        update(run, share, 1.0)
+        totals.append(sum(sent))
+    trained = sum(p.numel() for p in run.unwrapped.parameters() if p.requires_grad)
+    if launched.ranks.rank == 0:
+        Path(output).write_text(json.dumps({"bytes": totals, "trained": trained}))
+    close()
+
+
+def meshes(output: str) -> None:
+    """Norm and clipping of a model whose blocks are sharded over two meshes (of the same ranks)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    launched = make_accelerator("fsdp2", "fp32", DistributedConfig(timeout_minutes=1.0))
+    bare = build("untied")
+    module = LossModule(bare)
+    one = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    for layer, mesh in zip(bare.model.layers, (one, two), strict=True):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=one)
+    optimizer = make_optimizer(bare, OptimizerConfig())
+    engine = launched.engine
+    prepared = engine.prepare(module, bare, optimizer)
+    ids, labels = (torch.from_numpy(part).long() for part in uneven.blocks(0))
+    with engine.micro(last=True):
+        engine.backward(prepared(ids[:, :-1], labels), torch.tensor(0.1))
+    sums = squared(engine)
+    norm = float(engine.norm(sums))
+    engine.clip(sums, norm / 2)
+    found = {
+        "meshes": len({p.device_mesh for p in bare.parameters()}),
+        "norm": norm,
+        "clipped": float(engine.norm(squared(engine))),
+    }
+    alone = LossModule(build("untied"))
+    (alone(ids[:, :-1], labels) * 0.1).backward()
+    gradients = [p.grad for p in alone.parameters()]
+    found["expected"] = float(nn.utils.get_total_norm(gradients))
+    if launched.ranks.rank == 0:
+        Path(output).write_text(json.dumps(found))
+    close()
+
+
+def squared(engine: Any) -> StepVector:
+    """The step's vector of all ranks, with nothing in it but the squares."""
+    said = [engine.squares() if slot == "squares" else torch.zeros(()) for slot in SLOTS]
+    return StepVector(
+        sum_over_ranks(torch.stack([one.double() for one in [*said, torch.ones(())]]))
+    )

@@ -1,0 +1,348 @@
+"""FSDP2 and HSDP on real ranks: equal to DDP and plain PyTorch, and the failures known elsewhere.
+
+Numbers of the tests are those of the design's list of what went wrong in other trainers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import sharded, uneven
+from helpers.ranks import Server
+from helpers.sharded import Job
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+TWO_NODES = {"LOCAL_WORLD_SIZE": "2"}
+LAYOUTS = [
+    pytest.param(1, Job("fsdp2", micro=8), id="fsdp2 on 1"),
+    pytest.param(2, Job("fsdp2", micro=4), id="fsdp2 on 2"),
+    pytest.param(4, Job("fsdp2", micro=2), id="fsdp2 on 4"),
+    pytest.param(4, Job("hsdp", micro=2), id="hsdp 2x2"),
+]
+
+
+def train(server: Server, folder: Path, world_size: int, job: Job, **env: str) -> dict[str, Any]:
+    output = folder / "result.json"
+    if job.strategy == "hsdp":
+        env = TWO_NODES | env
+    arguments = ["call", "helpers.sharded", "work", str(output), job.text()]
+    codes = server.run(arguments, world_size, folder, env)
+    assert codes == [0] * world_size, (folder / "output.txt").read_text()
+    return json.loads(output.read_text())
+
+
+@cache
+def plain(job: Job) -> dict[str, Any]:
+    return sharded.reference(replace(job, strategy="ddp", sync="every", micro=8))
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses within 1e-5, norms within a relative 1e-5, weights after all updates."""
+    assert len(found["numbers"]) == len(expected["numbers"])
+    for one, other in zip(found["numbers"], expected["numbers"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, values in expected["weights"].items():
+        torch.testing.assert_close(
+            torch.tensor(found["weights"][name]), torch.tensor(values), rtol=0, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize(("world_size", "job"), LAYOUTS)
+def test_di_08_uneven_masks_train_as_in_plain_pytorch(
+    server: Server, tmp_path: Path, world_size: int, job: Job
+) -> None:
+    same(train(server, tmp_path, world_size, job), plain(job))
+
+
+@pytest.mark.parametrize("micro", [4, 2, 1])
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_di_08_accumulation_changes_nothing(
+    server: Server, tmp_path: Path, micro: int, sync: str
+) -> None:
+    job = Job("fsdp2", micro=micro, sync=sync)
+    found = train(server, tmp_path, 2, job)
+    same(found, plain(job))
+    reductions = sharded.counted(found)["_reduce_scatter_base_", "torch.float32", 2]
+    accumulation = 4 // micro if sync == "every" else 1
+    assert reductions == 3 * accumulation  # two blocks, and the tied embedding with the norm
+
+
+def test_di_08_hidden_documents_are_checked_and_trained_under_fsdp2(
+    server: Server, tmp_path: Path
+) -> None:
+    job = Job("fsdp2", micro=2, steps=uneven.STEPS, hiding=True)
+    found = train(server, tmp_path, 2, job)
+    numbers, _ = uneven.reference(hiding=True)
+    for one, other in zip(found["numbers"], numbers, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
+def test_di_11_the_norm_is_that_of_all_shards_and_ddps(
+    server: Server, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    job = Job(strategy, micro=2)
+    found = train(server, tmp_path, world_size, job)
+    ddp = train(server, tmp_path, world_size, replace(job, strategy="ddp"))
+    assert found["norm_type"] == "Tensor"  # a DTensor would be logged as this rank's part
+    for one, other in zip(found["numbers"], ddp["numbers"], strict=True):
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-6)
+
+
+def test_di_12_shards_on_different_meshes_are_counted_and_clipped(
+    server: Server, tmp_path: Path
+) -> None:
+    output = tmp_path / "result.json"
+    arguments = ["call", "helpers.sharded", "meshes", str(output)]
+    assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
+    found = json.loads(output.read_text())
+    assert found["meshes"] == 2
+    assert found["norm"] == pytest.approx(found["expected"], rel=1e-6)
+    assert found["clipped"] == pytest.approx(found["norm"] / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
+def test_di_13_tied_embeddings_stay_tied_and_are_saved_once(
+    server: Server, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    job = Job(strategy, micro=2, save=str(tmp_path / "saved"))
+    found = train(server, tmp_path, world_size, job)
+    same(found, plain(replace(job, save="")))
+    assert found["tied"]
+    with safe_open(tmp_path / "saved" / "step-00000004" / "model.safetensors", "pt") as file:
+        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118  # no mapping
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+
+
+def test_di_14_every_trainable_parameter_moves(server: Server, tmp_path: Path) -> None:
+    job = Job("fsdp2", "untied", micro=2, steps=1)
+    found = train(server, tmp_path, 2, job)
+    before = sharded.build("untied")
+    for name, parameter in before.named_parameters():
+        moved = torch.tensor(found["weights"][name]) != parameter.flatten()
+        assert moved.float().mean() > 0.4, name  # half of the rows of the table were not seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_di_15_masters_are_fp32_for_a_checkpoint_of_mixed_dtypes(
+    server: Server, tmp_path: Path, precision: str
+) -> None:
+    model = sharded.build("untied").to(torch.bfloat16)
+    model.model.norm.to(torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    job = Job("fsdp2", micro=2, steps=0, precision=precision, source=str(tmp_path / "base"))
+    found = train(server, tmp_path, 2, job)
+    assert found["dtypes"] == ["torch.float32"]
+    for name, parameter in model.named_parameters():
+        assert found["weights"][name] == parameter.float().flatten().tolist()
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
+def test_di_16_bf16_computes_in_bf16_and_reduces_in_fp32(
+    server: Server, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    job = Job(strategy, micro=2, precision="bf16", evaluate=True)  # which asserts that loss is fp32
+    found = train(server, tmp_path, world_size, job)
+    counted = sharded.counted(found)
+    reduced = {dtype for name, dtype, _ in counted if "reduce" in name}
+    gathered = {dtype for name, dtype, _ in counted if "allgather" in name}
+    assert reduced == {"torch.float32", "torch.float64"}  # fp64: the step's vector
+    assert gathered == {"torch.bfloat16"}
+    ddp = train(server, tmp_path, world_size, replace(job, strategy="ddp"))
+    assert found["dtypes"] == ddp["dtypes"] == ["torch.float32"]
+    for one, other in zip(found["numbers"], ddp["numbers"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
+        assert one["norm"] == pytest.approx(other["norm"], rel=2e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_di_17_parameters_unused_in_some_micro_batch_or_on_some_rank(
+    server: Server, tmp_path: Path, sync: str, precision: str
+) -> None:
+    job = Job("fsdp2", "rare", micro=1, sync=sync, precision=precision)
+    found = train(server, tmp_path, 2, job)
+    if precision == "fp32":
+        same(found, plain(job))
+    expected = plain(replace(job, precision="fp32"))["numbers"]
+    for one, other in zip(found["numbers"], expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["tied", "rare"])
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_di_18_replicas_of_hsdp_reduce_once_a_step(
+    server: Server, tmp_path: Path, sync: str, kind: str
+) -> None:
+    job = Job("hsdp", kind, micro=1, sync=sync)
+    found = train(server, tmp_path, 4, job)
+    same(found, plain(job))
+    counted, units = sharded.counted(found), 3 if kind == "tied" else 4
+    assert counted["allreduce_", "torch.float32", 2] == units
+    accumulation = 2 if sync == "every" else 1
+    assert counted["_reduce_scatter_base_", "torch.float32", 2] == units * accumulation
+
+
+def test_di_18_the_launchs_own_mesh_is_taken(server: Server, tmp_path: Path) -> None:
+    mesh = {"DP_REPLICATE": "2", "DP_SHARD": "2"}
+    env = {f"PARALLELISM_CONFIG_{key}_SIZE": size for key, size in mesh.items()}
+    env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "LOCAL_WORLD_SIZE": "4"}
+    job = Job("hsdp", micro=2)
+    found = train(server, tmp_path, 4, job, **env)
+    same(found, plain(job))
+    assert sharded.counted(found)["allreduce_", "torch.float32", 2] == 3
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "fsdp2"), (2, "fsdp2"), (4, "hsdp")])
+def test_di_19_parameter_names_are_those_of_the_model(
+    server: Server, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    job = Job(strategy, "untied", micro=2, steps=1, save=str(tmp_path / "saved"))
+    found = train(server, tmp_path, world_size, job)
+    names = [name for name, _ in sharded.build("untied").named_parameters()]
+    assert found["names"] == names
+    saved = tmp_path / "saved" / "step-00000004"
+    with safe_open(saved / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(names)
+    with safe_open(saved / "optimizer-00001-of-00001.safetensors", "pt") as file:
+        moments = [f"{name}.{kind}" for name in names for kind in ("exp_avg", "exp_avg_sq")]
+        assert sorted(file.keys()) == sorted(moments)
+
+
+def test_di_23_a_persistent_buffer_and_a_launch_that_asks_for_efficient_loading(
+    server: Server, tmp_path: Path
+) -> None:
+    asked = {"VERSION": "2", "CPU_RAM_EFFICIENT_LOADING": "true", "SYNC_MODULE_STATES": "true"}
+    asked |= {"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "MIN_NUM_PARAMS": "3"}
+    env = {f"FSDP_{key}": value for key, value in asked.items()} | {"ACCELERATE_USE_FSDP": "true"}
+    job = Job("fsdp2", "rare", micro=2, save=str(tmp_path / "saved"))
+    same(train(server, tmp_path, 2, job, **env), plain(replace(job, save="")))
+    said = (tmp_path / "output.txt").read_text()
+    assert "fsdp_cpu_ram_efficient_loading: true of the launch file is not used" in said
+    assert "fsdp_auto_wrap_policy: SIZE_BASED_WRAP of the launch file is not used" in said
+    with safe_open(tmp_path / "saved" / "step-00000004" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("layers.1.scale"), torch.linspace(0.5, 1.5, 7))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp"])
+def test_di_24_odd_shapes_and_fewer_rows_than_ranks(
+    server: Server, tmp_path: Path, strategy: str
+) -> None:
+    job = Job(strategy, "odd", micro=2)
+    assert min(p.shape[0] for p in sharded.build("odd").parameters()) < 4
+    same(train(server, tmp_path, 4, job), plain(job))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp")]
+)
+def test_di_33_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
+    server: Server, tmp_path: Path, world_size: int, strategy: str, kind: str
+) -> None:
+    frozen = ("model.layers.0.", *(["model.embed"] if kind == "untied" else []))
+    job = Job(strategy, kind, micro=2, frozen=frozen)
+    found = train(server, tmp_path, world_size, job)
+    same(found, plain(job))
+    still = [name for name in found["names"] if name.startswith(frozen)]
+    assert still
+    assert set(found["states"]) == set(found["names"]) - set(still)
+    before = dict(sharded.build(kind).named_parameters())
+    for name in still:
+        assert found["weights"][name] == before[name].flatten().tolist()
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_nan_on_one_rank_skips_the_update_on_all(
+    server: Server, tmp_path: Path, world_size: int, strategy: str, sync: str
+) -> None:
+    last = Job(strategy, micro=1, sync=sync, steps=2, nan_rank=1, nan_step=1)
+    found = train(server, tmp_path, world_size, last)
+    assert found["numbers"][1]["norm"] != found["numbers"][1]["norm"]  # NaN
+    assert found["steps"] == 1
+    straight = train(server, tmp_path, world_size, replace(last, steps=1, nan_rank=-1))
+    assert found["weights"] == straight["weights"]
+    for rank in range(1, world_size):
+        other = json.loads((tmp_path / f"result.json.{rank}").read_text())
+        assert other["weights"] == straight["weights"]
+
+
+@pytest.mark.parametrize("kind", ["tied", "odd", "rare"])
+def test_files_and_what_is_computed_from_them_are_the_same_under_every_strategy(
+    server: Server, tmp_path: Path, kind: str
+) -> None:
+    frozen = ("model.layers.0.self_attn",) if kind == "tied" else ()
+    first = Job("ddp", kind, micro=2, frozen=frozen, evaluate=True, save=str(tmp_path / "0"))
+    wanted = train(server, tmp_path, 2, first)
+    layouts = [(2, "fsdp2"), (3, "fsdp2"), (4, "hsdp"), (1, "fsdp2"), (2, "ddp"), (1, "ddp")]
+    for number, (world_size, strategy) in enumerate(layouts):
+        here, there = str(tmp_path / str(number)), str(tmp_path / str(number + 1))
+        job = replace(first, strategy=strategy, steps=0, seed=9, load=here, save=there)
+        found = train(server, tmp_path, world_size, job)
+        assert found["steps"] == 4
+        assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6)
+        assert bytes_of(Path(there)) == bytes_of(tmp_path / "0"), (world_size, strategy)
+
+
+def test_a_run_resumed_under_another_strategy_trains_on(server: Server, tmp_path: Path) -> None:
+    start = Job("fsdp2", micro=2, steps=2, save=str(tmp_path / "saved"))
+    train(server, tmp_path, 2, start)
+    rest = replace(start, load=start.save, save="", seed=9)
+    same_again = train(server, tmp_path, 2, rest)
+    for world_size, strategy in [(4, "hsdp"), (1, "ddp")]:
+        other = train(server, tmp_path, world_size, replace(rest, strategy=strategy))
+        same(other, same_again)
+        assert other["steps"] == 4
+
+
+def bytes_of(root: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in (root / "step-00000004").glob("*.safetensors")}
+
+
+def test_transformers_loads_what_four_shards_wrote(server: Server, tmp_path: Path) -> None:
+    job = Job("fsdp2", micro=2, steps=1, save=str(tmp_path / "saved"))
+    found = train(server, tmp_path, 4, job)
+    directory = tmp_path / "saved" / "step-00000004"
+    (directory / "config.json").write_text(sharded.build("tied").config.to_json_string())
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert isinstance(loaded, LlamaForCausalLM)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for name, parameter in loaded.named_parameters():
+        assert parameter.flatten().tolist() == found["weights"][name]
+
+
+@pytest.mark.parametrize("micro", [4, 2, 1])
+def test_ddp_reduces_four_bytes_a_trained_parameter_whatever_the_accumulation(
+    server: Server, tmp_path: Path, micro: int
+) -> None:
+    output = tmp_path / "result.json"
+    arguments = ["call", "helpers.sharded", "reduced", str(output), str(micro)]
+    assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
+    found = json.loads(output.read_text())
+    assert found["bytes"] == [4 * found["trained"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (Job("hsdp"), "distributed.strategy=fsdp2"),
+        (Job("fsdp2", wrap_class="Blok"), "distributed.wrap_class=LlamaDecoderLayer"),
+    ],
+    ids=["a mesh of one replica", "an unknown class to wrap"],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(
+    server: Server, tmp_path: Path, job: Job, said: str
+) -> None:
+    found = train(server, tmp_path, 2, job, LOCAL_WORLD_SIZE="2")
+    assert said in found["refused"]
