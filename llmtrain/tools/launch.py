@@ -32,6 +32,7 @@ from llmtrain.distributed.named import unsupported
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.metrics.status import FILE_NAME, read_status
 from llmtrain.tools.launch_file import LaunchFile, read_launch_file
+from llmtrain.tools.machines import meeting
 from llmtrain.tools.mark import found
 from llmtrain.training.stop import LAUNCHED
 
@@ -77,7 +78,12 @@ def launch(
         if file.on_cpu:
             # torch's launcher does not export it, and sharding asks what devices there are.
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        return run_launcher(_command(file, config_file, overrides), env, mark, run_dir)
+        options: tuple[str, ...] = ()
+        if file.machines > 1:
+            met = meeting(file.rendezvous, str(file.values["main_process_ip"]))
+            options, env = met.options, {**met.env, **env}
+        command = _command(file, options, config_file, overrides)
+        return run_launcher(command, env, mark, run_dir)
 
 
 def _refuse_nested(env: Mapping[str, str]) -> None:
@@ -124,14 +130,14 @@ def has_gpu(env: Mapping[str, str]) -> bool:
     return there and not hidden and not asked_cpu
 
 
-def _command(file: LaunchFile, config_file: str, overrides: Sequence[str]) -> list[str]:
+def _command(
+    file: LaunchFile, meeting_options: Sequence[str], config_file: str, overrides: Sequence[str]
+) -> list[str]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     options = ["--config_file", str(file.path), "--num_processes", str(file.processes)]
     if file.machines == 1 and not file.has_port:
         options += ["--main_process_port", "0"]  # a free one: two runs on a machine do not meet
-    if file.machines > 1:
-        # accelerate 1.15 reads this key of its file, and then takes its own default, static.
-        options += ["--rdzv_backend", file.rendezvous]
+    options += meeting_options
     return [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
 
 

@@ -183,9 +183,12 @@ def test_a_free_port_is_taken_unless_the_file_names_one(tmp_path, started):
 
 
 def test_the_rendezvous_of_the_file_is_passed_on(tmp_path, started):
-    file = Path(__file__).parents[3] / "accelerate_configs" / "ddp_multinode.yaml"
+    shipped = Path(__file__).parents[3] / "accelerate_configs" / "ddp_multinode.yaml"
+    file = tmp_path / "launch.yaml"
+    file.write_text(shipped.read_text().replace("10.0.0.1", "127.0.0.1"))
     launch(str(written(tmp_path)), ["training.global_batch_size=32"], file, env={})
-    assert "--rdzv_backend c10d" in " ".join(started["command"])
+    assert "--rdzv_backend c10d --rdzv_conf is_host=1" in " ".join(started["command"])
+    assert started["env"]["PET_LOCAL_ADDR"] == "127.0.0.1"
     assert "--main_process_port" not in started["command"]
 
 
