@@ -76,7 +76,7 @@ def quickstart(
 @app.command(rich_help_panel="Start", help="is this machine ready for this config?")
 def doctor(
     config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; without: the machine.")
+        str | None, typer.Argument(metavar="CONFIG", help="A YAML file; without: the machine.")
     ] = None,
     overrides: Annotated[
         list[str] | None,

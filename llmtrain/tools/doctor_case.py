@@ -78,10 +78,11 @@ def error(found: str, remedy: str) -> Verdict:
     return Verdict("error", found, remedy)
 
 
-def refused(problems: Iterable[Problem]) -> Verdict:
-    """What a start would say, in one line."""
+def refused(problems: Iterable[Problem], where: str = "") -> Verdict:
+    """What a start would say, in one line. where: what the problems are in, such as a file."""
     listed = list(problems)
     found = "; ".join(_in_a_line(problem) for problem in listed)
+    found = f"{where}: {found}" if where else found
     remedies = dict.fromkeys(problem.remedy for problem in listed if problem.remedy)
     return error(found, "; ".join(remedies) or "change it as expected")
 
@@ -91,7 +92,7 @@ def tried(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
     try:
         return work(), None
     except UserError as wrong:
-        return None, refused(wrong.problems)
+        return None, refused(wrong.problems, wrong.where)
     except RunError as failed:
         return None, error(str(failed.args[0]), failed.remedy)
     except Exception as broken:  # no look may keep the others from being made

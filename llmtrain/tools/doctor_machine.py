@@ -5,6 +5,7 @@ What can be tried is tried: every device multiplies two matrices, and the compil
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
@@ -13,13 +14,13 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, size, warning
+from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, size, tried, warning
 from llmtrain.tools.doctor_place import room
 from llmtrain.tools.launch import has_gpu
 
@@ -61,32 +62,71 @@ def devices(case: Case) -> Verdict:
     """GPUs with their memory, or cores; each computes a product in fp32 and bf16."""
     import torch
 
+    if count := gpus(case):
+        looked = [(index, *tried(functools.partial(_gpu, index))) for index in range(count)]
+        broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
+        return joined([*_grouped([gpu for _, gpu, _ in looked if gpu], case), *broken])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    on_cpu = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
-    if torch.cuda.is_available() and not (case.launch and case.launch.on_cpu):
-        count = torch.cuda.device_count()
-        return joined([*(_gpu(index, case) for index in range(count)), *_enough(case, count)])
+    found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
     if has_gpu(case.env):
         built = torch.version.cuda or torch.version.hip or "without any"
-        found = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
+        unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
         remedy = "install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES=''"
-        return warning(f"{found}; {on_cpu}", remedy)
-    return ok(f"no GPU; {on_cpu}")
+        return warning(f"{unused}; {found}", remedy)
+    return ok(f"no GPU; {found}")
 
 
-def _gpu(index: int, case: Case) -> Verdict:
+def gpus(case: Case) -> int:
+    """How many a run would use on this machine."""
+    import torch
+
+    asked_cpu = case.env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    if asked_cpu or (case.launch and case.launch.on_cpu) or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """total, free: bytes · bf16: whether it computes in it · speeds: in words."""
+
+    index: int
+    name: str
+    total: int
+    free: int
+    bf16: bool
+    speeds: str
+
+
+def _gpu(index: int) -> Gpu:
     import torch
 
     device = torch.device("cuda", index)
     free, total = torch.cuda.mem_get_info(device)
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    name = f"GPU {index} {torch.cuda.get_device_name(device)}"
-    found = f"{name}: {size(total)}, {size(free)} free, {_speeds(device)}"
-    if case.config and case.config.training.precision == "bf16" and not bf16:
-        return error(f"{found}, computes no bf16", "training.precision=fp32")
-    if free < 0.9 * total:
-        return warning(found, f"another process holds memory of GPU {index}: see nvidia-smi")
-    return ok(found)
+    with torch.cuda.device(device):
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Gpu(index, torch.cuda.get_device_name(device), total, free, bf16, _speeds(device))
+
+
+def _grouped(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
+    """Equal ones together, and what is wrong with them or their number."""
+    kinds: dict[tuple[str, int], list[Gpu]] = {}
+    for gpu in found:
+        kinds.setdefault((gpu.name, gpu.total), []).append(gpu)
+    for (name, total), same in kinds.items():
+        least = size(min(gpu.free for gpu in same))
+        yield ok(f"{len(same)} × {name}: {size(total)}, {least} free, {same[0].speeds}")
+    if len({total for _, total in kinds}) > 1:
+        least_gib = min(total for _, total in kinds) / 2**30
+        remedy = f"distributed.device_memory_gb={least_gib:.1f}, which all of them have"
+        yield warning("their memories differ", remedy)
+    for gpu in found:
+        if gpu.free < 0.9 * gpu.total:
+            held = f"GPU {gpu.index}: {size(gpu.total - gpu.free)} are held by other processes"
+            yield warning(held, "see nvidia-smi, or choose others by CUDA_VISIBLE_DEVICES")
+        if case.config and case.config.training.precision == "bf16" and not gpu.bf16:
+            yield error(f"GPU {gpu.index} does not compute in bf16", "training.precision=fp32")
+    yield from _enough(case, len(found))
 
 
 def _enough(case: Case, there: int) -> Iterator[Verdict]:
@@ -148,15 +188,13 @@ def limit_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> 
     return min(limits, default=None)
 
 
-def limits(_case: Case) -> Verdict:
+def limits(case: Case) -> Verdict:
     """Open files, processes and shared memory that this session may have."""
-    import torch
-
     verdicts = [
         _limit(resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 65536"),
         _limit(resource.RLIMIT_NPROC, "processes and threads", _LEAST_PROCESSES, "ulimit -u 65536"),
     ]
-    if torch.cuda.device_count() > 1 and SHARED_MEMORY.is_dir():
+    if gpus(case) > 1 and SHARED_MEMORY.is_dir():
         free = room(SHARED_MEMORY)
         found = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"

@@ -17,6 +17,7 @@ import time
 from datetime import timedelta
 
 from llmtrain.tools.doctor_case import Case, Verdict, error, ok
+from llmtrain.tools.doctor_machine import gpus
 
 RANKS = 2
 BYTES = 64 << 20
@@ -27,11 +28,9 @@ ALLOWED_SECONDS = 180.0  # with the import of torch on a busy machine
 
 def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
     """Two processes sum 64 MiB; over the GPUs' own network where there are two of them."""
-    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-    gpus = torch.cuda.device_count() if not (case.launch and case.launch.on_cpu) else 0
-    backend = "nccl" if gpus >= RANKS else "gloo"
+    backend = "nccl" if gpus(case) >= RANKS else "gloo"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "llmtrain.tools.doctor_reduce"]
     ranks = [

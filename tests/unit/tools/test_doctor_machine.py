@@ -54,6 +54,72 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch):
     assert "build of torch" in looked.remedy
 
 
+def pretended(monkeypatch, *gpus: machine.Gpu) -> None:
+    """A machine with these; one whose speeds are an error cannot compute."""
+
+    def look(index: int) -> machine.Gpu:
+        if gpus[index].speeds == "broken":
+            raise RuntimeError("no kernel image is available")
+        return gpus[index]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr(machine, "_gpu", look)
+
+
+def gpu(index: int, **changes: object) -> machine.Gpu:
+    values = {"name": "H100", "total": 80 << 30, "free": 79 << 30, "bf16": True, "speeds": "fast"}
+    return machine.Gpu(index, **(values | changes))
+
+
+def test_equal_gpus_stand_together(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1, free=78 << 30))
+    looked = machine.devices(case())
+    assert looked == machine.ok("2 × H100: 80 GiB, 78 GiB free, fast")
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "found", "remedy"),
+    [
+        ({"free": 10 << 30}, "warning", "GPU 1: 70 GiB are held", "nvidia-smi"),
+        ({"total": 40 << 30, "free": 40 << 30}, "warning", "memories differ", "=40.0"),
+        ({"bf16": False}, "error", "GPU 1 does not compute in bf16", "training.precision=fp32"),
+        ({"speeds": "broken"}, "error", "GPU 1: the look at it failed: RuntimeError: no k", ""),
+    ],
+)
+def test_what_is_wrong_with_a_gpu_is_said(tmp_path, monkeypatch, changes, state, found, remedy):
+    pretended(monkeypatch, gpu(0), gpu(1, **changes))
+    looked = machine.devices(case(tmp_path, "training.precision=bf16"))
+    assert looked.state == state
+    assert found in looked.found
+    assert remedy in looked.remedy
+
+
+def test_a_gpu_is_needed_for_each_process_of_the_file(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1))
+    file = {"num_processes": 8, "num_machines": 2, "use_cpu": False}
+    looked = machine.devices(case(launch=file))
+    assert looked.state == "error"
+    assert "4 processes on this machine" in looked.found
+    assert "num_processes: 4" in looked.remedy
+    assert machine.devices(case(launch={**file, "num_processes": 4})).state == "ok"
+
+
+def test_a_run_on_a_cpu_uses_no_gpu(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1))
+    assert machine.gpus(case()) == 2
+    assert machine.gpus(case(env={"ACCELERATE_USE_CPU": "true"})) == 0
+    assert machine.gpus(case(launch={"use_cpu": True})) == 0
+
+
+def test_little_shared_memory_for_several_gpus_is_a_warning(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1))
+    monkeypatch.setattr(machine, "room", lambda place: 64 << 20)
+    looked = machine.limits(case())
+    assert looked.state == "warning"
+    assert "--shm-size" in looked.remedy
+
+
 def test_memory_says_what_is_there():
     import psutil
 
