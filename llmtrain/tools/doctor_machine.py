@@ -293,35 +293,21 @@ def _without_compiler() -> list[str]:
 
 
 def extensions(case: Case) -> Verdict:
-    """Locks in torch's directory of extensions: one that nobody holds stops every later build."""
-    locks = list(_locks(case))
-    left = [lock for lock in locks if not _is_open(lock)]
+    """Locks in torch's directories of extensions: one that nobody holds stops every later build."""
+    from llmtrain.distributed.zero import stale_locks
+
+    left = [lock for folder in _directories(case) for lock in stale_locks(folder, case.env)]
     if not left:
-        building = f"{len(locks)} being built now" if locks else "no lock left behind"
-        return ok(building)
+        return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
     found = f"a build was cut off: {named}, held by no process here; DeepSpeed would wait for ever"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
     return (error if _asks_for_deepspeed(case) else warning)(found, remedy)
 
 
-def _locks(case: Case) -> Iterator[Path]:
+def _directories(case: Case) -> list[Path]:
+    """Where extensions are built; without a wish of somebody one for each Python and torch."""
     from torch.utils import cpp_extension
 
     own = case.env.get("TORCH_EXTENSIONS_DIR")
-    if own is not None:
-        yield from sorted(Path(own).glob("*/lock"))
-    else:
-        yield from sorted(Path(cpp_extension.get_default_build_root()).glob("*/*/lock"))
-
-
-def _is_open(lock: Path) -> bool:
-    """Whether a process of this machine has the file open, as one that builds has."""
-    real = str(lock.resolve())
-    for entry in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            if any(str(link.readlink()) == real for link in entry.iterdir()):
-                return True
-        except OSError:
-            continue  # it has ended, or is another user's
-    return False
+    return [Path(own)] if own else sorted(Path(cpp_extension.get_default_build_root()).glob("*"))
