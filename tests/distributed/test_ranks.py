@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from helpers.ranks import Server
+from helpers.talk import OPS
 
 from llmtrain.distributed.ranks import lost_peer
 
@@ -29,8 +30,18 @@ def test_three_ranks_hear_the_same(server: Server, tmp_path: Path) -> None:
     assert heard[1]["gathered"] == heard[1]["bodies"] == []
 
 
+def test_a_lost_peer_is_known_by_what_any_collective_says(server: Server, tmp_path: Path) -> None:
+    output = tmp_path / "heard"
+    codes = server.run(["call", "helpers.talk", "lose", str(output)], 2, tmp_path)
+    assert codes == [0, 9], (tmp_path / "output.txt").read_text()
+    heard = json.loads(output.read_text())
+    assert set(heard) == set(OPS)
+    assert {name: said for name, (known, said) in heard.items() if not known} == {}
+
+
 def test_a_lost_peer_is_told_from_other_errors() -> None:
     assert lost_peer(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4242"))
     assert lost_peer(RuntimeError("Timed out waiting 20000ms for recv operation to complete"))
+    assert lost_peer(RuntimeError("[gloo] Read error [10.0.0.2]:4242: No route to host"))
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_peer(ValueError("Connection closed by peer"))

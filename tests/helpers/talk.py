@@ -1,11 +1,17 @@
 """What ranks say to each other, on real processes: each writes down what it heard."""
 
 import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.accelerator import close, make_accelerator
-from llmtrain.distributed.ranks import agreed, from_rank_zero
+from llmtrain.distributed.ranks import agreed, from_rank_zero, lost_peer
 from llmtrain.errors import PeerError, Problem, UserError
 
 
@@ -37,3 +43,37 @@ def talk(output: str) -> None:
         heard["error"] = ["own", own.exit_code, str(own)]
     Path(f"{output}.{ranks.rank}").write_text(json.dumps(heard))
     close()
+
+
+def lose(output: str) -> None:
+    """Rank 1 dies; rank 0 writes down what each collective says of it, and whether it is known."""
+    ranks = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0)).ranks
+    groups = {name: dist.new_group(backend="gloo", timeout=timedelta(seconds=30)) for name in OPS}
+    for name, collective in OPS.items():
+        collective(groups[name])
+    if ranks.rank == 1:
+        os._exit(9)
+    heard = {}
+    for name, collective in OPS.items():
+        try:
+            collective(groups[name])
+        except Exception as error:
+            heard[name] = [lost_peer(error), f"{type(error).__name__}: {error}"]
+    Path(output).write_text(json.dumps(heard))
+
+
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(1 << 18), torch.ones(1 << 19)
+
+
+# What DDP, FSDP2 and DeepSpeed call while they train, and our own talk.
+OPS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(_data()[0], group=group),
+    "all_gather": lambda group: dist.all_gather_into_tensor(_data()[1], _data()[0], group=group),
+    "reduce_scatter": lambda group: dist.reduce_scatter_tensor(*_data(), group=group),
+    "broadcast": lambda group: dist.broadcast(_data()[0], src=1, group=group),
+    "gather": lambda group: dist.gather(
+        _data()[0], [_data()[0]] * 2 if dist.get_rank() == 0 else None, dst=0, group=group
+    ),
+    "barrier": lambda group: dist.barrier(group=group),
+}
