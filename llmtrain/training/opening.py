@@ -34,7 +34,7 @@ from llmtrain.distributed.launch import family, verify_launch
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
-from llmtrain.model import attention
+from llmtrain.model import attention, recompute
 from llmtrain.model.build import build, model_config, rebuild, resolve_revision
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
@@ -168,6 +168,7 @@ def build_model(
     held_before = memory.reset_peak(launched.device)
     torch.manual_seed(config.run.seed)
     bare = agreed(ranks, lambda: _bare_model(config, found, revision))
+    recompute.apply(bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(bare, config.optimizer)
     spec = tensors.spec(bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(ranks, lambda: _check_room(config, spec))

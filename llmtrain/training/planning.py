@@ -12,7 +12,7 @@ import importlib.resources
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,37 @@ from llmtrain.checkpoint import format as form
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.distributed.accelerator import on_cpu
 from llmtrain.distributed.launch import allowed_strategies
-from llmtrain.distributed.plan import Hardware, Layout, MemoryPlan, Work
+from llmtrain.distributed.plan import (
+    Count,
+    Hardware,
+    Layout,
+    MemoryPlan,
+    Work,
+    arithmetic_of,
+    memory,
+)
+from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
+from llmtrain.errors import Problem, UserError
 from llmtrain.model.build import model_config
+from llmtrain.model.count import CannotCountError, count_saved
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
-from llmtrain.types import ModelShape
+from llmtrain.training.place import Auto
+from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
 
 # Tokens of one forward where the micro-batch is `auto`: more is no faster.
 MOST_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model on paper. count: bytes that a forward keeps; raises CannotCountError."""
+
+    shape: ModelShape
+    count: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +74,7 @@ class Planned:
         return asdict(self.layout) | said | device
 
 
-def described(config: Config, run_dir: Path | None = None) -> ModelShape:
+def described(config: Config, run_dir: Path | None = None) -> Described:
     """The model that a config asks for, without its weights.
 
     run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
@@ -63,7 +83,15 @@ def described(config: Config, run_dir: Path | None = None) -> ModelShape:
     found = _stored_config(config, run_dir)
     if found is None:
         found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
-    return census(found, config.model.freeze)
+    counted: dict[tuple[str, str], Saved] = {}
+
+    def count(arithmetic: str, checkpointing: str) -> Saved:
+        key = (arithmetic, checkpointing)
+        if key not in counted:
+            counted[key] = count_saved(found, config.data.seq_len, arithmetic, checkpointing)
+        return counted[key]
+
+    return Described(census(found, config.model.freeze), count)
 
 
 def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
@@ -101,11 +129,62 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
 
 def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
     """The layout of this start. Raises UserError when no allowed strategy fits the device."""
-    shape = described(config, run_dir)
+    model = described(config, run_dir)
     hardware = this_machine(config, os.environ)
     asked = work(config, precision, cpu=hardware.cpu)
     allowed = allowed_strategies(os.environ, config)
-    return _unplanned(shape, asked, hardware, allowed, "nothing counts activations")
+    try:
+        choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
+    except CannotCountError as error:
+        return _unplanned(model.shape, asked, hardware, allowed, str(error))
+    if choice.chosen is None:
+        raise does_not_fit(choice, hardware)
+    return _as_frozen(choice.chosen, choice.reason, model, asked, hardware, run_dir)
+
+
+def does_not_fit(choice: Choice, hardware: Hardware) -> UserError:
+    """What a person reads when nothing fits: every strategy, what it misses and what would help."""
+    room = f"at most the device's {hardware.device_bytes / 2**30:.1f} GiB"
+    problems = [
+        Problem(
+            f"strategy {one.layout.strategy}",
+            f"{one.memory.total_bytes / 2**30:.1f} GiB",
+            f"{room}; {one.missing_bytes / 2**30:.1f} GiB are missing",
+            one.remedy,
+        )
+        for one in choice.candidates
+    ]
+    return UserError(*problems, where="the memory plan")
+
+
+def _as_frozen(
+    chosen: Candidate,
+    reason: str,
+    model: Described,
+    asked: Work,
+    hardware: Hardware,
+    run_dir: Path,
+) -> Planned:
+    """What an earlier start of this kind froze counts, where the config leaves it open."""
+    layout = chosen.layout
+    kind = launch_kind(layout.strategy, "cpu" if hardware.cpu else "cuda", hardware.devices)
+    known = Auto(run_dir, kind).launch
+    open_now = {
+        "micro_batch_size": asked.micro_batch_size is None,
+        "activation_checkpointing": asked.activation_checkpointing is None,
+        "fsdp_sync": asked.fsdp_sync is None,
+    }
+    frozen = {key: known[key] for key in FROZEN if open_now[key] and key in known}
+    if all(getattr(layout, key) == value for key, value in frozen.items()):
+        return Planned(layout, model.shape, hardware, chosen.memory, reason)
+    layout = replace(layout, **frozen)
+    share = asked.global_batch_size // hardware.devices
+    layout = replace(layout, accumulation=share // layout.micro_batch_size)
+    saved = model.count(
+        arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
+    )
+    reckoned = memory(model.shape, saved, asked, layout, hardware)
+    return Planned(layout, model.shape, hardware, reckoned, reason)
 
 
 def launch_kind(strategy: str, device: str, world_size: int) -> str:

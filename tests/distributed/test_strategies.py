@@ -85,19 +85,27 @@ def same_losses(run_dir: Path, expected: Path) -> None:
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_a_plain_launch_takes_fsdp2_where_ddp_does_not_fit(
-    server: Server, tmp_path: Path, straight: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    needed = lines(straight, "start")[0]["plan"]["total_bytes"] / 2**30
-    made = config(run_dir, "auto")
+def test_a_plain_launch_takes_fsdp2_where_ddp_does_not_fit(server: Server, tmp_path: Path) -> None:
+    """A model whose weights and moments are most of what it needs."""
+    made = config(tmp_path / "ddp" / "run", "auto", training__micro_batch_size=1)
+    made["model"]["config"] |= {
+        "hidden_size": 192,
+        "num_hidden_layers": 6,
+        "intermediate_size": 512,
+    }
+    made["training"] |= {"steps": 2, "global_batch_size": 4}
+    run(server, tmp_path / "ddp", made, 2)
+    (start,) = lines(tmp_path / "ddp" / "run", "start")
+    assert start["strategy"] == "ddp"
+    needed = start["plan"]["total_bytes"] / 2**30
+    made["run"]["dir"] = str(tmp_path / "less" / "run")
     made["distributed"]["device_memory_gb"] = 0.8 * needed
-    run(server, tmp_path, made, 2)
-    (start,) = lines(run_dir, "start")
-    assert start["strategy"] == status(run_dir)["strategy"] == "fsdp2"
+    run(server, tmp_path / "less", made, 2)
+    (start,) = lines(tmp_path / "less" / "run", "start")
+    assert start["strategy"] == status(tmp_path / "less" / "run")["strategy"] == "fsdp2"
     assert start["plan"]["total_bytes"] <= 0.8 * needed * 2**30
     assert "ddp" in start["plan"]["reason"]
-    same_losses(run_dir, straight)
+    same_losses(tmp_path / "less" / "run", tmp_path / "ddp" / "run")
 
 
 def test_a_plan_that_fits_nowhere_is_refused_with_what_would_help(

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny import tiny_config, write_config
+
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.errors import UserError
+from llmtrain.model.count import CannotCountError
+from llmtrain.training import planning
+
+CPU = {"ACCELERATE_USE_CPU": "true"}
+TWO = {**CPU, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TWO.items():
+        monkeypatch.setenv(name, value)
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    made = tiny_config(folder / "run")
+    made["training"]["micro_batch_size"] = "auto"
+    for name, value in changes.items():
+        section, key = name.split("__")
+        made.setdefault(section, {})[key] = value
+    return load_config(write_config(folder, made))
+
+
+def planned(made: Config) -> planning.Planned:
+    return planning.plan_start(made, Path(str(made.run.dir)), "fp32")
+
+
+def test_ddp_where_it_fits_and_a_layout_that_makes_the_global_batch(tmp_path: Path) -> None:
+    found = planned(config(tmp_path))
+    assert found.layout.strategy == "ddp"
+    assert found.layout.micro_batch_size * found.layout.accumulation * 2 == 24
+    assert found.layout.activation_checkpointing == "none"
+    assert found.memory is not None
+    assert found.memory.total_bytes < found.hardware.device_bytes
+
+
+def test_parameters_are_those_of_the_model_that_is_built(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = config(tmp_path)
+    fields = {k: v for k, v in made.model.config.items() if k != "model_type"}
+    model = LlamaForCausalLM(LlamaConfig(**fields, vocab_size=4096))
+    shape = planned(config(tmp_path, model__tokenizer={"train": 4096})).shape
+    assert shape.count == sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert shape.largest_block == layer
+
+
+def test_less_memory_shards_and_none_is_refused_with_every_strategy(tmp_path: Path) -> None:
+    wide = {"model_type": "llama", "hidden_size": 192, "num_hidden_layers": 6}
+    wide |= {"num_attention_heads": 2, "intermediate_size": 512}
+    changes = {"training__micro_batch_size": 1, "model__config": wide}
+    needed = planned(config(tmp_path, **changes)).memory
+    assert needed is not None
+    gb = needed.total_bytes / 2**30
+    less = planned(config(tmp_path, **changes, distributed__device_memory_gb=0.8 * gb))
+    assert less.layout.strategy == "fsdp2"
+    assert "ddp" in less.reason
+    assert less.memory is not None
+    assert less.memory.total_bytes <= 0.8 * needed.total_bytes
+    with pytest.raises(UserError) as refused:
+        planned(config(tmp_path, **changes, distributed__device_memory_gb=1e-5))
+    keys = [problem.key for problem in refused.value.problems]
+    assert keys[0] == "strategy ddp"
+    assert "strategy fsdp2" in keys
+    assert all(problem.remedy for problem in refused.value.problems)
+
+
+def test_what_was_frozen_for_a_launch_of_this_kind_stays(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    fresh = planned(made)
+    assert fresh.layout.micro_batch_size != 3
+    run_dir = Path(str(made.run.dir))
+    run_dir.mkdir()
+    frozen = {"micro_batch_size": 3, "activation_checkpointing": "full", "fsdp_sync": "every"}
+    kind = planning.launch_kind("ddp", "cpu", 2)
+    (run_dir / "auto.json").write_text(json.dumps({"run": {}, "launches": {kind: frozen}}))
+    sample = Path(planning.__file__).parents[1] / "data" / "sample"
+    (run_dir / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (run_dir / "tokenizer" / name).write_bytes((sample / name).read_bytes())
+    found = planned(made)
+    assert (found.layout.micro_batch_size, found.layout.accumulation) == (3, 4)
+    assert found.layout.activation_checkpointing == "full"
+    assert found.memory is not None
+    assert fresh.memory is not None
+    assert found.memory.parts["activations"] < fresh.memory.parts["activations"]
+    asked = planned(config(tmp_path, training__micro_batch_size=2))
+    assert asked.layout.micro_batch_size == 2
+
+
+def test_what_cannot_be_counted_is_said_and_trained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CannotCountError("its experts run in a loop")
+
+    monkeypatch.setattr(planning, "count_saved", refuse)
+    found = planned(config(tmp_path))
+    assert found.memory is None
+    assert found.layout.strategy == "ddp"
+    assert found.layout.micro_batch_size == 12
+    assert "experts run in a loop" in found.reason
+    assert found.to_json()["total_bytes"] is None
