@@ -61,10 +61,10 @@ def described(error: Exception, log: Path | None = None) -> tuple[int, str]:
     """The exit code of an error and what to say about it ("": nothing). A defect is shown at once.
 
     log: the log file of this process, if it has one. What a person can put right is the same on
-    every rank, and is said by rank 0 alone.
+    every rank, or told to all (a `RunError` with the same code), and is said by rank 0 alone.
     """
     who = f"rank {_rank()}: " if _rank() else ""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
         return error.exit_code, "" if who else f"error: {error}"
     if isinstance(error, RunError):
         return error.exit_code, f"{who}error: {error}"

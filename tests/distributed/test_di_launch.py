@@ -1,105 +1,351 @@
-"""Launchers that start something else than was asked for: refused, or made right."""
+"""Launchers that start something else than was asked for: refused, or made right.
+
+What a launched process can see is tried with ranks that have the environment which accelerate 1.15
+was seen to make; the rest with the launchers themselves.
+"""
 
 from __future__ import annotations
 
-import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.ranks import ROOT
+from helpers.launcher import ACCELERATE, LLMTRAIN, SCRIPT, launch_file, run
+from helpers.ranks import Ranks, Server, free_port, rank_environment
 from helpers.tiny import lines, status, tiny_config, write_config
 
-SCRIPT = str(ROOT / "scripts" / "train.py")
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-PORT = ["--main_process_port", "0"]
-CPU_YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
-use_cpu: true
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-machine_rank: 0
-"""
+FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+ZERO = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+PLAIN = {"distributed_type": "MULTI_GPU"}
+TWO_MACHINES = {
+    **PLAIN,
+    "num_machines": 2,
+    "num_processes": 4,
+    "main_process_ip": "127.0.0.1",
+    "main_process_port": 29501,
+}
+MESH = "parallelism_config_{}_size"
+AS_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+AS_ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+AS_MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
-def run(command: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "WORLD"))}
-    clean |= {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder / "home")}
-    return subprocess.run(
-        command, cwd=folder, env={**clean, **env}, capture_output=True, text=True, check=False
-    )
+def tiny(folder: Path, **changes: Any) -> Path:
+    return write_config(folder, tiny_config(folder / "run", training__steps=2, **changes))
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path, tiny_config(tmp_path / "run", training__steps=2))
+    return tiny(tmp_path)
 
 
-def yaml(folder: Path, kind: str, more: str = "") -> str:
-    path = folder / "launch.yaml"
-    path.write_text(CPU_YAML.format(kind=kind) + more)
-    return str(path)
+def accelerate(folder: Path, values: dict[str, Any], *more: str) -> list[str]:
+    """The command of accelerate's own launcher with a file of these values."""
+    file = launch_file(folder, values)
+    return [*ACCELERATE, "--config_file", file, SCRIPT, str(folder / "config.yaml"), *more]
 
 
-def refused(ended: subprocess.CompletedProcess[str], folder: Path, *words: str) -> None:
-    assert ended.returncode != 0
+def one_message(said: str, folder: Path, *words: str) -> None:
+    """One message for a person, and nothing was trained."""
+    assert said.count("error: ") == 1, said
+    assert "Traceback" not in said
+    assert "expected: " in said
     for word in words:
-        assert word in ended.stderr, ended.stderr
+        assert word in said, said
     assert not lines(folder / "run", "train")
 
 
-def test_the_simple_launcher_that_starts_one_of_two_is_refused(
+def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: object) -> None:
+    """The run has finished as what `start` says."""
+    assert status(folder / "run")["state"] == "finished", ended.stderr
+    (line,) = lines(folder / "run", "start")
+    assert {name: line[name] for name in start} == start
+
+
+def test_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
+    server: Server, config: Path, tmp_path: Path
+) -> None:
+    arguments = ["call", "helpers.launched_wrong", "alone", str(config)]
+    assert server.run(arguments, 2, tmp_path) == [2, 2]
+    one_message((tmp_path / "output.txt").read_text(), tmp_path, "thinks it is alone", "WORLD_SIZE")
+
+
+def test_di_01_two_processes_that_nothing_tells_of_their_cpus_become_two(
     config: Path, tmp_path: Path
 ) -> None:
-    ended = run([*ACCELERATE, "--cpu", "--num_processes", "2", SCRIPT, str(config)], tmp_path)
-    refused(ended, tmp_path, "MASTER_ADDR", "the launcher started one", "cpu.yaml")
+    trained(run(accelerate(tmp_path, PLAIN), tmp_path), tmp_path, world_size=2, strategy="ddp")
 
 
-def test_two_processes_that_would_each_think_they_are_alone_become_two(
+def test_di_02_the_simple_launcher_that_starts_one_of_two_is_refused(
     config: Path, tmp_path: Path
 ) -> None:
-    file = yaml(tmp_path, "MULTI_GPU")  # on a CPU nothing in its environment says so
-    ended = run([*ACCELERATE, "--config_file", file, *PORT, SCRIPT, str(config)], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert status(tmp_path / "run")["world_size"] == 2
+    command = [*ACCELERATE, "--cpu", "--num_processes", "2", SCRIPT, str(config)]
+    ended = run(command, tmp_path)
+    assert ended.returncode != 0
+    # Behind it stands the traceback of the launcher, which takes any code but 0 for its own error.
+    own = ended.stderr.partition("Traceback")[0]
+    one_message(own, tmp_path, "MASTER_ADDR", "the launcher started one", "cpu.yaml")
 
 
-def test_an_fsdp_launch_is_refused_and_never_plain_ddp(config: Path, tmp_path: Path) -> None:
-    file = yaml(tmp_path, "FSDP", "fsdp_config:\n  fsdp_version: 2\n")
-    ended = run([*ACCELERATE, "--config_file", file, *PORT, SCRIPT, str(config)], tmp_path)
-    refused(ended, tmp_path, "the strategy that is trained = ddp")
+@pytest.mark.parametrize(("values", "strategy"), [(FSDP, "fsdp2"), (ZERO, "zero2")])
+def test_di_03_a_file_of_fsdp_or_deepspeed_trains_that_and_never_ddp(
+    config: Path, tmp_path: Path, values: dict[str, Any], strategy: str
+) -> None:
+    ended = run(accelerate(tmp_path, values), tmp_path)
+    trained(ended, tmp_path, world_size=2, strategy=strategy)
 
 
-def test_torchrun_trains_with_the_ranks_it_started(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_di_04_torchrun_trains_the_strategy_that_is_asked_for(
+    config: Path, tmp_path: Path, strategy: str
+) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    ended = run([*torchrun, "--standalone", SCRIPT, str(config)], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert lines(tmp_path / "run", "start")[0]["world_size"] == 2
+    asked = f"distributed.strategy={strategy}"
+    ended = run([*torchrun, "--standalone", SCRIPT, str(config), asked], tmp_path)
+    trained(ended, tmp_path, world_size=2, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"num_processes": 3, "machine_rank": 0},
+            ["num_processes = 3", "num_machines 2", "2 or 4"],
+        ),
+        ({}, ["machine_rank", "0 … 1", "c10d"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_di_05_machines_that_would_wait_for_each_other_are_refused_before_they_start(
+    config: Path, tmp_path: Path, command: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    values = {**TWO_MACHINES, "machine_rank": None, **changes}
+    file = launch_file(tmp_path, values)
+    ended = run([*LLMTRAIN, command, str(config), "--accelerate", file], tmp_path)
+    assert ended.returncode == 2
+    for word in words:
+        assert word in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_di_06_accelerates_own_default_config_is_named_in_the_log(
+    config: Path, tmp_path: Path
+) -> None:
+    default = tmp_path / "home" / "accelerate"
+    file = launch_file(default, {"distributed_type": "NO", "num_processes": 1})
+    Path(file).rename(default / "default_config.yaml")
+    trained(run([*ACCELERATE, SCRIPT, str(config)], tmp_path), tmp_path, world_size=1)
+    assert "default_config.yaml" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_di_07_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
+    config: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = run(accelerate(tmp_path, {**PLAIN, "main_process_port": port}), tmp_path)
+    trained(ended, tmp_path, world_size=2)
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_a_stale_size_in_the_environment_is_named_and_nothing_hangs(
+def test_di_29_a_stale_size_in_the_environment_is_named_and_nothing_hangs(
     config: Path, tmp_path: Path, name: str
 ) -> None:
     ended = run([sys.executable, SCRIPT, str(config)], tmp_path, **{name: "2"})
     assert ended.returncode == 2
-    refused(ended, tmp_path, f"unset {name}")
+    one_message(ended.stderr, tmp_path, f"unset {name}")
 
 
-def test_accelerates_own_default_config_is_named_in_the_log(config: Path, tmp_path: Path) -> None:
-    default = tmp_path / "home" / "accelerate" / "default_config.yaml"
-    default.parent.mkdir(parents=True)
-    default.write_text(CPU_YAML.format(kind="'NO'").replace("num_processes: 2", "num_processes: 1"))
-    ended = run([*ACCELERATE, SCRIPT, str(config)], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "default_config.yaml" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+LAUNCHED_WRONG = {
+    "FSDP1": (AS_FSDP | {"FSDP_VERSION": "1"}, [], ["fsdp_version = 1", "flat tensor"]),
+    "FSDP asked, DDP wanted": (
+        AS_FSDP,
+        ["distributed.strategy=ddp"],
+        ["distributed.strategy = ddp", "fsdp2", "distributed_type FSDP"],
+    ),
+    "DeepSpeed asked, FSDP wanted": (
+        AS_ZERO,
+        ["distributed.strategy=fsdp2"],
+        ["distributed.strategy = fsdp2", "zero2", "distributed_type DEEPSPEED"],
+    ),
+    "a JSON of DeepSpeed": (
+        AS_ZERO | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+        [],
+        ["deepspeed_config_file = ds.json", "clipping", "zero3.yaml"],
+    ),
+    "context parallel": (
+        AS_FSDP | AS_MESH | {"PARALLELISM_CONFIG_CP_SIZE": "2"},
+        [],
+        ["parallelism_config_cp_size = 2", "does not work with these versions"],
+    ),
+    "hsdp on one machine": (
+        {},
+        ["distributed.strategy=hsdp"],
+        ["distributed.strategy = hsdp, 1 × 2", "strategy=fsdp2"],
+    ),
+    "hsdp that shards nothing": (
+        AS_FSDP | AS_MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+        [],
+        ["parallelism_config = hsdp, 2 × 1", "strategy=ddp"],
+    ),
+    "a mesh of another number of processes": (
+        AS_FSDP | AS_MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"},
+        [],
+        ["parallelism_config", "a product of 2"],
+    ),
+    "a batch that processes cannot share": (
+        AS_FSDP,
+        ["training.global_batch_size=26"],
+        ["training.global_batch_size = 26", "2 processes"],
+    ),
+    "all at once": (
+        AS_FSDP | {"FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp16"},
+        ["distributed.strategy=zero3", "training.global_batch_size=26"],
+        ["4 problems", "fsdp_version", "mixed_precision", "strategy = zero3", "batch_size = 26"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHED_WRONG)
+def test_a_rank_of_a_wrong_launch_ends_with_one_message(
+    server: Server, config: Path, tmp_path: Path, how: str
+) -> None:
+    env, overrides, words = LAUNCHED_WRONG[how]
+    assert server.run(["train", str(config), *overrides], 2, tmp_path, env) == [2, 2]
+    one_message((tmp_path / "output.txt").read_text(), tmp_path, *words)
+
+
+FILES_WRONG = {
+    "another distributed type": ({"distributed_type": "MULTI_CPU"}, [], ["MULTI_CPU", "MULTI_GPU"]),
+    "of another trainer": ({"distributed_type": "MEGATRON_LM"}, [], ["MEGATRON_LM", "DEEPSPEED"]),
+    "FSDP1": ({"distributed_type": "FSDP"}, [], ["fsdp_version = 1", "flat tensor"]),
+    "a key of FSDP1": (
+        {**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_use_orig_params": True}},
+        [],
+        ["fsdp_use_orig_params", "FSDP1"],
+    ),
+    "a batch that processes cannot share": (
+        {**PLAIN, "num_processes": 5},
+        [],
+        ["training.global_batch_size = 24", "5 processes"],
+    ),
+    "a JSON of DeepSpeed": (
+        {**ZERO, "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+        [],
+        ["deepspeed_config_file", "config of the run"],
+    ),
+    "accumulation and clipping of DeepSpeed": (
+        {
+            **ZERO,
+            "deepspeed_config": {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5},
+        },
+        [],
+        ["2 problems", "gradient_accumulation_steps = 4", "gradient_clipping = 0.5"],
+    ),
+    "hsdp with one replica": (
+        {**FSDP, "parallelism_config": {MESH.format("dp_shard"): 2}},
+        ["distributed.strategy=hsdp"],
+        ["hsdp, 1 × 2", "strategy=fsdp2"],
+    ),
+    "hsdp with one shard": (
+        {**FSDP, "parallelism_config": {MESH.format("dp_replicate"): 2}},
+        [],
+        ["hsdp, 2 × 1", "strategy=ddp"],
+    ),
+    "a strategy of another family": (
+        FSDP,
+        ["distributed.strategy=zero2"],
+        ["distributed.strategy = zero2", "fsdp2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FILES_WRONG)
+def test_a_file_that_starts_something_else_is_refused_with_one_message(
+    config: Path, tmp_path: Path, how: str
+) -> None:
+    values, overrides, words = FILES_WRONG[how]
+    file = launch_file(tmp_path, values)
+    ended = run([*LLMTRAIN, "train", str(config), *overrides, "--accelerate", file], tmp_path)
+    assert ended.returncode == 2
+    one_message(ended.stderr, tmp_path, *words)
+
+
+@pytest.mark.parametrize("kind", ["tp", "cp"])
+def test_di_32_a_model_that_is_split_otherwise_is_refused(
+    config: Path, tmp_path: Path, kind: str
+) -> None:
+    file = launch_file(tmp_path, {**FSDP, "parallelism_config": {MESH.format(kind): 2}})
+    ended = run([*LLMTRAIN, "train", str(config), "--accelerate", file], tmp_path)
+    assert ended.returncode == 2
+    one_message(ended.stderr, tmp_path, f"{MESH.format(kind)} = 2", "does not work", "FSDP2")
+
+
+@pytest.mark.parametrize(
+    ("values", "override"),
+    [({**FSDP, "mixed_precision": "fp16"}, "run.seed=1"), (FSDP, "training.precision=fp16")],
+)
+def test_di_32_fp16_is_refused(
+    config: Path, tmp_path: Path, values: dict[str, Any], override: str
+) -> None:
+    file = launch_file(tmp_path, values)
+    ended = run([*LLMTRAIN, "train", str(config), override, "--accelerate", file], tmp_path)
+    assert ended.returncode == 2
+    one_message(ended.stderr, tmp_path, "precision = ", "fp16", "bf16", "Ampere")
+
+
+def test_di_32_a_model_that_does_not_name_its_blocks_is_told_which_key_does(
+    server: Server, tmp_path: Path
+) -> None:
+    changes = {"distributed": {"strategy": "fsdp2"}}
+    values = tiny_config(tmp_path / "run", training__steps=2) | changes
+    values["model"]["config"] = {"model_type": "ctrl", "n_embd": 32, "n_layer": 2, "n_head": 2}
+    values["model"]["config"]["dff"] = 64
+    path = write_config(tmp_path, values)
+    assert server.run(["train", str(path)], 2, tmp_path) == [2, 2]
+    one_message((tmp_path / "output.txt").read_text(), tmp_path, "distributed.wrap_class")
+
+
+def each(server: Server, folder: Path, commands: list[list[str]]) -> list[int]:
+    """One rank with each of these commands; their exit codes."""
+    port, output = free_port(), folder / "output.txt"
+    ranks = [
+        {
+            "argv": command,
+            "env": rank_environment(rank, len(commands), port),
+            "cwd": str(folder),
+            "output": str(output),
+        }
+        for rank, command in enumerate(commands)
+    ]
+    return Ranks(server, server.ask({"start": ranks}), output).wait()
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("optimizer.learning_rate=0.1", "optimizer.learning_rate"), ("run.seed=7", "run.seed")],
+)
+def test_di_34_ranks_with_another_config_are_named(
+    server: Server, config: Path, tmp_path: Path, override: str, key: str
+) -> None:
+    command = ["train", str(config)]
+    assert each(server, tmp_path, [command, [*command, override]]) == [2, 2]
+    one_message((tmp_path / "output.txt").read_text(), tmp_path, f"{key} on rank 1", "on rank 0")
+
+
+def test_di_34_ranks_with_other_versions_are_named(
+    server: Server, config: Path, tmp_path: Path
+) -> None:
+    arguments = ["call", "helpers.launched_wrong", "other_version", str(config)]
+    assert server.run(arguments, 2, tmp_path) == [2, 2]
+    one_message((tmp_path / "output.txt").read_text(), tmp_path, "tokenizers on rank 1 = 0.0.1")
 
 
 def test_processes_inside_a_launcher_are_refused(config: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "llmtrain", "train", str(config), "--processes", "2"]
+    command = [*LLMTRAIN, "train", str(config), "--processes", "2"]
     ended = run(command, tmp_path, LOCAL_RANK="0")
     assert ended.returncode == 2
-    refused(ended, tmp_path, "LOCAL_RANK", "no launcher around this process")
+    one_message(ended.stderr, tmp_path, "LOCAL_RANK", "no launcher around this process")

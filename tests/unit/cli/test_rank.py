@@ -102,6 +102,7 @@ def test_a_defect_names_the_log_file_if_there_is_one(tmp_path):
 def test_other_ranks_say_only_what_rank_0_may_not_know(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert described(UserError(Problem("a", 1, "b"))) == (2, "")
+    assert described(RunError("what another rank refused", 2, "")) == (2, "")
     assert described(RunError("gone", 75, "again"))[1].startswith("rank 3: error: gone")
 
 
