@@ -71,7 +71,7 @@ def _free_port() -> Verdict:
 
 
 def _own_name(case: Case) -> Iterator[Verdict]:
-    """Other machines are told this one's name: it must mean an address that they can reach."""
+    """accelerate launch tells other machines this one's name: it must mean an address to them."""
     if case.machines == 1:
         return
     name = socket.gethostname()
@@ -79,7 +79,8 @@ def _own_name(case: Case) -> Iterator[Verdict]:
     if not addresses or all(ipaddress.ip_address(one).is_loopback for one in addresses):
         meaning = ", ".join(addresses) or "nothing"
         found = f"this machine's name {name} means {meaning}, which no other machine can reach"
-        yield warning(found, f"let {name} resolve to its address (DNS or /etc/hosts)")
+        remedy = f"launch by llmtrain train --accelerate FILE, or let {name} mean its address"
+        yield warning(found, f"{remedy} (DNS or /etc/hosts)")
 
 
 def _named_address(case: Case) -> Iterator[Verdict]:

@@ -33,6 +33,7 @@ _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 1024
 _COMPILE_SECONDS = 60
+_OFFLOAD = "zero3_offload"
 _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int> v; return 0; }\n"
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -73,6 +74,10 @@ def devices(case: Case) -> Verdict:
         unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
         remedy = "install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES=''"
         return warning(f"{unused}; {found}", remedy)
+    if case.launch and not case.launch.on_cpu and case.processes > case.machines:
+        here = case.processes // case.machines
+        meant = f"no GPU, though the launch file is for {here} of them here"
+        return warning(f"{meant}; {found}", "use_cpu: true if a rehearsal on processors is meant")
     return ok(f"no GPU; {found}")
 
 
@@ -261,11 +266,16 @@ def compiler(case: Case) -> Verdict:
         return ok("C++ compiler, Python's headers and ninja build extensions")
     found = ", ".join(missing)
     remedy = "install g++, Python's headers (python3-dev) and ninja, and activate the environment"
-    if _asks_for_deepspeed(case) and ("offload" in case.strategy or not has_gpu(case.env)):
-        return error(f"{found}: distributed.strategy {case.strategy} builds an extension", remedy)
-    if case.strategy == "auto":
-        return warning(f"{found}: zero3_offload is out of reach", remedy)
-    return ok(f"{found} (only DeepSpeed's offload needs a compiler)")
+    if _builds(case):
+        return error(f"{found}: {case.strategy} builds DeepSpeed's Adam", remedy)
+    if case.strategy == _OFFLOAD or (case.strategy == "auto" and gpus(case)):
+        return warning(f"{found}: {_OFFLOAD} is out of reach on GPUs", remedy)
+    return ok(f"{found} (only {_OFFLOAD} on GPUs needs a compiler)")
+
+
+def _builds(case: Case) -> bool:
+    """Whether the run compiles an extension: on processors torch's own Adam takes its place."""
+    return case.strategy == _OFFLOAD and gpus(case) > 0
 
 
 def _without_compiler() -> list[str]:
@@ -302,7 +312,7 @@ def extensions(case: Case) -> Verdict:
     named = ", ".join(str(lock) for lock in left)
     found = f"a build was cut off: {named}, held by no process here; DeepSpeed would wait for ever"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
-    return (error if _asks_for_deepspeed(case) else warning)(found, remedy)
+    return (error if _builds(case) else warning)(found, remedy)
 
 
 def _directories(case: Case) -> list[Path]:

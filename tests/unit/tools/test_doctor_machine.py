@@ -54,6 +54,15 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch):
     assert "build of torch" in looked.remedy
 
 
+def test_a_launch_file_for_gpus_on_a_machine_without_them_is_a_warning():
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    file = {"num_processes": 8, "use_cpu": False}
+    looked = machine.devices(case(launch=file, env=env))
+    assert looked.state == "warning"
+    assert "for 8 of them here" in looked.found
+    assert machine.devices(case(launch={**file, "use_cpu": True}, env=env)).state == "ok"
+
+
 def pretended(monkeypatch, *gpus: machine.Gpu) -> None:
     """A machine with these; one whose speeds are an error cannot compute."""
 
@@ -244,17 +253,26 @@ def test_the_compiler_of_this_machine_compiles():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "state"),
-    [("zero3_offload", "error"), ("zero2", "error"), ("auto", "warning"), ("fsdp2", "ok")],
+    ("strategy", "on_gpus", "on_a_cpu"),
+    [
+        ("zero3_offload", "error", "warning"),
+        ("auto", "warning", "ok"),
+        ("zero2", "ok", "ok"),
+        ("fsdp2", "ok", "ok"),
+    ],
 )
 @pytest.mark.usefixtures("bare_path")
-def test_di_22_without_a_compiler_offload_is_an_error_that_names_it(tmp_path, strategy, state):
-    env = {"CUDA_VISIBLE_DEVICES": ""}
-    looked = machine.compiler(case(tmp_path, f"distributed.strategy={strategy}", env=env))
-    assert looked.state == state
-    assert "no C++ compiler (c++)" in looked.found
-    assert "no ninja in PATH" in looked.found
-    assert ("g++" in looked.remedy) == (state != "ok")
+def test_di_22_without_a_compiler_offload_is_an_error_that_names_it(
+    tmp_path, monkeypatch, strategy, on_gpus, on_a_cpu
+):
+    asked = case(tmp_path, f"distributed.strategy={strategy}")
+    for count, state in ((1, on_gpus), (0, on_a_cpu)):
+        monkeypatch.setattr(machine, "gpus", lambda case, count=count: count)
+        looked = machine.compiler(asked)
+        assert looked.state == state
+        assert "no C++ compiler (c++)" in looked.found
+        assert "no ninja in PATH" in looked.found
+        assert ("g++" in looked.remedy) == (state != "ok")
 
 
 def test_a_compiler_without_headers_is_found_out(bare_path, monkeypatch):
@@ -265,7 +283,7 @@ def test_a_compiler_without_headers_is_found_out(bare_path, monkeypatch):
     assert "does not compile: fatal error: vector: No such file" in looked.found
 
 
-def test_di_22_a_lock_that_nobody_holds_is_said(tmp_path):
+def test_di_22_a_lock_that_nobody_holds_is_said(tmp_path, monkeypatch):
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     assert machine.extensions(case(env=env)).state == "ok"
     lock = tmp_path / "built" / "cpu_adam" / "lock"
@@ -275,6 +293,8 @@ def test_di_22_a_lock_that_nobody_holds_is_said(tmp_path):
     assert looked.state == "warning"
     assert looked.remedy.startswith(f"rm {lock}")
     asked = case(tmp_path, "distributed.strategy=zero3_offload", env=env)
+    assert machine.extensions(asked).state == "warning"
+    monkeypatch.setattr(machine, "gpus", lambda case: 1)
     assert machine.extensions(asked).state == "error"
     lock.unlink()
     assert machine.extensions(asked).state == "ok"
