@@ -31,6 +31,7 @@ from llmtrain.distributed.plan import (
     arithmetic_of,
     memory,
 )
+from llmtrain.distributed.remedies import gib
 from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.build import model_config
@@ -143,18 +144,16 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
 
 
 def does_not_fit(choice: Choice, hardware: Hardware) -> UserError:
-    """What a person reads when nothing fits: every strategy, what it misses and what would help."""
-    room = f"at most the device's {hardware.device_bytes / 2**30:.1f} GiB"
-    problems = [
-        Problem(
-            f"strategy {one.layout.strategy}",
-            f"{one.memory.total_bytes / 2**30:.1f} GiB",
-            f"{room}; {one.missing_bytes / 2**30:.1f} GiB are missing",
-            one.remedy,
-        )
+    """What a person reads when nothing fits: what each strategy needs and what would help it."""
+    width = max(len(one.layout.strategy) for one in choice.candidates)
+    rows = [
+        f"      {one.layout.strategy:<{width}}  {gib(one.memory.total_bytes):>10}  {one.remedy}"
         for one in choice.candidates
     ]
-    return UserError(*problems, where="the memory plan")
+    table = "\n".join(["one of these to fit; each with what would make it fit", *rows])
+    found = f"{gib(hardware.device_bytes)} a device, {hardware.devices} of them"
+    problem = Problem("device memory", found, table)
+    return UserError(problem, where=f"the memory plan: {choice.reason}")
 
 
 def _as_frozen(
