@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.ranks import ROOT, Server, until
 from helpers.slurm import NODES, Slurm
@@ -24,7 +25,11 @@ def slurm(tmp_path: Path) -> Slurm:
 
 def written(folder: Path, **changes: object) -> Path:
     config = tiny_config(
-        folder / "run", training__steps=STEPS, training__global_batch_size=8, **changes
+        folder / "run",
+        training__steps=STEPS,
+        training__global_batch_size=8,
+        checkpoint__every_steps=20,
+        **changes,
     )
     return write_config(folder, config)
 
@@ -43,28 +48,42 @@ def on_cpus(folder: Path) -> Path:
     return path
 
 
-def test_a_job_that_runs_out_of_time_is_requeued_and_ends_as_a_straight_run(
+def rank_of_node_1(job: int) -> int:
+    """The process number of rank 1."""
+    for process in psutil.Process(job).children(recursive=True):
+        trains = "scripts/train.py" in process.cmdline()  # its data workers have its environment
+        if trains and process.environ().get("RANK") == "1":
+            return process.pid
+    raise AssertionError("rank 1 does not run")
+
+
+def test_di_28_a_killed_rank_and_the_time_limit_end_in_the_bits_of_a_straight_run(
     server: Server, slurm: Slurm, tmp_path: Path
 ) -> None:
+    """The launchers restart after the kill (--max_restarts); the job is requeued at its limit."""
     straight = written(tmp_path / "straight")
     assert server.run(["train", str(straight)], 2, tmp_path / "straight") == [0, 0]
     path, run_dir = written(tmp_path), tmp_path / "run"
     env = {"ACCELERATE_FILE": str(on_cpus(tmp_path))}
 
     job = slurm.sbatch([str(path)], env)
-    until(lambda: bool(lines(run_dir, "train")) or job.poll() is not None, "a step")
+    until(lambda: bool(lines(run_dir, "checkpoint")) or job.poll() is not None, "a checkpoint")
+    os.kill(rank_of_node_1(job.pid), signal.SIGKILL)
+    until(lambda: len(lines(run_dir, "start")) == 2 or job.poll() is not None, "a second start")
+    assert lines(run_dir, "start")[-1]["resumed_from"] is not None, said(slurm, run_dir)
     os.kill(job.pid, signal.SIGUSR1)  # to the batch shell alone, as `B:USR1@180` says
     assert job.wait() == 0, said(slurm, run_dir)
     assert status(run_dir)["state"] == "stopped", said(slurm, run_dir)
     assert status(run_dir)["world_size"] == 2
     assert 0 < status(run_dir)["step"] < STEPS
+    stopped_at = status(run_dir)["checkpoint"]
     assert slurm.requeued == [str(slurm.number)]
     assert not (run_dir / "STOP").exists()
 
     again = slurm.sbatch([str(path)], env)  # what the batch system does with a job in its queue
     assert again.wait() == 0, said(slurm, run_dir)
     assert status(run_dir)["state"] == "finished"
-    assert lines(run_dir, "start")[-1]["resumed_from"] == status_of_first(run_dir)
+    assert lines(run_dir, "start")[-1]["resumed_from"] == stopped_at
     assert slurm.requeued == [str(slurm.number)]
     assert weights(run_dir, STEPS) == weights(tmp_path / "straight" / "run", STEPS)
     logs = run_dir / "logs" / f"slurm-{slurm.number}"
@@ -75,11 +94,7 @@ def test_a_job_that_runs_out_of_time_is_requeued_and_ends_as_a_straight_run(
         "node-1.log",
     ]
     assert len(list(logs.rglob("attempt_0/*/stdout.log"))) == 4  # two nodes, two starts
-
-
-def status_of_first(run_dir: Path) -> str:
-    """The checkpoint that the first start ended with."""
-    return str(lines(run_dir, "checkpoint")[0]["name"])
+    assert len(list(logs.rglob("attempt_[1-3]/*/stdout.log"))) >= 2
 
 
 def said(slurm: Slurm, run_dir: Path) -> str:
