@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def gone(pids: list[int]) -> Callable[[], bool]:
     [(signal.SIGTERM, "signal"), (signal.SIGINT, "signal"), (signal.SIGKILL, "launcher_lost")],
     ids=["TERM", "Ctrl-C", "KILL"],
 )
-def test_what_happens_to_the_launcher_stops_the_run_and_leaves_no_orphan(
+def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orphan(
     tmp_path: Path, number: int, reason: str
 ) -> None:
     path, run_dir = endless(tmp_path)
@@ -132,6 +133,32 @@ def test_what_happens_to_the_launcher_stops_the_run_and_leaves_no_orphan(
     launcher.wait()  # its own code is torch's
     until(gone(pids), "the ranks are gone")
     stopped_cleanly(run_dir, reason)
+
+
+def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Path) -> None:
+    path, run_dir = endless(tmp_path)
+    launcher = launch(path, tmp_path)
+    until(some_steps(run_dir), "some steps")
+    pids = rank_pids(launcher.pid)
+    os.kill(pids[1], signal.SIGUSR1)
+    assert launcher.wait() == 0, (tmp_path / "launcher.txt").read_text()
+    assert gone(pids)()
+    stopped_cleanly(run_dir, "signal")
+
+
+@pytest.mark.slow
+def test_di_31_runs_that_start_and_end_exit_with_0_every_time(
+    server: Server, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A hundred in `make test-slow`: one in forty aborted where the interpreter was finalised."""
+    cycles = 100 if request.config.getoption("markexpr") == "slow" else 5
+    for cycle in range(cycles):
+        run_dir = tmp_path / f"run-{cycle}"
+        path = write_config(tmp_path, tiny_config(run_dir, training__steps=1))
+        codes = server.run(["train", str(path)], 2, tmp_path)
+        assert codes == [0, 0], f"cycle {cycle}: " + (tmp_path / "output.txt").read_text()
+        assert status(run_dir)["state"] == "finished"
+        shutil.rmtree(run_dir)
 
 
 def test_llmtrain_train_returns_the_code_of_the_run(tmp_path: Path) -> None:

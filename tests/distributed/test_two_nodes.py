@@ -45,11 +45,11 @@ def written(folder: Path, steps: int = STEPS, timeout_seconds: float = 300.0) ->
 
 
 @pytest.fixture(scope="module")
-def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Weights and moments of a run of two processes on one machine."""
+def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes on one machine, never interrupted."""
     folder = tmp_path_factory.mktemp("straight")
     assert server.run(["train", str(written(folder))], 2, folder) == [0, 0]
-    return weights(folder / "run", STEPS)
+    return folder / "run"
 
 
 def launch_file(folder: Path) -> Path:
@@ -73,7 +73,7 @@ def under_way(run_dir: Path) -> Callable[[], bool]:
 
 
 def test_a_static_launch_on_two_machines_equals_one_machine(
-    network: Network, straight: dict[str, bytes], tmp_path: Path
+    network: Network, straight: Path, tmp_path: Path
 ) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     script = [str(ROOT / "scripts" / "train.py"), str(written(tmp_path))]
@@ -89,11 +89,11 @@ def test_a_static_launch_on_two_machines_equals_one_machine(
     ]
     assert [one.wait() for one in started] == [0, 0], (tmp_path / "output.txt").read_text()
     assert lines(tmp_path / "run", "start")[0]["world_size"] == 2
-    assert weights(tmp_path / "run", STEPS) == straight
+    assert weights(tmp_path / "run", STEPS) == weights(straight, STEPS)
 
 
 def test_di_25_di_28_a_node_is_killed_and_the_same_commands_resume_exactly(
-    network: Network, straight: dict[str, bytes], tmp_path: Path
+    network: Network, straight: Path, tmp_path: Path
 ) -> None:
     path, run_dir, output = written(tmp_path), tmp_path / "run", tmp_path / "output.txt"
     file = str(launch_file(tmp_path))
@@ -118,7 +118,7 @@ def test_di_25_di_28_a_node_is_killed_and_the_same_commands_resume_exactly(
     resumed = lines(run_dir, "start")[-1]
     assert resumed["resumed_from"] is not None
     assert resumed["world_size"] == 2
-    assert weights(run_dir, STEPS) == straight
+    assert weights(run_dir, STEPS) == weights(straight, STEPS)
 
 
 def test_di_26_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
@@ -138,7 +138,7 @@ def test_di_26_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
 
 
 def test_di_27_a_link_that_comes_back_changes_nothing(
-    network: Network, server: Server, straight: dict[str, bytes], tmp_path: Path
+    network: Network, server: Server, straight: Path, tmp_path: Path
 ) -> None:
     path, run_dir = written(tmp_path), tmp_path / "run"
     ranks = server.start(network.ranks("train", str(path)), 2, tmp_path, RANKS)
@@ -151,7 +151,26 @@ def test_di_27_a_link_that_comes_back_changes_nothing(
     network.plug_in_cable()
     assert ranks.wait() == [0, 0], (tmp_path / "output.txt").read_text()
     assert len(lines(run_dir, "start")) == 1
-    assert weights(run_dir, STEPS) == straight
+    assert weights(run_dir, STEPS) == weights(straight, STEPS)
+
+
+def test_a_node_lost_under_hsdp_means_75_and_the_next_start_goes_on(
+    network: Network, server: Server, straight: Path, tmp_path: Path
+) -> None:
+    """Two machines of two ranks, each machine a whole replica, sharded within it."""
+    run_dir = tmp_path / "run"
+    command = network.ranks("train", str(written(tmp_path)), "distributed.strategy=hsdp")
+    ranks = server.start(command, 4, tmp_path, RANKS)
+    until((run_dir / "checkpoints" / "step-00000020").is_dir, "a checkpoint")
+    network.power_off(1)
+    assert ranks.wait() == [75, 75, -9, -9], (tmp_path / "output.txt").read_text()
+    assert status(run_dir)["exit_code"] == 75
+
+    assert server.run(command, 4, tmp_path, RANKS) == [0] * 4, (tmp_path / "output.txt").read_text()
+    assert lines(run_dir, "start")[-1]["resumed_from"] is not None
+    assert status(run_dir)["strategy"] == "hsdp"
+    found, expected = ([one["loss"] for one in lines(run, "train")] for run in (run_dir, straight))
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_run_directory_that_is_not_shared_is_refused_and_the_node_named(

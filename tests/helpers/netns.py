@@ -113,7 +113,9 @@ def _names(prefix: str) -> tuple[str, str]:
 
 def inside(first: str, second: str, apart: str, *arguments: str) -> None:
     """In a forked rank: move to its node, whose host name is its own too, and go on there."""
-    node = int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"])
+    share = int(os.environ["WORLD_SIZE"]) // 2
+    node, local = divmod(int(os.environ["RANK"]), share)
+    os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(share)}
     libc = ctypes.CDLL(None, use_errno=True)
     namespace = os.open(f"/run/netns/{(first, second)[node]}", os.O_RDONLY)
     if libc.setns(namespace, _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
