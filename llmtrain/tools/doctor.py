@@ -123,7 +123,7 @@ def _looks(case: Case) -> dict[str, Look]:
         name: functools.partial(look, case) for name, look in OF_MACHINE.items()
     }
     if case.config is not None:
-        work = functools.partial(sources.describe, case.config)
+        work = functools.partial(sources.describe, case.config, case.run_dir)
         describe = functools.cache(functools.partial(tried, work))  # once, also where it fails
         looks["directory"] = functools.partial(doctor_place.directory, case)
         looks["model"] = functools.partial(sources.model, describe)

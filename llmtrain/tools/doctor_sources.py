@@ -156,17 +156,17 @@ def disk(case: Case, describe: Describe) -> Verdict:
     return ok(found)
 
 
-def describe(config: Config, seconds: float = _MODEL_SECONDS) -> Described:
+def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> Described:
     """The model on meta, checked against its tokenizer.
 
-    seconds: how long it may take, as the Hub may not answer. Raises UserError with what is wrong,
-    RunError when the time is over.
+    run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
+    Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
     """
     from llmtrain.data.request import AttemptError, awaited
 
     _quiet_hub()
     try:
-        return awaited(lambda: _described(config), seconds, None)
+        return awaited(lambda: _described(config, run_dir), seconds, None)
     except UserError as wrong:
         raise UserError(*map(_with_remedy, wrong.problems)) from wrong
     except AttemptError as late:
@@ -179,17 +179,20 @@ def _with_remedy(problem: Problem) -> Problem:
     return replace(problem, remedy=_ABSENT) if absent else problem
 
 
-def _described(config: Config) -> Described:
+def _described(config: Config, run_dir: Path) -> Described:
     from llmtrain.distributed import state
     from llmtrain.model.build import model_config, resolve_revision
     from llmtrain.model.freeze import freeze
     from llmtrain.model.shape import on_meta
     from llmtrain.training.optimizer import make_optimizer
+    from llmtrain.training.planning import stored_config
 
-    if config.model.from_:
-        resolve_revision(config.model.from_, config.model.revision)
-    tokens = _tokens(config)
-    built = on_meta(model_config(config.model, tokens, config.data.seq_len))
+    tokens, found = _tokens(config, run_dir), stored_config(config, run_dir)
+    if found is None:
+        if config.model.from_:
+            resolve_revision(config.model.from_, config.model.revision)
+        found = model_config(config.model, tokens, config.data.seq_len)
+    built = on_meta(found)
     freeze(built, config.model.freeze)
     optimizer = make_optimizer(built, config.optimizer, fused=False)
     described = built.config.get_text_config()
@@ -205,10 +208,12 @@ def _described(config: Config) -> Described:
     )
 
 
-def _tokens(config: Config) -> SpecialTokens:
-    """Of the tokenizer that exists, or of the one that the run will make."""
+def _tokens(config: Config, run_dir: Path) -> SpecialTokens:
+    """Of the run's own tokenizer, of the one that exists, or of the one that it will train."""
     from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 
+    if (run_dir / "auto.json").exists():  # else what lies there is of a start that was refused
+        return special_tokens(run_dir / "tokenizer")
     asked = config.model.tokenizer
     if isinstance(asked, TrainTokenizer):
         return SpecialTokens(asked.train, 0, 0, 0)  # its one special token is its first entry

@@ -81,7 +81,7 @@ def described(config: Config, run_dir: Path | None = None) -> Described:
     run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
     model or tokenizer that cannot be read.
     """
-    found = _stored_config(config, run_dir)
+    found = stored_config(config, run_dir)
     if found is None:
         found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
     counted: dict[tuple[str, str], Saved] = {}
@@ -209,7 +209,7 @@ def _unplanned(
     return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
 
 
-def _stored_config(config: Config, run_dir: Path | None) -> Any:
+def stored_config(config: Config, run_dir: Path | None) -> Any:
     """Of a run that began with weights from elsewhere: they may be gone by now."""
     if run_dir is None or config.model.from_ is None:
         return None

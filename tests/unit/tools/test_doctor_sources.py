@@ -16,7 +16,7 @@ from llmtrain.tools.doctor_case import tried
 
 
 def described(made):
-    return functools.partial(tried, functools.partial(sources.describe, made.config))
+    return functools.partial(tried, functools.partial(sources.describe, made.config, made.run_dir))
 
 
 def from_hub(*overrides: str) -> list[str]:
@@ -129,12 +129,25 @@ def test_a_tokenizer_that_is_nowhere_says_where_to_look(tmp_path, hub):
     assert "HF_ENDPOINT" in looked.remedy
 
 
+def test_a_run_that_began_has_its_tokenizer_whatever_the_hub_says(tmp_path, hub):
+    hub.down = True
+    asked = case(tmp_path, "model.tokenizer=someone/gone", text=SMALL)
+    (asked.run_dir / "tokenizer").mkdir(parents=True)
+    sample = sources.resources.files("llmtrain.data.sample")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (asked.run_dir / "tokenizer" / name).write_bytes((sample / name).read_bytes())
+    (asked.run_dir / "auto.json").write_text("{}")
+    looked = sources.model(described(asked))
+    assert looked.state == "ok"
+    assert "2,048 entries" in looked.found
+
+
 def test_a_model_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     import threading
 
-    monkeypatch.setattr(sources, "_described", lambda config: threading.Event().wait(30))
+    monkeypatch.setattr(sources, "_described", lambda config, run_dir: threading.Event().wait(30))
     with pytest.raises(RunError, match="no complete answer"):
-        sources.describe(case(tmp_path).config, seconds=0.3)
+        sources.describe(case(tmp_path).config, tmp_path / "run", seconds=0.3)
 
 
 # fp32 weights and two moments of: embedding and head 2,048 × 8 each, four attention matrices of
