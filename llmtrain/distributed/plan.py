@@ -160,12 +160,31 @@ def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Har
         mine = _by_rows(trainable, across)
         return States(4 * _by_rows(count, across), 4 * mine, 8 * mine)
     if strategy in ZERO:
-        whole = strategy in ("zero1", "zero2")
-        weights = shape.count if whole else _by_elements(count, across)
-        mine = -(-shape.trainable // across) if whole else _by_elements(trainable, across)
-        summed = shape.trainable if strategy == "zero1" else mine
-        return States(_compute_bytes(precision) * weights, 4 * summed, 12 * mine)
+        return _zero_states(shape, strategy, precision, across)
     return States(4 * shape.count, 4 * shape.trainable, 8 * shape.trainable)
+
+
+def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:
+    """Weights of the forward, fp32 gradients, and of the trained ones fp32 masters and moments.
+
+    ZeRO-1 sums up whole gradients, in bf16 beside those of the micro-batch. Offloading keeps fp32
+    gradients for the host's update a second time.
+    """
+    compute = _compute_bytes(precision)
+    if strategy in ("zero1", "zero2"):
+        mine = -(-shape.trainable // across)
+        first = 4 if precision == "fp32" else 4 + compute
+        summed = first * shape.trainable if strategy == "zero1" else 4 * mine
+        return States(compute * shape.count, summed, 12 * mine)
+    mine = _by_elements(trained(shape), across)
+    moments = 16 if strategy in OFFLOADS else 12
+    return States(compute * _by_elements(shape.parameters, across), 4 * mine, moments * mine)
+
+
+def persistent_bytes(shape: ModelShape, precision: str) -> int:
+    """Of the small parameters that ZeRO-3 leaves whole, beside its shards of them."""
+    sizes = (math.prod(one.shape) for one in shape.parameters)
+    return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
 def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
@@ -262,9 +281,9 @@ def _fsdp_working(shape: ModelShape, work: Work, layout: Layout) -> int:
 def _zero3_working(shape: ModelShape, precision: str) -> int:
     """The reduce bucket, gathered parameters, those read ahead, and the small ones that stay."""
     compute, two = _compute_bytes(precision), 2 * largest_block(shape)
-    small = sum(n for one in shape.parameters if (n := math.prod(one.shape)) <= PERSISTENT)
     live = max(two, _largest(_outside(shape)))
-    return 4 * bucket_elements(shape) + compute * (live + min(AHEAD, two) + small)
+    gathered = compute * (live + min(AHEAD, two)) + persistent_bytes(shape, precision)
+    return 4 * bucket_elements(shape) + gathered
 
 
 def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:

@@ -192,10 +192,11 @@ def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
 
 
 def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
-    nearest = min(candidates, key=lambda one: one.missing_bytes)
+    near = min(candidates, key=lambda one: one.missing_bytes)
+    where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
     return (
-        f"nothing fits {gib(hardware.device_bytes)}: {described(nearest.layout)} comes nearest and "
-        f"misses {gib(nearest.missing_bytes)}"
+        f"nothing fits {gib(hardware.device_bytes)}: {described(near.layout)} comes nearest and "
+        f"misses {gib(near.missing_bytes)} of {where}"
     )
 
 

@@ -57,7 +57,8 @@ def test_a_plan_has_every_part_and_its_total_is_their_sum(strategy, precision):
         ("ddp", "fp32", 8, 8, 16),
         ("fsdp2", "bf16", 4, 4, 8),
         ("fsdp2", "fp32", 4, 4, 8),
-        ("zero1", "bf16", 4, 8, 12),
+        ("zero1", "bf16", 4, 12, 12),
+        ("zero1", "fp32", 8, 8, 12),
         ("zero2", "bf16", 4, 4, 12),
         ("zero3", "bf16", 2, 4, 12),
         ("zero3", "fp32", 4, 4, 12),
@@ -93,7 +94,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
         states = model_states(shape, strategy, "fp32", gpus(1, 80))
         assert states.parameters == 4 * 220
         assert states.gradients == 4 * 20
-        assert states.optimizer in (8 * 20, 12 * 20)
+        assert states.optimizer in (8 * 20, 12 * 20, 16 * 20)
 
 
 def test_what_is_offloaded_is_on_the_host_and_not_on_the_device():
@@ -101,7 +102,7 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device():
     assert [plan.parts[part] for part in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
     assert plan.host_bytes / GIB == pytest.approx(120, abs=0.5)  # 16 bytes a parameter
     zero = planned("zero3_offload", gpus(1, 80))
-    assert zero.host_bytes == pytest.approx(18 * EIGHT.count, rel=1e-3)
+    assert zero.host_bytes == pytest.approx(22 * EIGHT.count, rel=1e-3)
 
 
 def test_every_rank_of_a_node_builds_the_model_on_the_host_first():
