@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmtrain.config.load import load_config
     from llmtrain.config.schema import Config
     from llmtrain.errors import RunError, UserError
+    from llmtrain.tools.plan import plan
     from llmtrain.tools.stream import open_stream
     from llmtrain.training.ending import Result
 
@@ -24,6 +25,7 @@ __all__ = [
     "UserError",
     "load_config",
     "open_stream",
+    "plan",
     "train",
 ]
 
@@ -34,6 +36,7 @@ _HOMES = {
     "UserError": "llmtrain.errors",
     "load_config": "llmtrain.config.load",
     "open_stream": "llmtrain.tools.stream",
+    "plan": "llmtrain.tools.plan",
 }
 
 

@@ -80,6 +80,14 @@ def space_needed(root: Path, policy: Policy, steps: int, checkpoint_bytes: int) 
     return _missing(root, policy, steps) * checkpoint_bytes
 
 
+def most_at_once(policy: Policy, steps: int) -> int:
+    """Checkpoints that a run of `steps` can have at one time: what the policy keeps, the one being
+    written and the one being deleted.
+    """
+    spaced = steps // policy.keep_every if policy.keep_every else 0
+    return policy.keep_last + policy.keep_best + spaced + 2
+
+
 def check_space(
     root: Path, policy: Policy, steps: int, checkpoint_bytes: int, checkpoint_files: int
 ) -> None:
@@ -167,9 +175,7 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
 
 def _missing(root: Path, policy: Policy, steps: int) -> int:
     """How many checkpoints' room the run still needs."""
-    spaced = steps // policy.keep_every if policy.keep_every else 0
-    kept = policy.keep_last + policy.keep_best + spaced
-    return max(1, kept + 2 - len(form.complete_names(root)))
+    return max(1, most_at_once(policy, steps) - len(form.complete_names(root)))
 
 
 def _size(count: float) -> str:

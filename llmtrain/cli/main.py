@@ -97,6 +97,36 @@ def doctor(
     raise typer.Exit(show(config, overrides or [], accelerate, skip or [], as_json=as_json))
 
 
+@app.command(rich_help_panel="Start", help="memory, strategy and speed before you pay for them")
+def plan(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Devices of a node; as there are here.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, metavar="M", help="Nodes; 1.")] = None,
+    device_memory_gb: Annotated[
+        float | None,
+        typer.Option(metavar="G", help="GiB of a device that is not here, as it is sold."),
+    ] = None,
+    host_memory_gb: Annotated[
+        float | None, typer.Option(metavar="H", help="GiB of memory of a node's host.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the config for accelerate launch.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Reckon what a run needs on some devices, and how fast it would be; exit 2: fits nowhere."""
+    from llmtrain.cli.plan import show_plan
+
+    asked = (devices, nodes, device_memory_gb, host_memory_gb)
+    raise typer.Exit(show_plan(config, overrides or [], asked, write, as_json=as_json))
+
+
 @app.command(rich_help_panel="Train", help="run a config; the same command resumes")
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],

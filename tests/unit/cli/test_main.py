@@ -41,6 +41,7 @@ def test_help_shows_the_commands_in_groups():
         "\n"
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
         "           doctor        is this machine ready for this config?\n"
+        "           plan          memory, strategy and speed before you pay for them\n"
         "Train      train         run a config; the same command resumes\n"
         "           report        write report.html\n"
         "Look after data          inspect · which · tokenize · repack\n"
@@ -53,7 +54,7 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", *DATA])
+@pytest.mark.parametrize("command", ["train", "doctor", "plan", *DATA])
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
 
@@ -62,11 +63,12 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
     for launched in ([], ["--processes", "2"]):
         assert not HEAVY & imported_by("train", path, *launched)
+    assert not HEAVY & imported_by("plan", path)
 
 
 @pytest.mark.parametrize(
     "command",
-    ["quickstart", "train", "report", *DATA],
+    ["quickstart", "doctor", "plan", "train", "report", *DATA],
 )
 def test_every_command_explains_itself(command):
     shown = run(*command.split(), "--help")

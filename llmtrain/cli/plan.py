@@ -1,0 +1,188 @@
+"""What `llmtrain plan` shows to people: lines of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.cli.plain import WIDTH, show, wrapped
+from llmtrain.distributed.remedies import gib
+from llmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from llmtrain.distributed.plan import Layout
+    from llmtrain.distributed.strategy import Candidate
+    from llmtrain.tools.plan import Plan
+
+_PARTS = {
+    "parameters": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "working": "working",
+    "activations": "activ",
+    "head": "head",
+    "reserve": "reserve",
+}
+_LABEL = 10
+_NAME = 16
+
+
+def show_plan(
+    config: str,
+    overrides: Sequence[str],
+    asked: tuple[int | None, int | None, float | None, float | None],
+    write: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Reckon, print, write; the exit code. asked: devices, nodes, GiB of a device and of a host."""
+    from llmtrain.config.load import load_config
+    from llmtrain.tools.plan import launch_file, plan
+
+    found = plan(load_config(config, overrides), *asked)
+    show([json.dumps(found.to_json())] if as_json else planned(found))
+    if found.chosen is None:
+        print(f"error: {found.choice.reason}", file=sys.stderr)
+        return UserError.exit_code
+    if write is not None:
+        print(written(write, launch_file(found, write)), file=sys.stderr)
+    return 0
+
+
+def planned(found: Plan) -> Iterator[str]:
+    """The table, the choice and its reason, what it takes besides, and how fast it is on paper."""
+    yield from _asked(found)
+    yield ""
+    yield from _memory(found)
+    yield ""
+    yield from _layouts(found)
+    yield ""
+    yield from _labelled("choice", found.choice.reason)
+    yield from _outcome(found)
+    yield from _labelled("disk", _disk(found))
+    yield from _speeds(found)
+    yield from _rates(found)
+
+
+def written(path: Path, replaced: bool) -> str:
+    """What became of `--write`."""
+    notes = ", in place of the file that was there" if replaced else ""
+    return f"{'written':<{_LABEL}}{path}{notes}"
+
+
+def _asked(found: Plan) -> Iterator[str]:
+    shape, hardware, work = found.shape, found.hardware, found.work
+    trained = "" if shape.trainable == shape.count else f", {_count(shape.trainable)} trained"
+    yield f"{'model':<{_LABEL}}{_count(shape.count)} parameters{trained}"
+    nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
+    kind = "processes on the CPU" if hardware.cpu else "devices"
+    if hardware.devices_per_node == 1:
+        kind = "process on the CPU" if hardware.cpu else "device"
+    each = f"{hardware.device_bytes / 2**30:.1f} GiB"
+    named = f", {hardware.device}" if hardware.device else ""
+    yield from _labelled("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
+    yield from _labelled(
+        "work",
+        f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step, {work.precision}",
+    )
+
+
+def _memory(found: Plan) -> Iterator[str]:
+    """Of one device. Small models in MiB."""
+    most = max(one.memory.total_bytes for one in found.choice.candidates)
+    unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    yield f"{unit:<{_NAME}}" + "".join(f"{word:>8}" for word in [*_PARTS.values(), "total"])
+    for one in found.choice.candidates:
+        numbers = [*(one.memory.parts[part] for part in _PARTS), one.memory.total_bytes]
+        yield _marked(found, one) + "".join(f"{number / size:>8.1f}" for number in numbers)
+
+
+def _layouts(found: Plan) -> Iterator[str]:
+    head = f"{'recomputed':<12}{'micro':>6}{'accum':>7}{'host GiB':>10}{'tokens/s':>12}"
+    yield f"{'':<{_NAME}}{head}   fits"
+    for one in found.choice.candidates:
+        layout, speed = one.layout, one.tokens_per_second
+        yield (
+            _marked(found, one)
+            + f"{layout.activation_checkpointing:<12}{layout.micro_batch_size:>6,}"
+            + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
+            + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {'yes' if one.fits else 'no'}"
+        )
+    misses = [one for one in found.choice.candidates if not one.fits]
+    for one in misses:
+        yield from _labelled("would fit", f"{one.layout.strategy}: {one.remedy}")
+
+
+def _marked(found: Plan, one: Candidate) -> str:
+    mark = "*" if one is found.chosen else " "
+    return f"{mark} {one.layout.strategy:<{_NAME - 2}}"
+
+
+def _outcome(found: Plan) -> Iterator[str]:
+    chosen = found.chosen
+    if chosen is None:
+        for one in found.suggestions:
+            yield from _labelled("try", one)
+        return
+    yield from _labelled("keys", _keys(chosen.layout))
+    host, there = chosen.memory.host_bytes, found.hardware.host_bytes
+    known = "" if there is None else f" of {there / 2**30:.1f}"
+    yield from _labelled("host", f"{host / 2**30:.1f}{known} GiB of memory on each node")
+
+
+def _keys(layout: Layout) -> str:
+    """What `auto` takes, for those who want to write it down."""
+    micro, recompute = layout.micro_batch_size, layout.activation_checkpointing
+    keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
+    return keys + (" distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else "")
+
+
+def _disk(found: Plan) -> str:
+    one, run = gib(found.checkpoint_bytes), gib(found.disk_bytes)
+    more = "" if found.steps else ", without those of keep_every: how many steps is not known"
+    return f"{one} a checkpoint, at most {run} at once in the run{more}"
+
+
+def _speeds(found: Plan) -> Iterator[str]:
+    if found.chosen is None:
+        return
+    if not found.speeds:
+        why = "a CPU" if found.hardware.cpu else "this device"
+        yield from _labelled("speed", f"not predicted for {why}")
+        return
+    assumed = f", as of an {found.hardware.device}" if found.assumed else ""
+    yield from _labelled("speed", f"on paper{assumed}, at this global batch, where it fits")
+    yield f"{'devices':>17}{'nodes':>7}{'accum':>7}" + "".join(
+        f"{word:>12}" for word in ("tokens/s", "a device", "efficiency")
+    )
+    for one in found.speeds:
+        each = one.tokens_per_second / one.devices
+        yield (
+            f"{one.devices:>17,}{one.nodes:>7,}{one.accumulation:>7,}"
+            f"{one.tokens_per_second:>12,.0f}{each:>12,.0f}{one.efficiency:>12.0%}"
+        )
+
+
+def _rates(found: Plan) -> Iterator[str]:
+    if found.rates:
+        yield from _labelled("rates", "learning rate at another training.global_batch_size")
+        yield f"{'batch':>17}{'linear rule':>14}{'root rule':>12}"
+    for one in found.rates:
+        yield f"{one.global_batch_size:>17,}{one.linear:>14.2e}{one.root:>12.2e}"
+
+
+def _labelled(label: str, text: str) -> Iterator[str]:
+    """The label once, the text behind it, wrapped."""
+    lines: Sequence[str] = list(wrapped(text, WIDTH - _LABEL))
+    for number, line in enumerate(lines):
+        yield f"{label if number == 0 else '':<{_LABEL}}{line}"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number}"

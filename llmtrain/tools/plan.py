@@ -1,0 +1,311 @@
+"""Memory, strategy and speed of a config before a run, on this machine or on one that is not here.
+
+Nothing is downloaded but a model's config and its tokenizer. What a device of the plan is: this
+machine's, unless its memory is given; then a device that is sold with so much is assumed for the
+speed, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.config.checks import check_batch
+from llmtrain.config.schema import Config
+from llmtrain.distributed.named import one_sided
+from llmtrain.distributed.plan import (
+    Count,
+    Hardware,
+    Work,
+    arithmetic_of,
+    checkpoint_bytes,
+    memory,
+)
+from llmtrain.distributed.remedies import gib, missing
+from llmtrain.distributed.scaling import device_by_memory, machine_of, step_time
+from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
+from llmtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from llmtrain.types import ModelShape
+
+_BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
+_MOST_GIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens a second of all devices. efficiency: share of the time that arithmetic takes."""
+
+    devices: int
+    nodes: int
+    accumulation: int
+    tokens_per_second: float
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The learning rate at another global batch: by the linear rule and by that of the root."""
+
+    global_batch_size: int
+    linear: float
+    root: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run of a config would take. speed: by number of devices, empty where not known.
+
+    assumed: whether the device was named after its memory · disk_bytes: of all checkpoints that
+    are there at once · steps: None where `training.epochs` says how long.
+    """
+
+    choice: Choice
+    shape: ModelShape
+    work: Work
+    hardware: Hardware
+    assumed: bool
+    checkpoint_bytes: int
+    disk_bytes: int
+    steps: int | None
+    speeds: tuple[Speed, ...]
+    rates: tuple[Rate, ...]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """What the run would take; None where nothing fits."""
+        return self.choice.chosen
+
+    @property
+    def suggestions(self) -> tuple[str, ...]:
+        """What else would make the nearest miss smaller; empty where something fits."""
+        near = self.choice.nearest_miss
+        return () if self.chosen or near is None else tuple(_suggestions(near))
+
+    def to_json(self) -> dict[str, Any]:
+        """As `llmtrain plan --json` prints it."""
+        chosen, hardware = self.chosen, self.hardware
+        return {
+            "chosen": chosen.layout.strategy if chosen else None,
+            "reason": self.choice.reason,
+            "fits": chosen is not None,
+            "devices": hardware.devices_per_node,
+            "nodes": hardware.nodes,
+            "device_bytes": hardware.device_bytes,
+            "host_bytes": hardware.host_bytes,
+            "seq_len": self.work.seq_len,
+            "global_batch_size": self.work.global_batch_size,
+            "strategies": [_row(one, one is chosen) for one in self.choice.candidates],
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "disk_bytes": self.disk_bytes,
+            "tokens_per_second": chosen.tokens_per_second if chosen else None,
+        }
+
+
+def plan(
+    config: Config,
+    devices: int | None = None,
+    nodes: int | None = None,
+    device_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+) -> Plan:
+    """Reckon what `config` needs on `nodes` machines with `devices` devices each.
+
+    Memory in GiB, of a device and of a node's host. What is None is this machine's; the host of
+    devices that are not here is not known then, and what it needs is stated alone. Raises UserError
+    for a config that cannot be planned; what fits nowhere is a Plan with `chosen` None.
+    """
+    problems = list(_problems(config, devices, nodes, device_memory_gb, host_memory_gb))
+    if problems:
+        raise UserError(*problems)
+    # Imports torch and transformers.
+    from llmtrain.distributed.launch import allowed_strategies
+    from llmtrain.model.count import CannotCountError
+    from llmtrain.training import planning
+
+    hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
+    problems = [*check_batch(config, hardware.devices), *_mesh(config, hardware)]
+    if problems:
+        raise UserError(*problems)
+    model = planning.described(config)
+    work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
+    allowed = allowed_strategies({}, config)
+    try:
+        choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
+    except CannotCountError as error:
+        expected = f"a model whose activations can be counted: {error}"
+        raise UserError(Problem("model", None, expected)) from error
+    steps, size = config.training.steps, checkpoint_bytes(model.shape)
+    return Plan(
+        choice=choice,
+        shape=model.shape,
+        work=work,
+        hardware=hardware,
+        assumed=device_memory_gb is not None and hardware.device is not None,
+        checkpoint_bytes=size,
+        disk_bytes=size * _kept(config, steps),
+        steps=steps,
+        speeds=tuple(_speeds(model.shape, model.count, work, choice, hardware)),
+        rates=tuple(_rates(config)),
+    )
+
+
+def _suggestions(near: Candidate) -> Iterator[str]:
+    """Moments in 8 bits take a quarter; adapters have next to no gradients and moments."""
+    gradients, moments = (near.memory.parts[part] for part in ("gradients", "optimizer"))
+    yield near.remedy
+    if moments:
+        where = near.layout.strategy
+        yield f"8-bit Adam would save {gib(3 * moments // 4)} of {where}; it is not supported yet"
+        saved = gib(gradients + moments)
+        yield f"adapters (LoRA) would save up to {saved} of {where}; they are not supported yet"
+
+
+def _row(one: Candidate, chosen: bool) -> dict[str, Any]:
+    return {
+        "name": one.layout.strategy,
+        "chosen": chosen,
+        "activation_checkpointing": one.layout.activation_checkpointing,
+        "micro_batch_size": one.layout.micro_batch_size,
+        "accumulation": one.layout.accumulation,
+        "parts": dict(one.memory.parts),
+        "total_bytes": one.memory.total_bytes,
+        "host_bytes": one.memory.host_bytes,
+        "fits": one.fits,
+        "missing_bytes": one.missing_bytes,
+        "remedy": one.remedy,
+        "tokens_per_second": one.tokens_per_second,
+    }
+
+
+def _problems(
+    config: Config,
+    devices: int | None,
+    nodes: int | None,
+    device_memory_gb: float | None,
+    host_memory_gb: float | None,
+) -> Iterator[Problem]:
+    from llmtrain.config.checks import check
+
+    yield from check(config)
+    for name, count in (("devices", devices), ("nodes", nodes)):
+        if count is not None and count < 1:
+            yield Problem(f"--{name}", count, "a whole number ≥ 1")
+    for name, size in (("device", device_memory_gb), ("host", host_memory_gb)):
+        if size is not None and not 0 < size < _MOST_GIB:
+            yield Problem(f"--{name}-memory-gb", size, "a number of GiB above 0")
+
+
+def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
+    if config.distributed.strategy == "hsdp":
+        mesh = (hardware.nodes, hardware.devices_per_node)
+        yield from one_sided("distributed.strategy", mesh, "hsdp")
+
+
+def _hardware(
+    config: Config,
+    devices: int | None,
+    nodes: int | None,
+    device_memory_gb: float | None,
+    host_memory_gb: float | None,
+) -> Hardware:
+    """This machine's devices, with what was asked for in their place."""
+    from llmtrain.training import planning
+
+    local = devices or _devices_here()
+    here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
+    hardware = replace(here, nodes=nodes or 1)
+    if device_memory_gb is not None:
+        size = int(device_memory_gb * 2**30)
+        name = device_by_memory(device_memory_gb)
+        hardware = Hardware(size, None, local, nodes or 1, name)
+    if host_memory_gb is not None:
+        hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
+    return hardware
+
+
+def _devices_here() -> int:
+    import torch
+
+    from llmtrain.distributed.accelerator import on_cpu
+
+    return 1 if on_cpu() else torch.cuda.device_count()
+
+
+def _precision(config: Config, hardware: Hardware) -> str:
+    """bf16 or fp32: as a run would decide, and bf16 on a device that is not here."""
+    from llmtrain.distributed.accelerator import on_cpu, resolve_precision
+
+    asked = config.training.precision
+    if asked == "auto" and hardware.cpu == on_cpu():
+        return resolve_precision(asked)[0]
+    return "bf16" if asked == "auto" else asked
+
+
+def _kept(config: Config, steps: int | None) -> int:
+    """How many checkpoints are there at once."""
+    from llmtrain.checkpoint.retention import Policy, most_at_once
+
+    keep = config.checkpoint
+    return most_at_once(Policy(keep.keep_last, keep.keep_every, keep.keep_best), steps or 0)
+
+
+def _speeds(
+    shape: ModelShape, count: Count, work: Work, choice: Choice, hardware: Hardware
+) -> Iterator[Speed]:
+    """The chosen layout on fewer devices and on all, where it fits, at the same global batch."""
+    machine = None if hardware.cpu else machine_of(hardware.device)
+    if choice.chosen is None or machine is None:
+        return
+    layout = choice.chosen.layout
+    arithmetic = arithmetic_of(layout.strategy, work.precision)
+    saved = count(arithmetic, layout.activation_checkpointing)
+    for local, nodes in _sizes(hardware):
+        per_pass = local * nodes * layout.micro_batch_size
+        if work.global_batch_size % per_pass:
+            continue
+        part = replace(hardware, devices_per_node=local, nodes=nodes)
+        spread = replace(layout, accumulation=work.global_batch_size // per_pass)
+        if not missing(memory(shape, saved, work, spread, part), part):
+            found = step_time(shape, work, spread, part, machine)
+            rate, share = found.tokens_per_second, found.efficiency
+            yield Speed(local * nodes, nodes, spread.accumulation, rate, share)
+
+
+def _sizes(hardware: Hardware) -> Iterator[tuple[int, int]]:
+    """(devices a node, nodes): 1, 2, 4 … up to what is planned for."""
+    local = 1
+    while local < hardware.devices_per_node:
+        yield local, 1
+        local *= 2
+    nodes = 1
+    while nodes < hardware.nodes:
+        yield hardware.devices_per_node, nodes
+        nodes *= 2
+    yield hardware.devices_per_node, hardware.nodes
+
+
+def _rates(config: Config) -> Iterator[Rate]:
+    batch, rate = config.training.global_batch_size, config.optimizer.learning_rate
+    for share in _BATCHES:
+        if (other := batch * share) >= 1:
+            yield Rate(int(other), rate * int(other) / batch, rate * (int(other) / batch) ** 0.5)
+
+
+def launch_file(found: Plan, path: Path) -> bool:
+    """Write the accelerate file of what was chosen; returns whether another one was there.
+
+    Only for a plan that fits. Raises UserError where the file cannot be written.
+    """
+    from llmtrain.tools.plan_file import launch_values, write_launch_file
+
+    assert found.chosen is not None
+    values = launch_values(found.chosen.layout.strategy, found.hardware, found.work.precision)
+    try:
+        return write_launch_file(path, values)
+    except OSError as error:
+        expected = f"a file that can be written ({error.strerror})"
+        raise UserError(Problem("--write", str(path), expected)) from error

@@ -1,0 +1,102 @@
+"""The accelerate file of a plan: what `accelerate_configs/` says for the same strategy.
+
+The files there are for people to copy; these values have the same keys (a test compares them) and
+the numbers of one plan.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.yaml12 import write
+from llmtrain.distributed.launch import family
+from llmtrain.distributed.plan import OFFLOADS, Hardware
+
+_ADDRESS = "10.0.0.1"  # as in accelerate_configs/: of the first machine, to be put right
+
+
+def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
+    """What `accelerate launch` reads. precision: bf16 or fp32."""
+    alone = hardware.devices == 1 and strategy == "ddp"
+    kind = {"ddp": "NO" if alone else "MULTI_GPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind[family(strategy)],
+        "use_cpu": hardware.cpu,
+        "num_machines": hardware.nodes,
+        "num_processes": hardware.devices,
+        "mixed_precision": "no" if precision == "fp32" else precision,
+        "main_training_function": "main",
+    }
+    values |= _machines(hardware, alone=alone)
+    if family(strategy) == "fsdp":
+        values["fsdp_config"] = _fsdp(strategy)
+    if family(strategy) == "zero":
+        values["deepspeed_config"] = _deepspeed(strategy, hardware)
+    if strategy == "hsdp":
+        values["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": hardware.nodes,
+            "parallelism_config_dp_shard_size": hardware.devices_per_node,
+        }
+    return values
+
+
+def write_launch_file(path: Path, values: dict[str, Any]) -> bool:
+    """Write the file; returns whether another one was there before."""
+    replaced = path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    several = values["num_machines"] > 1
+    head = (_SEVERAL if several else _ONE).format(path=path)
+    path.write_text(head + write(values), encoding="utf-8")
+    return replaced
+
+
+_ONE = """\
+# Written by `llmtrain plan`.
+#
+#   accelerate launch --config_file {path} scripts/train.py CONFIG
+"""
+_SEVERAL = """\
+# Written by `llmtrain plan`. Put in the address of the first machine; the same command on each.
+#
+#   accelerate launch --config_file {path} --rdzv_backend c10d \\
+#       scripts/train.py CONFIG
+#
+# The option stands there because accelerate 1.15 does not apply `rdzv_backend` of this file.
+"""
+
+
+def _machines(hardware: Hardware, *, alone: bool) -> dict[str, Any]:
+    """How processes find each other."""
+    gpus = {} if hardware.cpu or alone else {"gpu_ids": "all"}
+    if hardware.nodes > 1:
+        meeting = {"main_process_ip": _ADDRESS, "main_process_port": 29500}
+        return gpus | meeting | {"rdzv_backend": "c10d", "same_network": False}
+    port = {} if hardware.cpu or alone else {"main_process_port": 0}
+    return {"machine_rank": 0} | gpus | port
+
+
+def _fsdp(strategy: str) -> dict[str, Any]:
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": strategy in OFFLOADS,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_activation_checkpointing": False,
+    }
+
+
+def _deepspeed(strategy: str, hardware: Hardware) -> dict[str, Any]:
+    device = "cpu" if strategy in OFFLOADS else "none"
+    several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
+    return several | {
+        "zero_stage": int(strategy.removeprefix("zero")[0]),
+        "offload_optimizer_device": device,
+        "offload_param_device": device,
+        "zero3_init_flag": False,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }

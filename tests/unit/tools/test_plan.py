@@ -1,0 +1,193 @@
+"""`llmtrain.plan`: what a config would take on machines that are here, and on some that are not."""
+
+import json
+
+import pytest
+from helpers.config import loaded
+
+import llmtrain
+from llmtrain.distributed.plan import PARTS
+from llmtrain.errors import UserError
+from llmtrain.tools.plan import launch_file, plan
+
+GIB = 2**30
+SMALL = """\
+model:
+  config: {model_type: llama, hidden_size: 64, intermediate_size: 160, num_hidden_layers: 3,
+           num_attention_heads: 4, max_position_embeddings: 4096}
+  tokenizer: sample
+data: {sources: [{path: sample}], seq_len: 128}
+training: {steps: 100, global_batch_size: 64}
+"""
+# Head and activations of 8,192 tokens and 8 B parameters: nobody allocates any of it here.
+LARGE = SMALL.replace("hidden_size: 64", "hidden_size: 4096").replace(
+    "intermediate_size: 160, num_hidden_layers: 3",
+    "intermediate_size: 14336, num_hidden_layers: 32",
+)
+
+
+def small(folder, *overrides):
+    return loaded(folder, *overrides, text=SMALL)
+
+
+def large(folder, *overrides):
+    return loaded(folder, *overrides, text=LARGE)
+
+
+def keys(error):
+    return {problem.key for problem in error.value.problems}
+
+
+def test_the_json_has_the_keys_of_the_contract(tmp_path):
+    shown = json.loads(json.dumps(plan(small(tmp_path), devices=2).to_json()))
+    assert list(shown) == [
+        "chosen", "reason", "fits", "devices", "nodes", "device_bytes", "host_bytes", "seq_len",
+        "global_batch_size", "strategies", "checkpoint_bytes", "disk_bytes", "tokens_per_second",
+    ]  # fmt: skip
+    for row in shown["strategies"]:
+        assert list(row) == [
+            "name", "chosen", "activation_checkpointing", "micro_batch_size", "accumulation",
+            "parts", "total_bytes", "host_bytes", "fits", "missing_bytes", "remedy",
+            "tokens_per_second",
+        ]  # fmt: skip
+        assert tuple(row["parts"]) == PARTS
+        assert row["total_bytes"] == sum(row["parts"].values())
+        assert row["micro_batch_size"] * row["accumulation"] * 2 == 64
+    assert [row["name"] for row in shown["strategies"] if row["chosen"]] == [shown["chosen"]]
+    assert (shown["devices"], shown["nodes"], shown["seq_len"]) == (2, 1, 128)
+
+
+def test_the_public_name_is_this_function():
+    assert llmtrain.plan is plan
+
+
+def test_a_cpu_is_planned_as_a_rehearsal(tmp_path):
+    found = plan(small(tmp_path), devices=2)
+    assert found.hardware.cpu
+    assert found.work.precision in ("fp32", "bf16")  # bf16 where the CPU has AMX
+    assert found.chosen.layout.strategy == "ddp"
+    assert found.chosen.memory.parts["reserve"] == 0
+    assert found.chosen.tokens_per_second is None
+    assert found.speeds == ()
+    assert found.hardware.device_bytes == found.hardware.host_bytes // 2
+
+
+def test_devices_that_are_not_here_are_named_after_their_memory(tmp_path):
+    found = plan(small(tmp_path), devices=4, device_memory_gb=80)
+    assert (found.hardware.device, found.assumed, found.hardware.cpu) == ("H100", True, False)
+    assert found.hardware.host_bytes is None
+    assert found.work.precision == "bf16"
+    assert found.chosen.memory.parts["reserve"] > GIB
+    assert found.chosen.tokens_per_second > 0
+    assert [one.devices for one in found.speeds] == [1, 2, 4]
+    assert found.speeds[0].efficiency == 1.0
+    assert found.speeds[-1].tokens_per_second == found.chosen.tokens_per_second
+    odd = plan(small(tmp_path), device_memory_gb=13)
+    assert (odd.hardware.device, odd.speeds) == (None, ())
+
+
+def test_nodes_multiply_devices(tmp_path):
+    shown = plan(small(tmp_path), devices=4, nodes=2, device_memory_gb=80).to_json()
+    assert (shown["devices"], shown["nodes"]) == (4, 2)
+    assert {row["micro_batch_size"] * row["accumulation"] for row in shown["strategies"]} == {8}
+    assert "hsdp" in {row["name"] for row in shown["strategies"]}
+
+
+def test_a_large_model_is_sharded_or_offloaded_or_refused(tmp_path):
+    config = large(tmp_path)
+    assert plan(config, devices=8, device_memory_gb=80).chosen.layout.strategy == "fsdp2"
+    one = plan(config, device_memory_gb=80, host_memory_gb=256)
+    assert one.chosen.layout.strategy == "fsdp2_offload"
+    assert plan(config, device_memory_gb=80, host_memory_gb=64).chosen is None
+
+
+def test_ux_10_a_refusal_says_which_change_fits(tmp_path):
+    asked = ("training.micro_batch_size=8", "model.activation_checkpointing=none")
+    refused = plan(large(tmp_path, "data.seq_len=4096", *asked), 8, device_memory_gb=80)
+    assert refused.chosen is None
+    shown = refused.to_json()
+    assert (shown["chosen"], shown["fits"], shown["tokens_per_second"]) == (None, False, None)
+    assert all(row["missing_bytes"] > 0 and row["remedy"] for row in shown["strategies"])
+    (fsdp2,) = (row for row in shown["strategies"] if row["name"] == "fsdp2")
+    key, _, value = fsdp2["remedy"].partition("=")
+    assert key == "training.micro_batch_size"
+    changed = (f"{key}={value}", "data.seq_len=4096", asked[1])
+    assert plan(large(tmp_path, *changed), 8, device_memory_gb=80).chosen.layout.strategy == "fsdp2"
+
+
+def test_where_nothing_fits_8_bit_moments_and_adapters_are_named_though_they_are_not_there(
+    tmp_path,
+):
+    config = large(tmp_path, "distributed.strategy=ddp")
+    said = " ".join(plan(config, device_memory_gb=24).suggestions)
+    assert "8-bit Adam" in said
+    assert "LoRA" in said
+    assert said.count("not supported yet") == 2
+
+
+def test_ux_19_a_plan_states_the_bytes_that_a_run_writes(tmp_path):
+    config = small(tmp_path, "checkpoint.every_steps=10", "checkpoint.keep_every=20")
+    found = plan(config)
+    parameters = found.shape.count
+    assert found.checkpoint_bytes == 12 * parameters  # weights and two moments in fp32
+    # The three newest, the best, every twentieth of a hundred, one being written, one deleted.
+    assert found.disk_bytes == (3 + 1 + 5 + 2) * found.checkpoint_bytes
+
+
+def test_the_learning_rate_of_other_batches_is_by_both_rules(tmp_path):
+    rates = {one.global_batch_size: one for one in plan(small(tmp_path)).rates}
+    assert rates[256].linear == pytest.approx(4 * 3e-4)
+    assert rates[256].root == pytest.approx(2 * 3e-4)
+    assert rates[32].linear == pytest.approx(1.5e-4)
+
+
+def test_a_directory_without_weights_is_enough(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    fields = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 5000,
+              "num_attention_heads": 4, "intermediate_size": 160}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(fields))
+    text = SMALL[SMALL.index("data:") :] + f"model: {{from: {model}, tokenizer: sample}}\n"
+    found = plan(loaded(tmp_path, text=text))
+    assert found.shape.vocabulary == 5000
+    assert found.shape.blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked", "key"),
+    [
+        ([], {"devices": 3}, "training.global_batch_size"),
+        (["training.micro_batch_size=64"], {"devices": 2}, "training.global_batch_size"),
+        (["distributed.strategy=hsdp"], {"devices": 8}, "distributed.strategy"),
+        (["distributed.strategy=hsdp"], {"nodes": 2}, "distributed.strategy"),
+        ([], {"devices": 0}, "--devices"),
+        ([], {"nodes": -1}, "--nodes"),
+        ([], {"device_memory_gb": 0.0}, "--device-memory-gb"),
+        ([], {"host_memory_gb": float("inf")}, "--host-memory-gb"),
+        ([], {"device_memory_gb": float("nan")}, "--device-memory-gb"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, overrides, asked, key):
+    with pytest.raises(UserError) as error:
+        plan(small(tmp_path, *overrides), **asked)
+    assert key in keys(error)
+
+
+def test_all_wrong_options_are_named_at_once(tmp_path):
+    with pytest.raises(UserError) as error:
+        plan(small(tmp_path), devices=0, nodes=0, device_memory_gb=-1)
+    assert keys(error) == {"--devices", "--nodes", "--device-memory-gb"}
+
+
+def test_the_file_of_a_plan_is_written_and_read_by_the_launcher(tmp_path):
+    from llmtrain.tools.launch_file import read_launch_file
+
+    config = large(tmp_path)
+    path = tmp_path / "new" / "accelerate.yaml"
+    assert not launch_file(plan(config, devices=8, device_memory_gb=80), path)
+    found = read_launch_file(path, None, config)
+    assert (found.processes, found.precision) == (8, "bf16")
+    assert found.values["distributed_type"] == "FSDP"
+    assert launch_file(plan(config, devices=8, device_memory_gb=141), path)  # said: in place of it
+    with pytest.raises(UserError):
+        launch_file(plan(small(tmp_path)), tmp_path)
