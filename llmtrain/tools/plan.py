@@ -16,7 +16,6 @@ from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.named import one_sided
 from llmtrain.distributed.plan import (
-    Count,
     Hardware,
     Work,
     arithmetic_of,
@@ -29,6 +28,7 @@ from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from llmtrain.training.planning import Described
     from llmtrain.types import ModelShape
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
@@ -121,19 +121,29 @@ def plan(
     problems = list(_problems(config, devices, nodes, device_memory_gb, host_memory_gb))
     if problems:
         raise UserError(*problems)
-    # Imports torch and transformers.
-    from llmtrain.distributed.launch import allowed_strategies
-    from llmtrain.model.count import CannotCountError
-    from llmtrain.training import planning
+    from llmtrain.training import planning  # imports torch and transformers
 
     hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
     problems = [*check_batch(config, hardware.devices), *_mesh(config, hardware)]
     if problems:
         raise UserError(*problems)
-    model = planning.described(config)
+    assumed = device_memory_gb is not None and hardware.device is not None
+    return reckon(config, planning.described(config), hardware, assumed=assumed)
+
+
+def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
+    """The plan of a model that was described already, on hardware that its batch can be split over.
+
+    assumed: whether the device was named after its memory. Raises UserError for a model whose
+    activations cannot be counted.
+    """
+    from llmtrain.distributed.launch import allowed_strategies
+    from llmtrain.model.count import CannotCountError
+    from llmtrain.training import planning
+
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
-    allowed = allowed_strategies({}, config)
     try:
+        allowed = allowed_strategies({}, config)
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:
         expected = f"a model whose activations can be counted: {error}"
@@ -144,11 +154,11 @@ def plan(
         shape=model.shape,
         work=work,
         hardware=hardware,
-        assumed=device_memory_gb is not None and hardware.device is not None,
+        assumed=assumed,
         checkpoint_bytes=size,
         disk_bytes=size * _kept(config, steps),
         steps=steps,
-        speeds=tuple(_speeds(model.shape, model.count, work, choice, hardware)),
+        speeds=tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
     )
 
@@ -253,24 +263,22 @@ def _kept(config: Config, steps: int | None) -> int:
     return most_at_once(Policy(keep.keep_last, keep.keep_every, keep.keep_best), steps or 0)
 
 
-def _speeds(
-    shape: ModelShape, count: Count, work: Work, choice: Choice, hardware: Hardware
-) -> Iterator[Speed]:
+def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
     """The chosen layout on fewer devices and on all, where it fits, at the same global batch."""
     machine = None if hardware.cpu else machine_of(hardware.device)
     if choice.chosen is None or machine is None:
         return
     layout = choice.chosen.layout
     arithmetic = arithmetic_of(layout.strategy, work.precision)
-    saved = count(arithmetic, layout.activation_checkpointing)
+    saved = model.count(arithmetic, layout.activation_checkpointing)
     for local, nodes in _sizes(hardware):
         per_pass = local * nodes * layout.micro_batch_size
         if work.global_batch_size % per_pass:
             continue
         part = replace(hardware, devices_per_node=local, nodes=nodes)
         spread = replace(layout, accumulation=work.global_batch_size // per_pass)
-        if not missing(memory(shape, saved, work, spread, part), part):
-            found = step_time(shape, work, spread, part, machine)
+        if not missing(memory(model.shape, saved, work, spread, part), part):
+            found = step_time(model.shape, work, spread, part, machine)
             rate, share = found.tokens_per_second, found.efficiency
             yield Speed(local * nodes, nodes, spread.accumulation, rate, share)
 
