@@ -68,6 +68,9 @@ def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
         expected = "bf16 or 'no' (in quotes): nothing else is offered"
         remedy = "bf16, or 'no' (fp32) on GPUs older than Ampere"
         yield Problem("mixed_precision", precision, expected, remedy)
+    if (compiler := env.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
+        expected = "no: accelerate would compile the model, which is not tried here"
+        yield Problem("dynamo_backend", compiler, expected, "remove dynamo_config")
     yield from _parallelism(env, processes)
     match named_family(env):
         case "fsdp":

@@ -91,6 +91,8 @@ def exported(values: Mapping[str, object], processes: int) -> dict[str, str]:
     for section, (kind, switch, keys) in _SECTIONS.items():
         if values.get("distributed_type") == kind:
             env |= {switch: "true", **_variables(_section(values, section), keys)}
+    if compiler := _section(values, "dynamo_config").get("dynamo_backend"):
+        env["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
     if mesh := _section(values, "parallelism_config"):
         env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_variables(mesh, _MESH)}
     return env

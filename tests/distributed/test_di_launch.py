@@ -348,6 +348,13 @@ def test_di_34_ranks_with_other_versions_are_named(
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "tokenizers on rank 1 = 0.0.1")
 
 
+def test_processes_are_enough_for_a_strategy_and_need_no_file(config: Path, tmp_path: Path) -> None:
+    asked = ["distributed.strategy=zero2", "--processes", "2"]
+    ended = run([*LLMTRAIN, "train", str(config), *asked], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    trained(ended, tmp_path, world_size=2, strategy="zero2")
+
+
 def test_processes_inside_a_launcher_are_refused(config: Path, tmp_path: Path) -> None:
     command = [*LLMTRAIN, "train", str(config), "--processes", "2"]
     ended = run(command, tmp_path, LOCAL_RANK="0")

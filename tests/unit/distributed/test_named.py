@@ -29,6 +29,7 @@ def mesh(replicas=1, shards=1, **sizes) -> dict[str, str]:
 FINE = {
     "plain": ({}, None),
     "plain, bf16": ({"ACCELERATE_MIXED_PRECISION": "bf16"}, None),
+    "plain, not compiled": ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, None),
     "FSDP": (FSDP, "fsdp2"),
     "FSDP with offload": (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp2_offload"),
     "FSDP with a mesh": (FSDP | mesh(2, 2), "hsdp"),
@@ -79,6 +80,7 @@ REFUSED = {
         {"deepspeed_moe_layer_cls_names"},
     ),
     "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {"distributed_type"}),
+    "a compiler": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {"dynamo_backend"}),
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"mixed_precision"}),
     "everything at once": (
         ZERO | mesh(1, 2, tp=2) | {"ACCELERATE_MIXED_PRECISION": "fp8", STAGE: "3", INIT: "true"},

@@ -51,9 +51,11 @@ def test_other_values_are_told_as_accelerate_tells_them(tmp_path, monkeypatch):
         "num_machines: 1\nmachine_rank: 0\nmixed_precision: bf16\ngpu_ids: all\nfsdp_config:\n"
         "  version: 2\n  offload_params: true\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
         "  fsdp_activation_checkpointing: true\n  fsdp_reshard_after_forward: false\n"
+        "dynamo_config: {dynamo_backend: inductor}\n"
     )
     ours, made = exported(values(path), 4), theirs(path, monkeypatch)
     assert ours["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+    assert ours["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
     for name in ours.keys() - {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}:
         assert ours[name] == made[name]
 
