@@ -28,6 +28,7 @@ from llmtrain.errors import Problem, UserError
 
 _BUCKET = 500_000_000  # elements; DeepSpeed's own reduce_bucket_size
 _LIVE = 1_000_000_000  # elements; DeepSpeed's own stage3_max_live_parameters
+_AHEAD = 50_000_000  # elements; DeepSpeed's own stage3_prefetch_bucket_size
 _BUILD_SECONDS = 600.0  # a build of an extension takes one minute; other nodes' are not seen here
 _YAML = "ACCELERATE_DEEPSPEED_"  # what accelerate makes of `deepspeed_config:` in its YAML
 _ADAM = "cpu_adam"
@@ -64,6 +65,7 @@ def config(
     }
     if asked.stage == 3:
         optimization["stage3_max_live_parameters"] = min(_LIVE, 2 * largest_block) or _LIVE
+        optimization["stage3_prefetch_bucket_size"] = min(_AHEAD, 2 * largest_block) or _AHEAD
     if asked.offload:
         host = {"device": "cpu", "pin_memory": not cpu}
         optimization |= {"offload_optimizer": host, "offload_param": host}
@@ -78,7 +80,12 @@ def config(
         "zero_force_ds_cpu_optimizer": asked.offload and not cpu,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        # ZeRO-1 would else keep all gradients in bf16 beside their sums in fp32.
+        "bf16": {
+            "enabled": precision == "bf16",
+            "check_grad_overflow": True,
+            "immediate_grad_update": True,
+        },
         "fp16": {"enabled": False},
     }
 

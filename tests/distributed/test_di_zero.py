@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers import zero
 from helpers.ranks import Server
+from helpers.tiny import tiny_config, write_config
 from helpers.zero import Case
 
 ZEROS = ("zero1", "zero2", "zero3", "zero3_offload")
@@ -313,3 +314,37 @@ def test_a_resumed_run_has_the_losses_and_files_of_a_straight_one(
     for index, (one, other) in enumerate(zip(whole, resumed, strict=True)):
         assert other["numbers"] == one["numbers"][2:], RESUMED[index]
         assert zero.files(tmp_path / f"{index}-2-2") == zero.files(tmp_path / f"{index}-4")
+
+
+def test_di_20_partitioning_while_building_is_refused_before_there_is_a_group(
+    server: Server, tmp_path: Path
+) -> None:
+    """`zero3_init_flag: true`: DeepSpeed would partition, and trace without a process group."""
+    path = write_config(tmp_path, tiny_config(tmp_path / "run"))
+    launched = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    }
+    assert server.run(["train", str(path)], 2, tmp_path, launched) == [2, 2]
+    said = (tmp_path / "output.txt").read_text()
+    assert "zero3_init_flag = true" in said
+    assert "Traceback" not in said
+
+
+def test_di_20_models_are_built_whole_under_zero3(pair: Results) -> None:
+    """Their first loss is that of the seed: transformers does not partition while it builds."""
+    found = pair["micro 4", "zero3"]["numbers"][0]["loss"]
+    assert found == pytest.approx(zero.reference(Case())[0]["loss"], abs=1e-6)
+
+
+def test_a_rehearsal_compiles_nothing(server: Server, tmp_path: Path) -> None:
+    """Not even with offload; and without a compiler, or where a lock is left over, it runs."""
+    extensions = tmp_path / "extensions"
+    lock = extensions / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    env = {"TORCH_EXTENSIONS_DIR": str(extensions), "PATH": str(tmp_path)}
+    cases = [Case("zero2", steps=1), Case("zero3_offload", steps=1)]
+    zero.run(server, tmp_path / "run", 2, cases, **env)
+    assert [path.name for path in extensions.rglob("*") if path.is_file()] == ["lock"]
