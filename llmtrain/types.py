@@ -132,8 +132,9 @@ class Saved:
     """Bytes that the forward of one sequence keeps for its backward, without head and loss.
 
     blocks: all repeated blocks together · once: outside of them (embedding, final norm, ids) ·
-    recomputed: what one block holds while it is computed again, 0 without activation checkpointing
-    · casts: bf16 copies of weights, which do not grow with the number of sequences.
+    recomputed: what the backward of the blocks holds besides, at its most: gradients, and what of
+    one block is computed again · casts: bf16 copies of weights, which do not grow with the number
+    of sequences.
     """
 
     blocks: int

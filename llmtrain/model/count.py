@@ -17,12 +17,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +36,6 @@ from llmtrain.model.shape import blocks, on_meta
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
-_OUTSIDE = -1  # of all blocks
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -72,50 +72,42 @@ def _count(
 ) -> Saved:
     whole = on_meta(model_config)
     freezing.freeze(whole, freeze)
-    kept = _kept(model_config, whole, seq_len, arithmetic, checkpointing)
-    recomputed = 0
-    if checkpointing != "none":
-        recomputed = _kept(model_config, whole, seq_len, arithmetic, "none").block - kept.block
-    casts = kept.casts
-    if arithmetic == "autocast" and isinstance(head := whole.get_output_embeddings(), nn.Linear):
-        casts += _BF16_BYTES * head.weight.numel()
-    return Saved(kept.blocks, kept.once, max(0, recomputed), casts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Bytes. block: of the largest one; casts: alive before autocast ends."""
-
-    once: int
-    blocks: int
-    block: int
-    casts: int
-
-
-def _kept(
-    model_config: Any, whole: PreTrainedModel, seq_len: int, arithmetic: str, checkpointing: str
-) -> _Kept:
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     number = len(blocks(whole))
 
-    def run(count: int) -> _Kept:
+    def run(count: int) -> Saved:
         described = _shortened(model_config, number, count)
-        return _forward(described, frozen, seq_len, arithmetic, checkpointing)
+        return _run(described, frozen, seq_len, arithmetic, checkpointing)
 
-    if number < 3 or not _alike(model_config, blocks(whole)):
-        return run(number)
-    one, two = run(1), run(2)
-    block = two.once + two.blocks - one.once - one.blocks
-    once = max(0, one.once + one.blocks - block)
-    total = one.once + one.blocks + (number - 1) * block
-    casts = one.casts + (number - 1) * (two.casts - one.casts)
-    return _Kept(once, total - once, block, casts)
+    short = number > 2 and _alike(model_config, blocks(whole))
+    body = _prolonged(run(1), run(2), number) if short else run(number)
+    head = whole.get_output_embeddings()
+    if arithmetic == "autocast" and isinstance(head, nn.Linear):
+        return replace(body, casts=body.casts + _BF16_BYTES * head.weight.numel())
+    return body
 
 
-def _forward(
+def _prolonged(one: Saved, two: Saved, number: int) -> Saved:
+    """What `number` blocks keep, from what one and two do."""
+    first = one.once + one.blocks
+    block = two.once + two.blocks - first
+    once = max(0, first - block)
+    return Saved(
+        blocks=first + (number - 1) * block - once,
+        once=once,
+        recomputed=two.recomputed,
+        casts=one.casts + (number - 1) * (two.casts - one.casts),
+    )
+
+
+def _run(
     described: Any, frozen: set[str], seq_len: int, arithmetic: str, checkpointing: str
-) -> _Kept:
-    """Run the decoder without its head, and look at what its graph keeps alive."""
+) -> Saved:
+    """Run the decoder without its head, and look at what its graph keeps alive.
+
+    Then run it back, but to the first block's input alone: gradients of weights do not grow with
+    the tokens, and are planned elsewhere.
+    """
     dtype = torch.bfloat16 if arithmetic == "bf16" else torch.float32
     with _fake_tensors():
         # Not .to(bf16) afterwards: fake parameters would keep their type.
@@ -129,20 +121,29 @@ def _forward(
         model.train()
         live = _Live(model)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
-        with live, _Accelerator():
-            with autocast, live.watching(blocks(model)):
-                graph = _graph(model, seq_len)
+        with live, _Accelerator(), live.watching(blocks(model)):
+            with autocast:
+                root, width = _forward(model, seq_len)
                 casts = live.casts()  # before autocast drops its cache
-            kept = live.kept()
-        del graph
-    once = kept.pop(_OUTSIDE, 0)
-    return _Kept(once, sum(kept.values()), max(kept.values(), default=0), casts)
+            once, of_blocks = live.kept()
+            recomputed = live.most(lambda: _backward(root, width, live.first))
+    return Saved(of_blocks, once, recomputed, casts)
 
 
-def _graph(model: PreTrainedModel, seq_len: int) -> Any:
-    """The root of the graph alone: what only the output or the caller holds, dies here."""
+def _forward(model: PreTrainedModel, seq_len: int) -> tuple[Node | None, Tensor]:
+    """The root of the graph alone: what only the output or the caller holds, dies here.
+
+    With it a tensor on meta that is like the output.
+    """
     ids = torch.zeros((1, seq_len), dtype=torch.int64)
-    return model.base_model(ids, **attention.model_keywords())[0].grad_fn
+    out: Tensor = model.base_model(ids, **attention.model_keywords())[0]
+    return out.grad_fn, torch.empty_like(out, device="meta")
+
+
+def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> None:
+    if root is not None and first is not None:
+        gradient = torch.empty(like.shape, dtype=like.dtype)
+        torch.autograd.grad(GradientEdge(root, 0), first, gradient)
 
 
 @contextmanager
@@ -176,68 +177,83 @@ class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
-    """Storages that operations made and that are still alive, with the block that made them."""
+    """Storages that operations made and that are still alive.
+
+    first: where the graph enters the first block; None where nothing before it is trained.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no stub for it
+        self.first: GradientEdge | None = None
         self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
         self._known = self._weights | {b.untyped_storage()._cdata for b in model.buffers()}
-        self._alive: dict[int, tuple[int, int]] = {}
-        self._casts: set[int] = set()
-        self._block = _OUTSIDE
+        self._alive: dict[int, tuple[bool, int]] = {}
+        self._casts: dict[int, int] = {}  # copies of weights, apart from all else
+        self._in_block = False
+        self._size = self._most = 0
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
         if operation is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
-            self._casts.add(result.untyped_storage()._cdata)
+            self._see_cast(result.untyped_storage())
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._see(leaf.untyped_storage())
         return result
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._weights
 
+    def _see_cast(self, storage: torch.UntypedStorage) -> None:
+        self._casts[storage._cdata] = storage.nbytes()
+        weakref.finalize(storage, self._casts.pop, storage._cdata)
+
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._alive and key not in self._known:
-            self._alive[key] = (self._block, storage.nbytes())
+        if key not in self._alive and key not in self._casts and key not in self._known:
+            self._alive[key] = (self._in_block, storage.nbytes())
+            self._size += storage.nbytes()
+            self._most = max(self._most, self._size)
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self._alive.pop(key)
-        self._casts.discard(key)
+        self._size -= self._alive.pop(key)[1]
 
-    def kept(self) -> dict[int, int]:
-        """Bytes alive by the number of the block that made them, without copies of weights."""
-        found: dict[int, int] = {}
-        for key, (block, size) in self._alive.items():
-            if key not in self._casts:
-                found[block] = found.get(block, 0) + size
-        return found
+    def kept(self) -> tuple[int, int]:
+        """Bytes alive that were made outside and inside of blocks."""
+        found = [0, 0]
+        for in_block, size in self._alive.values():
+            found[in_block] += size
+        return found[0], found[1]
 
     def casts(self) -> int:
         """Bytes of copies of weights."""
-        return sum(self._alive[key][1] for key in self._casts)
+        return sum(self._casts.values())
+
+    def most(self, work: Callable[[], None]) -> int:
+        """By how many bytes what is alive grows while something runs, at its most."""
+        before = self._most = self._size
+        work()
+        return self._most - before
 
     @contextmanager
     def watching(self, repeated: Sequence[nn.Module]) -> Iterator[None]:
-        """Know which block is running."""
-        hooks = []
-        for number, block in enumerate(repeated):
-            hooks.append(block.register_forward_pre_hook(self._entering(number)))
-            hooks.append(block.register_forward_hook(self._entering(_OUTSIDE)))
+        """Know when a block runs."""
+        hooks = [one.register_forward_pre_hook(self._enter) for one in repeated]
+        hooks += [one.register_forward_hook(self._leave) for one in repeated]
         yield
         for hook in hooks:
             hook.remove()
 
-    def _entering(self, number: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._block = number
+    def _enter(self, _block: nn.Module, args: tuple[Any, ...]) -> None:
+        self._in_block = True
+        if self.first is None and args and args[0].requires_grad:
+            self.first = get_gradient_edge(args[0])
 
-        return enter
+    def _leave(self, *_: object) -> None:
+        self._in_block = False
 
 
 class _Accelerator(TorchFunctionMode):

@@ -5,13 +5,18 @@ collects it. Nothing is computed and nothing is allocated, so models of any size
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from llmtrain.model import attention, recompute
+from llmtrain.model.loss import LossModule
 
 
 class LiveStorage(TorchDispatchMode):
@@ -47,3 +52,53 @@ def live_storage() -> Iterator[LiveStorage]:
     """Count what is made inside, on fake tensors of the CPU."""
     with FakeTensorMode(), LiveStorage() as count:
         yield count
+
+
+def peak_of_two_steps(
+    model_config: Any, micro: int, seq_len: int, arithmetic: str, checkpointing: str
+) -> int:
+    """The most bytes that two steps of two micro-batches hold on one unwrapped process.
+
+    For models that take our attention.
+    """
+    with live_storage() as count:
+        model, optimizer = fake_model(model_config, checkpointing)
+        two_steps(model, optimizer, micro, seq_len, arithmetic)
+        return count.peak
+
+
+def fake_model(
+    model_config: Any, checkpointing: str
+) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """As runs make them, but for the weights. Inside a fake mode."""
+    AttentionInterface.register(attention.NAME, attention.attention)
+    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
+    model.set_attn_implementation(attention.NAME)
+    recompute.apply(model, checkpointing)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def two_steps(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    micro: int,
+    seq_len: int,
+    arithmetic: str,
+    before_forward: Callable[[], None] = lambda: None,
+) -> None:
+    """`TorchEngine`'s loop by hand: gradients add up, are measured, scaled down and applied."""
+    module, parameters = LossModule(model), list(model.parameters())
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
+    for _ in range(2):
+        for _ in range(2):
+            ids = torch.zeros((micro, seq_len), dtype=torch.int64)
+            before_forward()
+            with autocast:
+                loss = module(ids, ids)
+            (loss * torch.ones(())).backward()
+        gradients = [p.grad for p in parameters]
+        norm = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
+        torch._foreach_mul_(gradients, (1 / norm.sqrt()).clamp(max=1.0).float())
+        del gradients
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
