@@ -37,13 +37,14 @@ from llmtrain.distributed.zero_engine import DeepSpeedEngine
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launch became. strategy: as `distributed.strategy` names it."""
+    """What a launch became. strategy: as `distributed.strategy` names it · sharding: of FSDP2."""
 
     accelerator: Accelerator
     strategy: str
     ranks: ControlGroup
     device: torch.device
     engine: Engine
+    sharding: Sharding | None = None
 
 
 def on_cpu() -> bool:
@@ -99,6 +100,7 @@ def make_accelerator(
         "mixed_precision": "bf16" if precision == "bf16" else "no",
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
     }
+    sharding: Sharding | None = None
     match family(strategy):
         case "ddp":
             accelerator = _replicated(distributed, timeout, common)
@@ -125,7 +127,7 @@ def make_accelerator(
             zero.stay_launched()
             ranks = _control_group(accelerator, timeout)
             engine = DeepSpeedEngine(accelerator)
-    return Launched(accelerator, strategy, ranks, accelerator.device, engine)
+    return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 
 def _control_group(accelerator: Accelerator, timeout: timedelta) -> ControlGroup:

@@ -157,29 +157,58 @@ def prepare(
     model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
     apart by address) and for what came out otherwise than it went in.
     """
-    before = _shared(module)
     if not isinstance(module, FSDPModule):
-        _check(module)
-        names = wrap_classes(module, sharding.wrap_class)
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
-        prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
-        module = prepared[0]
+        names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        if names:
+            raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
+        before = _shared(module)
+        module = _shard(accelerator, module, optimizer, sharding)
+        _verify_ties(module, before)
+    _verify(module, optimizer)
     assert isinstance(module, FSDPModule)
-    _verify(module, optimizer, before)
     # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
     # size otherwise, and they wait for each other for ever.
     module.set_reduce_scatter_unused_params(True)
     return module
 
 
-def _check(module: nn.Module) -> None:
-    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if names:
-        raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
+def prepare_empty(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> nn.Module:
+    """Shard a module on meta: no rank ever holds the whole. Its memory is still to be filled.
+
+    `weights.share` fills it; `prepare` then takes it as it is. Raises as `prepare` does.
+    """
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    driven = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    before = _shared(module)
+    module = _shard(accelerator, module, optimizer, sharding)
+    module.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
+    _verify_ties(module, before)
+    # On meta all have one address, so accelerate gave the optimizer one parameter many times.
+    parameters = dict(module.named_parameters())
+    for group, names in zip(optimizer.param_groups, driven, strict=True):
+        group["params"] = [parameters[name] for name in names]
+    return module
+
+
+def _shard(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> nn.Module:
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         expected = f"a model without parameters of no dimension, which {scalars[0]} is"
         raise UserError(Problem("distributed.strategy", "fsdp2", expected, "ddp or zero3"))
+    names = wrap_classes(module, sharding.wrap_class)
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
+    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
+    return prepared[0]
 
 
 def _shared(module: nn.Module) -> set[tuple[str, ...]]:
@@ -190,12 +219,13 @@ def _shared(module: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(group) for group in names.values() if len(group) > 1}
 
 
-def _verify(
-    module: nn.Module, optimizer: torch.optim.Optimizer, shared: set[tuple[str, ...]]
-) -> None:
-    """What other versions of accelerate got wrong without a word."""
+def _verify_ties(module: nn.Module, shared: set[tuple[str, ...]]) -> None:
     if _shared(module) != shared:
         raise ValueError(f"tied parameters came apart: {shared} became {_shared(module)}")
+
+
+def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What other versions of accelerate got wrong without a word."""
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if lost := [name for key, name in trained.items() if key not in driven]:

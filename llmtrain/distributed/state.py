@@ -72,7 +72,7 @@ def pieces(
         for name in part:
             tensor = tensors[name].detach()
             if shards if isinstance(tensor, DTensor) else whole:
-                yield _piece(name, tensor)
+                yield piece(name, tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -137,7 +137,8 @@ def index(spec: Spec) -> dict[str, bytes]:
     return {"model.safetensors.index.json": json.dumps(body, indent=2).encode() + b"\n"}
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
+def piece(name: str, tensor: Tensor) -> Piece:
+    """What this rank holds of a tensor. Raises ValueError as `pieces` does."""
     part = local(tensor)
     if not part.is_contiguous():
         raise ValueError(f"{name} is not contiguous in memory")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.checkpoint import read, write
 from llmtrain.config.schema import DdpConfig, DistributedConfig, ModelConfig, OptimizerConfig
-from llmtrain.distributed import state
+from llmtrain.distributed import fsdp, state, weights
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import sum_over_ranks
@@ -46,6 +46,7 @@ class Job:
     """frozen: beginnings of parameter names · load, save: a root of checkpoints ("" = none).
 
     hiding: several documents in a block · source: a model directory in place of fresh weights.
+    apart: rank 0 alone builds the model.
     """
 
     strategy: str = "ddp"
@@ -64,6 +65,7 @@ class Job:
     wrap_class: str = "auto"
     hiding: bool = False
     source: str = ""
+    apart: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -142,6 +144,21 @@ def build(kind: str, frozen: tuple[str, ...] = (), seed: int = 3) -> Any:
     return model.train()
 
 
+def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any]:
+    """The model on meta, sharded, and filled from rank 0; the others' weights are not looked at."""
+    with torch.device("meta"):
+        bare = build(job.kind, job.frozen, job.seed)
+    if job.hiding:
+        bare.set_attn_implementation(attention.backend(whole))
+    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
+    assert launched.sharding is not None
+    module = fsdp.prepare_empty(
+        launched.accelerator, LossModule(bare), optimizer, launched.sharding
+    )
+    weights.share(bare, whole if launched.ranks.rank == 0 else None, launched.device)
+    return bare, launched.engine.prepare(module, bare, optimizer), optimizer
+
+
 def build_from(directory: str) -> Any:
     asked = ModelConfig(**{"from": directory})
     return model_building.build(AutoConfig.from_pretrained(directory), asked, None)
@@ -179,7 +196,10 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
         attention.install(bare, uneven.SEQ_LEN)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
     spec = state.spec(bare, optimizer, 4 << 30)
-    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    if job.apart:
+        bare, prepared, optimizer = apart(job, launched, bare)
+    else:
+        prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
     launched.engine.create_state()
     data = SimpleNamespace(seq_len=uneven.SEQ_LEN, packing="bestfit", document_mask=job.hiding)
     asked = SimpleNamespace(data=data)
