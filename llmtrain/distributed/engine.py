@@ -8,7 +8,6 @@ on every rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -16,14 +15,11 @@ from typing import Protocol
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from llmtrain.distributed import fsdp, state
 from llmtrain.distributed.fsdp import Sharding
-from llmtrain.errors import Problem, UserError
+from llmtrain.distributed.norms import with_common_statistics
 from llmtrain.types import Piece, Spec, StepVector
-
-_log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -114,10 +110,10 @@ class TorchEngine:
         Raises UserError for a model that this strategy cannot take.
         """
         self._bare = model
-        module = with_common_statistics(module, self._accelerator)
         if self._sharding:
             self._model = fsdp.prepare(self._accelerator, module, optimizer, self._sharding)
         else:
+            module = with_common_statistics(module, self._accelerator)
             prepared: tuple[nn.Module, object] = self._accelerator.prepare(module, optimizer)
             self._model = prepared[0]
         self._optimizer = optimizer
@@ -212,28 +208,6 @@ class TorchEngine:
     def _gradients(self) -> list[Tensor]:
         """What this rank holds of each gradient; of a short parameter it may be nothing."""
         return [state.local(p.grad) for p in self._parameters if p.grad is not None]
-
-
-def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A batch norm that sees the rows of all ranks, where there are several: torch's own.
-
-    Else each rank has statistics of its own: ranks score other losses, and a resumed run goes on
-    with those of rank 0. torch has none for CPUs, so there it raises UserError.
-    """
-    norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-    if not norms or accelerator.num_processes == 1:
-        return module
-    if accelerator.device.type == "cpu":
-        expected = f"one process on a CPU, for a model with batch norm ({names_of(norms)})"
-        raise UserError(Problem("processes", accelerator.num_processes, expected, "GPUs, or one"))
-    _log.info("batch norm is computed over all processes (SyncBatchNorm): %s", names_of(norms))
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]  # torch has no stub for it
-    return converted
-
-
-def names_of(found: list[str]) -> str:
-    """The first of them, and how many there are."""
-    return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
 
 
 def not_finite(sums: StepVector) -> Tensor:

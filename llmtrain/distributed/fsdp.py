@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from llmtrain.distributed.named import named_mesh, number, one_sided
+from llmtrain.distributed.norms import with_common_statistics
 from llmtrain.errors import Problem, UserError
 
 _log = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ def _shard(
     if scalars:
         expected = f"a model without parameters of no dimension, which {scalars[0]} is"
         raise UserError(Problem("distributed.strategy", "fsdp2", expected, "ddp or zero3"))
+    module = with_common_statistics(module, accelerator)
     names = wrap_classes(module, sharding.wrap_class)
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
     prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)

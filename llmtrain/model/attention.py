@@ -65,6 +65,13 @@ def _install(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     return NAME
 
 
+def use(model: PreTrainedModel, name: str) -> None:
+    """Let a model, which may be on meta, use the attention that `install` chose for its equal."""
+    AttentionInterface.register(NAME, attention)
+    if name == NAME:
+        model.set_attn_implementation(NAME)
+
+
 def backend(model: PreTrainedModel) -> str:
     """The name of the attention function that the model uses."""
     name: str = model.config.get_text_config()._attn_implementation

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.freeze import freeze
+from llmtrain.model.shape import on_meta
 from llmtrain.model.tokenizer import SpecialTokens
 
 
@@ -42,14 +43,27 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
     return _ready(model, asked)
 
 
-def rebuild(checkpoint: Path, asked: ModelConfig) -> PreTrainedModel:
+def stored_config(checkpoint: Path) -> Any:
+    """The transformers config that a checkpoint of ours holds."""
+    return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+
+
+def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
     """The model of a checkpoint of ours with random weights: they are filled in afterwards."""
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     return _ready(_fresh(config), asked)
+
+
+def skeleton(config: Any, asked: ModelConfig) -> PreTrainedModel:
+    """The same model on meta, for weights that another rank has."""
+    return _set_up(on_meta(config), asked)
 
 
 def _ready(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     _refuse_seeing_ahead(model)
+    return _set_up(model, asked)
+
+
+def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     freeze(model, asked.freeze)
     model.train()
     model.config.architectures = [type(model).__name__]

@@ -34,11 +34,9 @@ from llmtrain.distributed.launch import family, verify_launch
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
-from llmtrain.model import attention, recompute
-from llmtrain.model.build import build, model_config, rebuild, resolve_revision
-from llmtrain.model.loss import LossModule
-from llmtrain.model.tokenizer import special_tokens
-from llmtrain.training import prepare, rng
+from llmtrain.model import recompute
+from llmtrain.model.build import resolve_revision
+from llmtrain.training import building, rng
 from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
@@ -166,13 +164,13 @@ def build_model(
     """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
     launched, ranks = processes.launched, processes.launched.ranks
     held_before = memory.reset_peak(launched.device)
-    torch.manual_seed(config.run.seed)
-    bare = agreed(ranks, lambda: _bare_model(config, found, revision))
+    model = building.built(config, run_directory(config), launched, found, revision)
+    bare = model.bare
     recompute.apply(bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(bare, config.optimizer)
     spec = tensors.spec(bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(ranks, lambda: _check_room(config, spec))
-    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    prepared = building.prepared(model, launched, optimizer)
     rng.seed_rank(config.run.seed, ranks.rank)
     launched.engine.create_state()
     hiding = hiding_attention(bare, prepared, config, processes.auto.run["precision"], launched)
@@ -281,17 +279,6 @@ def _refuse_other_run(found: Found, config: Config) -> None:
     changed = changes(found.state["config"], binding_values(config))
     if problems := refused(changed, config, f"as in {found.name}"):
         raise UserError(*problems)
-
-
-def _bare_model(config: Config, found: Found | None, revision: str | None) -> PreTrainedModel:
-    if found and config.model.from_:  # the weights it began with may be gone by now
-        model = rebuild(found.path, config.model)
-    else:
-        tokens = special_tokens(run_directory(config) / prepare.TOKENIZER)
-        described = model_config(config.model, tokens, config.data.seq_len)
-        model = build(described, config.model, revision)
-    attention.install(model, config.data.seq_len)
-    return model
 
 
 def _check_room(config: Config, spec: Spec) -> None:

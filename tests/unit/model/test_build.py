@@ -6,7 +6,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import UserError
-from llmtrain.model.build import build, model_config, rebuild, resolve_revision
+from llmtrain.model.build import (
+    build,
+    model_config,
+    rebuild,
+    resolve_revision,
+    skeleton,
+    stored_config,
+)
 from llmtrain.model.tokenizer import SpecialTokens
 
 TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
@@ -104,15 +111,27 @@ def test_a_model_that_sees_ahead_is_refused() -> None:
 
 
 def test_a_checkpoint_builds_its_model_without_what_it_began_with(saved: Path) -> None:
-    model = rebuild(saved, ModelConfig(config=LLAMA))
+    model = rebuild(stored_config(saved), ModelConfig(config=LLAMA))
     assert model.training
     assert model.config.hidden_size == 16
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_skeleton_is_the_same_model_without_its_weights(saved: Path) -> None:
+    asked = ModelConfig(config=LLAMA)
+    whole, empty = (make(stored_config(saved), asked) for make in (rebuild, skeleton))
+    assert [n for n, _ in empty.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    assert all(p.is_meta and p.dtype == torch.float32 for p in empty.parameters())
+    assert empty.training
+    assert empty.config.to_dict() == whole.config.to_dict()
+
+
 def test_patterns_freeze_a_model_however_it_is_built(saved: Path) -> None:
     asked = ModelConfig(config=LLAMA, freeze=("*.embed_tokens.*", "*.layers.0.*"))
-    fresh, again = build(model_config(asked, TOKENS, 16), asked, None), rebuild(saved, asked)
+    fresh, again = (
+        build(model_config(asked, TOKENS, 16), asked, None),
+        rebuild(stored_config(saved), asked),
+    )
     for model in (fresh, again):
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         assert frozen == {
