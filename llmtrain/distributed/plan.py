@@ -294,9 +294,16 @@ def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:
 
 
 def _host(shape: ModelShape, states: States, device: int, strategy: str, hardware: Hardware) -> int:
-    """Each rank of a node builds the whole model first; what is offloaded stays there."""
+    """Each rank of a node builds the whole model first; what is offloaded stays there.
+
+    Of a model that FSDP2 shards one rank alone does, and fills the shards of all from it.
+    """
     built = 4 * shape.count + shape.buffers
-    stays = states.total if strategy in OFFLOADS else 0
+    offloaded = strategy in OFFLOADS
+    stays = states.total if offloaded else 0
     if hardware.cpu:  # the device is the host
         stays += device
-    return hardware.devices_per_node * max(built, stays)
+    if strategy not in FSDP or hardware.devices == 1:
+        return hardware.devices_per_node * max(built, stays)
+    filled = states.parameters if offloaded or hardware.cpu else 0
+    return max(built + hardware.devices_per_node * filled, hardware.devices_per_node * stays)

@@ -219,6 +219,28 @@ def test_di_19_parameter_names_are_those_of_the_model(
         assert sorted(file.keys()) == sorted(moments)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "job"),
+    [
+        (2, Job("fsdp2", "tied", hiding=True)),
+        (2, Job("fsdp2", "untied", frozen=("model.embed", "model.layers.1."))),
+        (4, Job("fsdp2", "odd")),
+        (2, Job("fsdp2", "rare")),
+        (4, Job("hsdp", "rare")),
+    ],
+    ids=["tied", "frozen", "odd shapes", "persistent buffers", "hsdp"],
+)
+def test_di_23_what_rank_0_alone_has_built_is_what_all_ranks_train(
+    server: Server, tmp_path: Path, world_size: int, job: Job
+) -> None:
+    job = replace(job, micro=2, evaluate=not job.hiding, save=str(tmp_path / "saved"))
+    each = train(server, tmp_path, world_size, job)
+    files = bytes_of(tmp_path / "saved")
+    one = train(server, tmp_path, world_size, replace(job, apart=True, save=str(tmp_path / "one")))
+    assert one == each
+    assert bytes_of(tmp_path / "one") == files
+
+
 def test_di_23_a_persistent_buffer_and_a_launch_that_asks_for_efficient_loading(
     server: Server, tmp_path: Path
 ) -> None:

@@ -106,9 +106,17 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device():
 
 
 def test_every_rank_of_a_node_builds_the_model_on_the_host_first():
-    assert planned("fsdp2", gpus(8, 80)).host_bytes == 8 * 4 * EIGHT.count
-    two = planned("fsdp2_offload", gpus(8, 80, nodes=2))  # 16 P / 2 nodes is less than 8 models
-    assert two.host_bytes == 8 * 4 * EIGHT.count
+    assert planned("ddp", gpus(8, 80)).host_bytes == 8 * 4 * EIGHT.count
+    assert planned("zero3", gpus(8, 80)).host_bytes == 8 * 4 * EIGHT.count
+
+
+def test_of_a_sharded_model_one_rank_does_and_fills_what_lies_on_the_host_from_it():
+    assert planned("fsdp2", gpus(8, 80)).host_bytes == 4 * EIGHT.count
+    assert planned("hsdp", gpus(8, 80, nodes=2)).host_bytes == 4 * EIGHT.count
+    one = planned("fsdp2_offload", gpus(8, 80))  # 16 bytes a parameter stay: more than is built
+    assert one.host_bytes == pytest.approx(16 * EIGHT.count, rel=1e-3)
+    four = planned("fsdp2_offload", gpus(8, 80, nodes=4))  # the whole and a fourth beside it
+    assert four.host_bytes == pytest.approx(5 * EIGHT.count, rel=1e-3)
 
 
 def test_on_a_cpu_there_is_no_reserve_and_the_device_is_the_host():
