@@ -17,7 +17,7 @@ from typing import Any
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools import doctor_launch, doctor_machine, doctor_place, doctor_reduce
+from llmtrain.tools import doctor_launch, doctor_machine, doctor_place, doctor_plan, doctor_reduce
 from llmtrain.tools import doctor_sources as sources
 from llmtrain.tools.doctor_case import Case, State, Verdict, ok, tried
 from llmtrain.tools.doctor_launch import launched
@@ -39,7 +39,7 @@ OF_MACHINE: dict[str, Callable[[Case], Verdict]] = {
     "rendezvous": doctor_launch.rendezvous,
     "clocks": doctor_place.clocks,
 }
-OF_CONFIG = ("directory", "model", "disk", "data")
+OF_CONFIG = ("directory", "model", "plan", "disk", "data")
 ALL_REDUCE = "all-reduce"
 NAMES = (CONFIG, LAUNCH, *OF_MACHINE, *OF_CONFIG, ALL_REDUCE)
 
@@ -127,6 +127,7 @@ def _looks(case: Case) -> dict[str, Look]:
         describe = functools.cache(functools.partial(tried, work))  # once, also where it fails
         looks["directory"] = functools.partial(doctor_place.directory, case)
         looks["model"] = functools.partial(sources.model, describe)
+        looks["plan"] = functools.partial(doctor_plan.plan, case)
         looks["disk"] = functools.partial(sources.disk, case, describe)
         looks["data"] = functools.partial(sources.data, case)
     looks[ALL_REDUCE] = functools.partial(doctor_reduce.all_reduce, case)
