@@ -167,15 +167,14 @@ def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Har
 def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:
     """Weights of the forward, fp32 gradients, and of the trained ones fp32 masters and moments.
 
-    ZeRO-1 sums up whole gradients, in bf16 beside those of the micro-batch. Offloading keeps fp32
-    gradients for the host's update a second time.
+    ZeRO-1 sums up whole gradients. Offloading keeps fp32 gradients for the host's update a second
+    time.
     """
     compute = _compute_bytes(precision)
     if strategy in ("zero1", "zero2"):
         mine = -(-shape.trainable // across)
-        first = 4 if precision == "fp32" else 4 + compute
-        summed = first * shape.trainable if strategy == "zero1" else 4 * mine
-        return States(compute * shape.count, summed, 12 * mine)
+        summed = shape.trainable if strategy == "zero1" else mine
+        return States(compute * shape.count, 4 * summed, 12 * mine)
     mine = _by_elements(trained(shape), across)
     moments = 16 if strategy in OFFLOADS else 12
     return States(compute * _by_elements(shape.parameters, across), 4 * mine, moments * mine)
