@@ -93,7 +93,8 @@ class ModelShape:
     head: elements of the output head's matrix, which is the input embedding's where `tied` ·
     embedding: of the input embedding · buffers: persistent and not, in bytes · attention: Σ over
     layers of heads × head size (for the arithmetic of attention) · block_class: of the repeated
-    blocks, None where the model does not name it.
+    blocks, several joined by commas, None where the model does not name them · recomputes: its code
+    supports activation checkpointing.
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -106,6 +107,7 @@ class ModelShape:
     block_class: str | None
     attention: int
     buffers: int
+    recomputes: bool = True
 
     @property
     def count(self) -> int:

@@ -47,7 +47,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
     planned = memory(shape, saved, work, layout, hardware)
     if planned.total_bytes <= hardware.device_bytes:
         return f"a host with {_whole_gib(planned.host_bytes)} GiB of memory for each node"
-    for words, changed in _other_layouts(layout):
+    for words, changed in _other_layouts(layout, recomputes=shape.recomputes):
         arithmetic = arithmetic_of(changed.strategy, work.precision)
         kept = count(arithmetic, changed.activation_checkpointing)
         if fits(kept, work, changed, hardware):
@@ -62,14 +62,14 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
     return f"a device with {needed} GiB (distributed.device_memory_gb)"
 
 
-def _other_layouts(layout: Layout) -> Iterator[tuple[str, Layout]]:
+def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, Layout]]:
     """Same results, less memory."""
     share = layout.micro_batch_size * layout.accumulation
     for micro in range(layout.micro_batch_size - 1, 0, -1):
         if share % micro == 0:
             smaller = replace(layout, micro_batch_size=micro, accumulation=share // micro)
             yield f"training.micro_batch_size={micro}", smaller
-    if layout.activation_checkpointing != "full":
+    if recomputes and layout.activation_checkpointing != "full":
         full = replace(layout, activation_checkpointing="full")
         yield "model.activation_checkpointing=full", full
     if layout.fsdp_sync == "last":

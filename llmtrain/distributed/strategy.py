@@ -101,6 +101,8 @@ def _candidates(
     """One for each kind of checkpointing: the largest micro-batch that fits, else the smallest."""
     asked = work.activation_checkpointing
     kinds = ("full",) if strategy in OFFLOADS else _CHECKPOINTING
+    if not shape.recomputes:
+        kinds = ("none",)
     for checkpointing in (asked,) if asked else kinds:
         saved = count(arithmetic_of(strategy, work.precision), checkpointing)
         layouts = list(_layouts(strategy, checkpointing, work, hardware))

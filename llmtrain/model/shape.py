@@ -61,6 +61,7 @@ def shape(model: PreTrainedModel) -> ModelShape:
         blocks=len(repeated),
         block_class=_block_class(model, repeated),
         attention=_attention(described),
+        recomputes=model.supports_gradient_checkpointing,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     )
 

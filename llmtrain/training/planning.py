@@ -89,7 +89,9 @@ def described(config: Config, run_dir: Path | None = None) -> Described:
     def count(arithmetic: str, checkpointing: str) -> Saved:
         key = (arithmetic, checkpointing)
         if key not in counted:
-            counted[key] = count_saved(found, config.data.seq_len, arithmetic, checkpointing)
+            counted[key] = count_saved(
+                found, config.data.seq_len, arithmetic, checkpointing, config.model.freeze
+            )
         return counted[key]
 
     return Described(census(found, config.model.freeze), count)

@@ -1,5 +1,7 @@
 """The rule of the choice, on models and machines that can be reckoned by hand."""
 
+from dataclasses import replace
+
 import pytest
 from helpers.on_paper import GIB, LlamaCount, gpus, llama, work
 
@@ -46,6 +48,22 @@ def test_what_fits_a_device_is_not_sharded(name, devices, gib, seq_len):
 @pytest.mark.parametrize(("devices", "gib"), [(8, 80), (8, 141), (2, 141)])
 def test_8b_is_sharded_where_its_states_do_not_fit(devices, gib, seq_len):
     assert choose("8B", machine(devices, gib), seq_len).chosen.layout.strategy == "fsdp2"
+
+
+def test_a_model_that_cannot_be_computed_again_is_not_offered_it():
+    h, f, layers, heads, kv, vocabulary, tied = MODELS["1B"]
+    shape = replace(llama(h, f, layers, heads, kv, vocabulary, tied=tied), recomputes=False)
+    known = LlamaCount(h, f, layers, heads, kv, 1024)
+
+    def count(arithmetic, checkpointing):
+        assert checkpointing == "none"
+        return known(arithmetic, checkpointing)
+
+    for gib in (80, 1):
+        choice = choose_strategy(shape, count, work(1024, 512), machine(1, gib), LADDER)
+        assert {one.layout.activation_checkpointing for one in choice.candidates} == {"none"}
+        assert not any("checkpointing" in one.remedy for one in choice.candidates)
+        assert (choice.chosen is not None) == (gib == 80)
 
 
 def test_8b_on_one_device_is_offloaded_if_the_host_has_120_gib():

@@ -69,6 +69,12 @@ def test_blocks_that_the_model_does_not_name_have_no_class() -> None:
     assert census(config("bert-generation")).block_class is None
 
 
+def test_a_model_whose_code_cannot_compute_again_says_so() -> None:
+    ctrl = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
+    assert not census(ctrl).recomputes
+    assert census(config("llama")).recomputes
+
+
 def test_a_tied_head_is_counted_once_and_known_as_tied() -> None:
     tied, apart = (census(config("qwen3", tie_word_embeddings=tied)) for tied in (True, False))
     assert (tied.tied, apart.tied) == (True, False)
