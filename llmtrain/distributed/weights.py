@@ -32,11 +32,11 @@ def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> No
         _receive(part.data, part.start, math.prod(parameter.shape), given, device)
     others = dict(_other_tensors(whole)) if whole else {}
     for (owner, name), tensor in list(_other_tensors(model)):
-        into = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        # On the device, also where parameters are offloaded: they are gathered there, these not.
+        into = torch.empty_like(tensor, device=device)
         given = others[owner, name].reshape(-1) if whole else None
         _receive(into.view(-1), 0, into.numel(), given, device)
-        if tensor.is_meta:
-            setattr(model.get_submodule(owner), name, into)
+        setattr(model.get_submodule(owner), name, into)
 
 
 def _receive(

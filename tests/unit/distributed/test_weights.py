@@ -53,6 +53,9 @@ def test_a_skeleton_becomes_the_whole_model(
     assert bare.lm_head.weight is bare.model.embed_tokens.weight
     for (name, one), (_, other) in zip(bare.named_buffers(), whole.named_buffers(), strict=True):
         assert torch.equal(one, other), name
+        assert one.device.type == launched.device.type
+    assert dict(bare.named_buffers()).keys() == dict(whole.named_buffers()).keys()
+    assert bare.state_dict().keys() == whole.state_dict().keys()  # persistent or not, as before
     assert torch.equal(bare.model.aside, whole.model.aside)
     assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == sizes
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
