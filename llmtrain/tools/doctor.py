@@ -82,13 +82,16 @@ def doctor(
 
     accelerate_file: the file that the run is to be launched with · skip: names that are left out ·
     env: in place of this process's · told: hears a name before it is looked at, as some take a
-    while. Raises UserError at once for a name that is not known, later nothing.
+    while. Raises UserError at once for a name that is not known and for overrides of
+    nothing, later nothing.
     """
     unknown = [name for name in skip if name not in NAMES]
     if unknown:
         expected = f"a name of a check: {', '.join(NAMES)}"
         raise UserError(*(Problem("--skip", name, expected) for name in unknown))
-    read = functools.partial(load_config, config_file, overrides) if config_file else None
+    if config_file is None and overrides:
+        raise UserError(Problem("overrides", ", ".join(overrides), "a config that they change"))
+    read = None if config_file is None else functools.partial(load_config, config_file, overrides)
     env = dict(os.environ if env is None else env)
     checks = _checks(read, accelerate_file, env, frozenset(skip), told)
     return (check for check in checks if check.name not in skip)

@@ -105,6 +105,12 @@ def test_a_name_that_is_not_known_is_refused_with_the_names_before_anything_is_l
         assert name in str(caught.value)
 
 
+def test_overrides_of_nothing_are_refused_and_an_empty_name_is_no_missing_config():
+    with pytest.raises(UserError, match="run.seed=1"):
+        doctor(None, ["run.seed=1"])
+    assert next(doctor("")).state == "error"
+
+
 def test_what_is_looked_at_is_told_before():
     heard = []
     for check in doctor(skip=SLOW, told=heard.append):
