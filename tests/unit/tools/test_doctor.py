@@ -106,7 +106,7 @@ def test_a_name_that_is_not_known_is_refused_with_the_names_before_anything_is_l
 
 
 def test_overrides_of_nothing_are_refused_and_an_empty_name_is_no_missing_config():
-    with pytest.raises(UserError, match="run.seed=1"):
+    with pytest.raises(UserError, match=r"run\.seed=1"):
         doctor(None, ["run.seed=1"])
     assert next(doctor("")).state == "error"
 
