@@ -28,6 +28,7 @@ from accelerate.utils import (
 
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed import fsdp, zero
+from llmtrain.distributed.attempts import meet_anew
 from llmtrain.distributed.engine import Engine, TorchEngine
 from llmtrain.distributed.fsdp import Sharding
 from llmtrain.distributed.launch import family
@@ -93,6 +94,7 @@ def make_accelerator(
     DeepSpeed cannot work.
     """
     timeout = timedelta(minutes=distributed.timeout_minutes)
+    meet_anew(timeout)
     # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
     # beats `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
     common = {

@@ -1,0 +1,34 @@
+"""The second attempt of a launcher (`--max_restarts`) meets at a place of its own.
+
+torch 2.13 gives the ranks of every attempt the one store that its launcher keeps. The addresses of
+the attempt before still stand in it, so a rank that is early calls a process that is dead, and the
+attempts are used up one by one. Rank 0 therefore opens a store for this attempt alone, and says in
+the launcher's where it is.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+_opened: list[TCPStore] = []  # rank 0's: they live as long as its process
+
+
+def meet_anew(timeout: timedelta) -> None:
+    """In a restarted rank, before the process group is made: change where MASTER_PORT leads.
+
+    timeout: for the wait for rank 0. Raises torch's DistError if it does not come.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Without the launcher's store, rank 0 opens one for each attempt anyway.
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kept = TCPStore(address, port, is_master=False, timeout=timeout)
+    said = PrefixStore(f"llmtrain/attempt-{attempt}", kept)
+    if os.environ["RANK"] == "0":
+        _opened.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        said.set("port", str(_opened[-1].port))
+    os.environ["MASTER_PORT"] = said.get("port").decode()
