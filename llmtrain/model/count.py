@@ -84,13 +84,20 @@ def _count(
     freezing.freeze(whole, freeze)
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     number = len(blocks(whole))
-
-    def run(count: int) -> Saved:
-        described = _shortened(model_config, number, count)
-        return _run(described, frozen, seq_len, arithmetic, checkpointing)
-
     short = number > 2 and _alike(model_config, blocks(whole))
-    body = _prolonged(run(1), run(2), number) if short else run(number)
+    name = _attention_name(_shortened(model_config, number, 1 if short else number), seq_len)
+
+    def run(count: int, *, back: bool) -> Saved:
+        described = _shortened(model_config, number, count)
+        with _fake_tensors():
+            model = _model(described, arithmetic, name, frozen)
+            recompute.apply(model, checkpointing)
+            return _watched(model, seq_len, arithmetic, back=back)
+
+    if short:
+        body = _prolonged(run(1, back=False), run(2, back=True), number)
+    else:
+        body = run(number, back=True)
     head = whole.get_output_embeddings()
     if arithmetic == "autocast" and isinstance(head, nn.Linear):
         return replace(body, casts=body.casts + _BF16_BYTES * head.weight.numel())
@@ -110,33 +117,43 @@ def _prolonged(one: Saved, two: Saved, number: int) -> Saved:
     )
 
 
-def _run(
-    described: Any, frozen: set[str], seq_len: int, arithmetic: str, checkpointing: str
-) -> Saved:
+def _attention_name(described: Any, seq_len: int) -> str:
+    with _fake_tensors():
+        return attention.install_on_fake(_built(described, torch.float32), seq_len)
+
+
+def _built(described: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Not in fp32 and then `.to(bf16)`: fake parameters would keep their type."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        described, dtype=dtype, trust_remote_code=False
+    )
+    return model
+
+
+def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
+    """As a run trains it. name: of its attention · frozen: names of parameters."""
+    model = _built(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
+    if name == attention.NAME:
+        model.set_attn_implementation(name)
+    for of, parameter in model.named_parameters():
+        parameter.requires_grad = of not in frozen
+    return model.train()
+
+
+def _watched(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:
     """Run the decoder without its head, and look at what its graph keeps alive.
 
     Then run it back, but to the first block's input alone: gradients of weights do not grow with
     the tokens, and are planned elsewhere.
     """
-    dtype = torch.bfloat16 if arithmetic == "bf16" else torch.float32
-    with _fake_tensors():
-        # Not .to(bf16) afterwards: fake parameters would keep their type.
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            described, dtype=dtype, trust_remote_code=False
-        )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = name not in frozen
-        attention.install_on_fake(model, seq_len)
-        recompute.apply(model, checkpointing)
-        model.train()
-        live = _Live(model)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
-        with live, _Accelerator(), live.watching(blocks(model)):
-            with autocast:
-                root, width = _forward(model, seq_len)
-                casts = live.casts()  # before autocast drops its cache
-            once, of_blocks = live.kept()
-            recomputed = live.most(lambda: _backward(root, width, live.first))
+    live = _Live(model)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
+    with live, _Accelerator(), live.watching(blocks(model)):
+        with autocast:
+            root, like = _forward(model, seq_len)
+            casts = live.casts()  # before autocast drops its cache
+        once, of_blocks = live.kept()
+        recomputed = live.most(lambda: _backward(root, like, live.first)) if back else 0
     return Saved(of_blocks, once, recomputed, casts)
 
 
@@ -153,7 +170,7 @@ def _forward(model: PreTrainedModel, seq_len: int) -> tuple[Node | None, Tensor]
 def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> None:
     if root is not None and first is not None:
         gradient = torch.empty(like.shape, dtype=like.dtype)
-        torch.autograd.grad(GradientEdge(root, 0), first, gradient)
+        torch.autograd.grad(GradientEdge(root, 0), first, gradient, allow_unused=True)
 
 
 @contextmanager
