@@ -15,6 +15,8 @@ unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 # a machine with several networks, or a name that means 127.0.1.1, the answer is wrong.
 export PET_LOCAL_ADDR=$SLURMD_NODENAME
 is_host=$([ "$SLURMD_NODENAME" = "$first" ] && echo 1 || echo 0)
+# accelerate passes the address on for several nodes only; one would meet at a port all jobs share.
+export PET_RDZV_ENDPOINT=$first:$port
 # torch 2.13 keeps the addresses of ranks for the next attempt, which then calls dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.ranks import ROOT, Server, until
-from helpers.slurm import NODES, Slurm
+from helpers.slurm import NODES, STALE, Slurm
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
 SLURM = ROOT / "scripts" / "slurm"
@@ -185,3 +185,27 @@ def test_every_node_is_given_the_name_of_the_first(slurm: Slurm, tmp_path: Path)
     assert f"{NODES[0]} {port} 1 " in started
     assert started.endswith("config.yaml run.seed=7")
     assert "--kill-on-bad-exit=1" in started
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_launcher_is_told_where_all_meet_and_nothing_of_other_launchers(
+    tmp_path: Path, nodes: int
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\necho "$*"\nenv\n')
+    python.chmod(0o755)
+    job = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NODEID": "0", "SLURMD_NODENAME": "node7"}
+    arguments = [str(python), "launch.yaml", "node7", "12345", "8", "logs", "run.yaml"]
+    started = subprocess.run(
+        ["bash", str(SLURM / "node.sh"), *arguments],
+        env={"PATH": os.environ["PATH"], **STALE, **job},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, *env = started.stdout.splitlines()
+    assert f"--num_machines {nodes} --num_processes {nodes * 8} " in command
+    assert "--rdzv_backend c10d --rdzv_conf is_host=1 --max_restarts 3" in command
+    assert "PET_RDZV_ENDPOINT=node7:12345" in env  # with one node accelerate passes no address on
+    assert "PET_LOCAL_ADDR=node7" in env
+    assert not {one.partition("=")[0] for one in env} & set(STALE)
