@@ -9,13 +9,14 @@ data that failed) is told to it as an overflow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from llmtrain.distributed import zero_state
 from llmtrain.distributed.engine import not_finite
@@ -35,6 +36,8 @@ class DeepSpeedEngine:
         named = zero_state.before(model, optimizer)
         self._engine: Any = self._accelerator.prepare(module, optimizer)[0]
         self._zero = self._engine.optimizer  # DeepSpeed's, around ours
+        if zero_state.kind(self._zero) == "partitions":
+            gather_unseen(self._zero.parameter_offload)
         self._held = zero_state.after(named, self._zero)
         for group in self._zero.optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -102,6 +105,25 @@ class DeepSpeedEngine:
     def optimizer_steps(self) -> int:
         """As Engine.optimizer_steps."""
         return zero_state.optimizer_steps(self._zero)
+
+
+def gather_unseen(offload: Any) -> None:
+    """Hide what stage 3 does around a module from what records or replays the module's operations.
+
+    Selective activation checkpointing counts every operation of a block, and the second forward
+    gathers otherwise than the first. offload: DeepSpeed's, whose hooks look these functions up.
+    """
+    for when in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward"):
+        name = f"{when}_function"
+        setattr(offload, name, _unseen(getattr(offload, name)))
+
+
+def _unseen(function: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
+    def hidden(module: nn.Module) -> None:
+        with _disable_current_modes():
+            function(module)
+
+    return hidden
 
 
 @contextmanager

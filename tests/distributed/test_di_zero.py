@@ -18,6 +18,7 @@ from helpers.zero import Case
 ZEROS = ("zero1", "zero2", "zero3", "zero3_offload")
 FACTORS = (0.1, 1.0, 0.0, 0.5, 1.0, 0.25)
 MODELS = ("tied", "odd", "frozen")
+RECOMPUTED = ("full", "selective")
 WHY = ("gradient", "loss", "data", "tokens")
 
 PAIR = {
@@ -25,6 +26,7 @@ PAIR = {
     **{("micro 4", name): Case(name) for name in ("zero1", "zero2", "zero3")},
     **{("micro 1", name): Case(name, micro=1) for name in ZEROS},
     **{("bf16", name): Case(name, "bf16") for name in ZEROS},
+    **{(how, "zero3"): Case("zero3", micro=2, checkpointing=how) for how in RECOMPUTED},
     **{("frozen", name): Case(name, model="frozen", micro=2, max_grad_norm=None) for name in ZEROS},
 }
 SKIPS = {
@@ -151,6 +153,12 @@ def test_di_33_frozen_parameters_have_no_moments_and_the_same_losses(
 ) -> None:
     same(pair["frozen", strategy], zero.reference(PAIR["frozen", strategy]))
     assert pair["frozen", strategy]["other_moments"] == []
+
+
+@pytest.mark.parametrize("how", RECOMPUTED)
+def test_blocks_that_are_computed_again_are_gathered_again(pair: Results, how: str) -> None:
+    """Selective checkpointing would count what DeepSpeed does in between as the block's own."""
+    same(pair[how, "zero3"], zero.reference(Case()))
 
 
 def test_the_limit_is_below_every_norm_here_so_that_all_but_the_frozen_cases_are_clipped() -> None:

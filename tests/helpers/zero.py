@@ -28,7 +28,7 @@ from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed import state
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.model import attention
+from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import Run
@@ -62,6 +62,7 @@ class Case:
     evaluate: bool = False
     discard: bool = False
     fused: bool = True
+    checkpointing: str = "none"
 
 
 def run(server: Server, folder: Path, world_size: int, cases: Sequence[Case], **env: str) -> Any:
@@ -124,6 +125,7 @@ def train(case: Case) -> dict[str, Any]:
     engine, ranks = launched.engine, launched.ranks
     bare = build(case.model)
     attention.install(bare, uneven.SEQ_LEN)
+    recompute.apply(bare, case.checkpointing)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE), fused=case.fused)
     spec = state.spec(bare, optimizer, 1 << 30)
     prepared = engine.prepare(LossModule(bare), bare, optimizer)

@@ -101,6 +101,11 @@ def test_the_names_are_those_of_the_installed_deepspeed() -> None:
             "def _lazy_init_hp_params_optimizer_state(",
             "self.single_partition_of_fp32_groups",
         ),
+        "zero/parameter_offload.py": (
+            "self.pre_sub_module_forward_function(",
+            "self.post_sub_module_forward_function(",
+            "self.pre_sub_module_backward_function(",
+        ),
         "bf16_optimizer.py": (
             "def clear_hp_grads(",
             "def clear_lp_grads(",
