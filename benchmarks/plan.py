@@ -62,12 +62,12 @@ def config(name: str) -> Config:
     )
 
 
-def plans() -> Iterator[tuple[str, Plan]]:
+def plans(names: Sequence[str] = tuple(PLACES)) -> Iterator[tuple[str, Plan]]:
     """Each model on each of its places."""
-    for name, places in PLACES.items():
+    for name in names:
         asked = config(name)
         model = described(asked)
-        for devices, gib, nodes in places:
+        for devices, gib, nodes in PLACES[name]:
             hardware = Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
             yield name, reckon(asked, model, hardware, assumed=True)
 

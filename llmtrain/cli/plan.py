@@ -92,7 +92,8 @@ def _asked(found: Plan) -> Iterator[str]:
 
 def _memory(found: Plan) -> Iterator[str]:
     """Of one device. Small models in MiB."""
-    most = max(one.memory.total_bytes for one in found.choice.candidates)
+    plans = [one.memory for one in found.choice.candidates]
+    most = max(one.total_bytes - one.parts["reserve"] for one in plans)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     yield f"{unit:<{_NAME}}" + "".join(f"{word:>8}" for word in [*_PARTS.values(), "total"])
     for one in found.choice.candidates:
@@ -129,8 +130,8 @@ def _outcome(found: Plan) -> Iterator[str]:
         return
     yield from _labelled("keys", _keys(chosen.layout))
     host, there = chosen.memory.host_bytes, found.hardware.host_bytes
-    known = "" if there is None else f" of {there / 2**30:.1f}"
-    yield from _labelled("host", f"{host / 2**30:.1f}{known} GiB of memory on each node")
+    known = "" if there is None else f", of {gib(there)}"
+    yield from _labelled("host", f"{gib(host)} of memory on each node{known}")
 
 
 def _keys(layout: Layout) -> str:
