@@ -199,7 +199,7 @@ def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
     if arithmetic == "autocast":
         return max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs)
     size = _compute_bytes(work.precision)
-    return max(12 * logits, size * (logits + shape.head + inputs))
+    return max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
