@@ -68,7 +68,12 @@ class Case:
 def run(server: Server, folder: Path, world_size: int, cases: Sequence[Case], **env: str) -> Any:
     """What each case came to, on `world_size` processes; fails with the ranks' output."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = [asdict(case) | {"port": free_port()} for case in cases]
+    ports: set[int] = (
+        set()
+    )  # of a port that comes again, ranks may find the store of the case before
+    while len(ports) < len(cases):
+        ports.add(free_port())
+    told = [asdict(case) | {"port": port} for case, port in zip(cases, ports, strict=True)]
     (folder / "cases.json").write_text(json.dumps(told))
     codes = server.run(["call", "helpers.zero", "train_all", str(folder)], world_size, folder, env)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()[-6000:]
