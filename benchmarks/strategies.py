@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -112,6 +113,7 @@ def _rank(rank: int, processes: int, port: str, work: Callable[[Path], None], ou
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    warnings.simplefilter("ignore")  # the table is what is printed
     torch.set_num_threads(1)
     code = 1
     try:
@@ -141,8 +143,9 @@ def measure(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
         output = folder / f"{number}.json"
         launch(case.processes, lambda path, case=case: train(case, path), output)
         key = (case.model, case.precision)
-        expected = references.setdefault(key, reference(*key))
-        found.append(compared(case, json.loads(output.read_text())["steps"], expected))
+        if key not in references:
+            references[key] = reference(*key)
+        found.append(compared(case, json.loads(output.read_text())["steps"], references[key]))
         print(line(found[-1]), flush=True)
     return found
 

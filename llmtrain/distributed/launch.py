@@ -38,17 +38,15 @@ _PLAIN = "a plain launch, which leaves every strategy open (accelerate_configs/d
 _WHERE = "the launch"
 
 
-def check_environment(env: Mapping[str, str], config: Config, processes: int | None = None) -> None:
+def check_environment(env: Mapping[str, str], config: Config) -> None:
     """Refuse an environment that cannot lead to the run that was asked for.
 
-    processes: what `--processes` asked for, if it did. Before torch is imported, and once: an
-    `Accelerator` writes ACCELERATE_USE_FSDP and _DEEPSPEED into the environment.
-    Raises UserError with every problem.
+    Before torch is imported, and once: an `Accelerator` writes ACCELERATE_USE_FSDP and _DEEPSPEED
+    into the environment. Raises UserError with every problem.
     """
-    started_wrong = launcher_problems(env)
-    problems = [*started_wrong, *_asked(env, processes)]
-    if not started_wrong:  # else the number of processes is not to be trusted
-        problems += [*unsupported(env, world_size(env)), *contradictions(env, config)]
+    problems = launcher_problems(env)
+    if not problems:  # else the number of processes is not to be trusted
+        problems = [*unsupported(env, world_size(env)), *contradictions(env, config)]
     if problems:
         raise UserError(*problems, where=_WHERE)
 
@@ -143,12 +141,6 @@ def contradictions(env: Mapping[str, str], config: Config) -> Iterator[Problem]:
         case None:
             pass
     yield from check_batch(config, world_size(env))
-
-
-def _asked(env: Mapping[str, str], processes: int | None) -> Iterator[Problem]:
-    if processes is not None and processes != world_size(env):
-        expected = f"{world_size(env)}, the number of processes that were started (WORLD_SIZE)"
-        yield Problem("--processes", processes, expected)
 
 
 def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:

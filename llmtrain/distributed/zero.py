@@ -143,9 +143,9 @@ def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
 
 def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iterator[Problem]:
     """What keeps DeepSpeed's Adam for host memory from being built. directory: of extensions."""
-    compiler = env.get("CXX", "g++")
+    compiler = env.get("CXX", "c++")  # as torch chooses it
     for program, remedy in (
-        (compiler, "install g++ (or set CXX)"),
+        (compiler, "install g++, which brings c++ (or set CXX)"),
         ("ninja", "pip install ninja, and have its directory on PATH"),
     ):
         if shutil.which(program, path=env.get("PATH")) is None:

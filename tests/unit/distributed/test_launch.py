@@ -84,9 +84,9 @@ REFUSED = {
 }
 
 
-def refused(env, config, processes=None) -> dict[str, str]:
+def refused(env, config) -> dict[str, str]:
     with pytest.raises(UserError) as caught:
-        check_environment(env, config, processes)
+        check_environment(env, config)
     return {problem.key: str(problem) for problem in caught.value.problems}
 
 
@@ -105,13 +105,6 @@ def test_the_simple_launcher_is_told_with_what_starts_two(tmp_path):
     found = refused(REFUSED["--cpu --num_processes 2"][0], loaded(tmp_path))
     assert "started one" in found["MASTER_ADDR"]
     assert "accelerate_configs/cpu.yaml" in found["MASTER_ADDR"]
-
-
-def test_processes_are_those_that_were_asked_for(tmp_path):
-    config = loaded(tmp_path)
-    check_environment(TORCHRUN, config, 2)
-    check_environment({}, config, 1)
-    assert "--processes" in refused(TORCHRUN, config, 3)
 
 
 @pytest.mark.parametrize(

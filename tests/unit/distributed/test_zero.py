@@ -101,7 +101,7 @@ def test_di_22_offload_without_compiler_and_ninja_names_both(
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UserError) as raised:
         make("zero3_offload", cpu=False)
-    assert [problem.key for problem in raised.value.problems] == ["g++", "ninja"]
+    assert [problem.key for problem in raised.value.problems] == ["c++", "ninja"]
     assert "pip install ninja" in str(raised.value)
 
 
