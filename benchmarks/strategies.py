@@ -114,7 +114,6 @@ def _rank(rank: int, processes: int, port: str, work: Callable[[Path], None], ou
             del os.environ[name]
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     warnings.simplefilter("ignore")  # the table is what is printed
-    torch.set_num_threads(1)
     code = 1
     try:
         work(out)
@@ -174,6 +173,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--only", default="", help="strategies to run, separated by commas")
     asked = parser.parse_args()
+    torch.set_num_threads(1)  # as the ranks; threads that wait would take the cores from them
     only = asked.only.split(",") if asked.only else []
     with tempfile.TemporaryDirectory() as name:
         found = measure([one for one in CASES if not only or one.strategy in only], Path(name))

@@ -115,19 +115,27 @@ def test_nothing_pickled_is_written_or_read():
     assert found == []
 
 
-def test_each_of_the_42_failures_seen_elsewhere_is_a_test():
-    """`test_df_NN_…` says in its name what other libraries did to a stream of data."""
+@pytest.mark.parametrize(("kind", "count"), [("df", 42), ("di", 34)])
+def test_each_failure_seen_elsewhere_is_a_test(kind, count):
+    """`test_df_NN_…` says what other libraries did to a stream of data, `di` to many processes."""
     found = [
         node.name
         for path in (ROOT / "tests").rglob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
     ]
-    numbers = {int(match[1]) for name in found if (match := re.match(r"test_df_(\d\d)_\w", name))}
-    assert numbers == set(range(1, 43))
+    numbers = {int(one) for name in found for one in re.findall(rf"_{kind}_(\d\d)_", name)}
+    assert numbers == set(range(1, count + 1))
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/data.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+    ],
+)
 def test_files_that_a_page_names_are_there(page):
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
