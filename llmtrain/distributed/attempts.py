@@ -14,6 +14,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 _opened: list[TCPStore] = []  # rank 0's: they live as long as its process
+_met: set[str] = set()  # attempts whose MASTER_PORT is changed already
 
 
 def meet_anew(timeout: timedelta) -> None:
@@ -23,12 +24,17 @@ def meet_anew(timeout: timedelta) -> None:
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Without the launcher's store, rank 0 opens one for each attempt anyway.
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    if (
+        attempt == "0"
+        or attempt in _met
+        or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    ):
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kept = TCPStore(address, port, is_master=False, timeout=timeout)
-    said = PrefixStore(f"llmtrain/attempt-{attempt}", kept)
+    launchers = TCPStore(address, port, is_master=False, timeout=timeout)
+    said = PrefixStore(f"llmtrain/attempt-{attempt}", launchers)
     if os.environ["RANK"] == "0":
         _opened.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
         said.set("port", str(_opened[-1].port))
     os.environ["MASTER_PORT"] = said.get("port").decode()
+    _met.add(attempt)

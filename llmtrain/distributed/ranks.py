@@ -68,12 +68,7 @@ class Group:
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
         """Say whether this rank failed, and hear who did."""
-        said = b"" if error is None else json.dumps(asdict(failure(self.rank, error))).encode()
-        heard = self.gather(len(said).to_bytes(8, "little") + said + body)
-        ballots = [_split(ballot) for ballot in heard]
-        failed = [json.loads(said) for said, _ in ballots if said]
-        failed = json.loads(self.broadcast(json.dumps(failed).encode()))
-        return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
+        return vote(self, error, body)
 
     def highest(self, value: int) -> int:
         """The largest number that any rank says."""
@@ -104,6 +99,16 @@ def _bytes(data: torch.Tensor) -> bytes:
 def _split(ballot: bytes) -> tuple[bytes, bytes]:
     size = int.from_bytes(ballot[:8], "little")
     return ballot[8 : 8 + size], ballot[8 + size :]
+
+
+def vote(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
+    """`Ranks.vote`, of what gathers and broadcasts."""
+    said = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
+    heard = ranks.gather(len(said).to_bytes(8, "little") + said + body)
+    ballots = [_split(ballot) for ballot in heard]
+    failed = [json.loads(said) for said, _ in ballots if said]
+    failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
+    return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
 
 
 def agreed(ranks: Ranks, work: Callable[[], T]) -> T:

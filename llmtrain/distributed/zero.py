@@ -108,8 +108,7 @@ def make(
     from transformers.integrations import unset_hf_deepspeed_config
 
     cpu = bool(common.pop("cpu"))
-    if problems := list(missing(strategy, cpu=cpu)):
-        raise UserError(*problems, where=f"distributed.strategy {strategy}")
+    refuse(strategy, cpu=cpu)
     # With it accelerate drops DeepSpeed and trains plain DDP.
     os.environ.pop("ACCELERATE_USE_CPU", None)
     for name in [one for one in os.environ if one.startswith(_YAML)]:
@@ -124,6 +123,12 @@ def make(
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group], **common)
     unset_hf_deepspeed_config()
     return accelerator
+
+
+def refuse(strategy: str, *, cpu: bool) -> None:
+    """Raise UserError, with every problem, where DeepSpeed could not work on this machine."""
+    if problems := list(missing(strategy, cpu=cpu)):
+        raise UserError(*problems, where=f"distributed.strategy {strategy}")
 
 
 def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +32,10 @@ from llmtrain.config.meaning import binding_values, changes, config_digest_value
 from llmtrain.config.schema import Config
 from llmtrain.distributed import accelerator as launching
 from llmtrain.distributed import state as tensors
+from llmtrain.distributed import zero
 from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.launch import family, verify_launch
+from llmtrain.distributed.meeting import meet
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
@@ -46,7 +51,7 @@ from llmtrain.training.rng import States
 from llmtrain.training.shared import check_shared
 from llmtrain.training.stop import Signals
 from llmtrain.training.trial import discarded_pass, fitting_micro_batch
-from llmtrain.types import Spec
+from llmtrain.types import Ranks, Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
+_SAME_MEMORY = "distributed.device_memory_gb=N, the smallest of the devices, plans alike on all"
 _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
 
 
@@ -110,19 +116,17 @@ def start_processes(
     # Read before the group is there; rank 0 writes it only at the end of the start.
     frozen = Auto(run_directory(config), "").run.get("precision")
     precision, why = (frozen, "as this run began") if frozen else _precision(config)
-    planned = plan_start(config, run_directory(config), precision)
+    versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with signals.alone(lambda reason: journal.end("stopped", 0, reason)):
+        meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
+        planned = agreed(meeting, lambda: _planned(config, precision, meeting.rank))
+        _same_everywhere(config, meeting, planned, {"precision": precision, **versions})
         launched = _launched(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
     check_shared(run_directory(config), ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
-    versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
-    memory_gb = round(planned.hardware.device_bytes / 2**30, 1)
-    facts = {"precision": precision, "distributed.device_memory_gb": str(memory_gb), **versions}
-    layout = {key: str(value) for key, value in asdict(planned.layout).items()}
-    _same_everywhere(config, ranks, layout | facts)
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(run_directory(config), kind)
     anew = bool(auto.launches) and kind not in auto.launches
@@ -238,14 +242,38 @@ def _verify(config: Config, launched: Launched) -> None:
         raise UserError(*problems)
 
 
-def _same_everywhere(config: Config, ranks: ControlGroup, facts: dict[str, str]) -> None:
-    """Refuse ranks that were started with another config or other versions."""
-    mine = {**{key: str(value) for key, value in config_digest_values(config).items()}, **facts}
+def _planned(config: Config, precision: str, rank: int) -> Planned:
+    """What this machine can do: another rank's may have less memory, or no DeepSpeed."""
+    try:
+        planned = plan_start(config, run_directory(config), precision)
+        strategy = planned.layout.strategy
+        if family(strategy) == "zero":
+            zero.refuse(strategy, cpu=planned.hardware.cpu)
+    except UserError as error:
+        if rank == 0:
+            raise
+        who = f"rank {rank} ({socket.gethostname()})"  # rank 0 speaks for it
+        raise UserError(*error.problems, where=f"{who}: {error.where}") from error
+    return planned
+
+
+def _same_everywhere(
+    config: Config, ranks: Ranks, planned: Planned, versions: Mapping[str, str]
+) -> None:
+    """Refuse ranks with another config, other versions, another device or another plan."""
+    layout = {key: str(value) for key, value in asdict(planned.layout).items()}
+    values = {key: str(value) for key, value in config_digest_values(config).items()}
+    mine = {**values, **layout, **versions, "device": planned.hardware.device or "cpu"}
     bodies = [json.loads(body) for body in ranks.gather(json.dumps(mine).encode())]
 
     def compare() -> None:
         problems = [
-            Problem(f"{key} on rank {rank}", other.get(key), f"{value}, as on rank 0")
+            Problem(
+                f"{key} on rank {rank}",
+                other.get(key),
+                f"{value}, as on rank 0",
+                _SAME_MEMORY if key in layout else "",
+            )
             for rank, other in enumerate(bodies)
             for key, value in mine.items()
             if other.get(key) != value
