@@ -15,7 +15,7 @@ quickstart: $(VENV)/installed  ## train on the built-in sample with two processe
 	@$(BIN)/llmtrain quickstart
 
 test: $(VENV)/installed-dev  ## the test suite
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
 	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile sweep \
