@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 # What a launch file may say otherwise than it is done here: (key, what it says, what is done).
 _OVERRULED = (
-    ("cpu_ram_efficient_loading", "true", "every rank builds the model from the same seed"),
+    ("cpu_ram_efficient_loading", "true", "rank 0 builds the model and sends each rank its part"),
     ("activation_checkpointing", "true", "model.activation_checkpointing decides"),
     ("auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
     ("auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
