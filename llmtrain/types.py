@@ -119,15 +119,6 @@ class ModelShape:
         """Those with gradients."""
         return sum(math.prod(one.shape) for one in self.parameters if one.trainable)
 
-    @property
-    def largest_block(self) -> int:
-        """Parameters of the largest repeated block."""
-        sizes = dict.fromkeys(range(self.blocks), 0)
-        for one in self.parameters:
-            if one.block is not None:
-                sizes[one.block] += math.prod(one.shape)
-        return max(sizes.values(), default=0)
-
 
 @dataclass(frozen=True, slots=True)
 class Saved:

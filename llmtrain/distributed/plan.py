@@ -29,12 +29,13 @@ FSDP = ("fsdp2", "hsdp", "fsdp2_offload")
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 OFFLOADS = ("fsdp2_offload", "zero3_offload")
 
-# DeepSpeed reduces gradients in buckets of so many elements at most (`distributed.zero`).
+# DeepSpeed's own, in elements, which `distributed.zero` never goes above: reduce_bucket_size and
+# stage3_prefetch_bucket_size.
 LARGEST_BUCKET = 500_000_000
-# What ZeRO-3 does where its config says nothing: smaller parameters stay whole once they were
-# gathered, and so many elements are gathered ahead.
-PERSISTENT = 100_000
 AHEAD = 50_000_000
+# What ZeRO-3 does where its config says nothing: smaller parameters stay whole once they were
+# gathered.
+PERSISTENT = 100_000
 _GIB = 2**30
 _CONTEXT = 1.0  # GiB that CUDA and NCCL take before the first tensor
 _COMMUNICATOR = 0.3  # GiB for each further group of ranks

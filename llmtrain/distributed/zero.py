@@ -24,11 +24,10 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch.utils import cpp_extension
 
+from llmtrain.distributed.plan import AHEAD, LARGEST_BUCKET
 from llmtrain.errors import Problem, UserError
 
-_BUCKET = 500_000_000  # elements; DeepSpeed's own reduce_bucket_size
 _LIVE = 1_000_000_000  # elements; DeepSpeed's own stage3_max_live_parameters
-_AHEAD = 50_000_000  # elements; DeepSpeed's own stage3_prefetch_bucket_size
 _BUILD_SECONDS = 600.0  # a build of an extension takes one minute; other nodes' are not seen here
 _YAML = "ACCELERATE_DEEPSPEED_"  # what accelerate makes of `deepspeed_config:` in its YAML
 _ADAM = "cpu_adam"
@@ -56,16 +55,16 @@ def config(
     largest_block: int,
     cpu: bool,
 ) -> dict[str, Any]:
-    """DeepSpeed's config. largest_block: elements of the model's largest block, 0 if unknown."""
+    """DeepSpeed's config. largest_block: elements (`plan.largest_block`), 0 if unknown."""
     asked = zero(strategy)
     optimization: dict[str, Any] = {
         "stage": asked.stage,
-        "reduce_bucket_size": min(_BUCKET, 2 * largest_block) or _BUCKET,
+        "reduce_bucket_size": min(LARGEST_BUCKET, 2 * largest_block) or LARGEST_BUCKET,
         "stage3_gather_16bit_weights_on_model_save": False,
     }
     if asked.stage == 3:
         optimization["stage3_max_live_parameters"] = min(_LIVE, 2 * largest_block) or _LIVE
-        optimization["stage3_prefetch_bucket_size"] = min(_AHEAD, 2 * largest_block) or _AHEAD
+        optimization["stage3_prefetch_bucket_size"] = min(AHEAD, 2 * largest_block) or AHEAD
     if asked.offload:
         host = {"device": "cpu", "pin_memory": not cpu}
         optimization |= {"offload_optimizer": host, "offload_param": host}

@@ -1,4 +1,7 @@
-"""What a process holds at its highest: on a GPU what torch allocated, on a CPU resident memory."""
+"""What a process holds at its highest, and what a host has for all of them.
+
+On a GPU that is what torch allocated, on a CPU resident memory.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _REFERENCES = Path("/proc/self/clear_refs")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 _RESET_PEAK = "5"  # proc(5): sets the peak of the resident set to what it is now
 
 
@@ -38,3 +43,27 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or what its control groups leave to this process of it."""
+    import psutil
+
+    there = int(psutil.virtual_memory().total)
+    limit = limit_bytes()
+    return there if limit is None else min(there, limit)
+
+
+def limit_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int | None:
+    """The memory that this process's control groups leave it; None = no limit is known."""
+    if not own.is_file():
+        return None
+    paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
+    limits = []
+    for path in paths:
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            file = place / "memory.max"
+            if file.is_file() and (text := file.read_text().strip()).isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)

@@ -36,7 +36,6 @@ _COMPILE_SECONDS = 60
 _OFFLOAD = "zero3_offload"
 _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int> v; return 0; }\n"
 SHARED_MEMORY = Path("/dev/shm")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +165,10 @@ def memory(_case: Case) -> Verdict:
     """Of the host, or what this process may use of it."""
     import psutil
 
+    from llmtrain.metrics.memory import host_bytes
+
     there = psutil.virtual_memory()
-    limit = limit_bytes()
-    total = min(there.total, limit or there.total)
+    total = host_bytes()
     available = min(there.available, total)
     found = f"{size(available)} of {size(total)} available"
     if total < there.total:
@@ -176,21 +176,6 @@ def memory(_case: Case) -> Verdict:
     if available < _LEAST_MEMORY:
         return warning(found, "end other programs: each rank takes about 1 GiB for libraries alone")
     return ok(found)
-
-
-def limit_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The memory that this process's control groups leave it; None = no limit is known."""
-    if not own.is_file():
-        return None
-    paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
-    limits = []
-    for path in paths:
-        folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            file = place / "memory.max"
-            if file.is_file() and (text := file.read_text().strip()).isdigit():
-                limits.append(int(text))
-    return min(limits, default=None)
 
 
 def limits(case: Case) -> Verdict:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -185,9 +184,10 @@ def _described(config: Config, run_dir: Path) -> Described:
     from llmtrain.model.freeze import freeze
     from llmtrain.model.shape import on_meta
     from llmtrain.training.optimizer import make_optimizer
-    from llmtrain.training.planning import stored_config
+    from llmtrain.training.planning import config_of_newest_checkpoint, own_tokens
 
-    tokens, found = _tokens(config, run_dir), stored_config(config, run_dir)
+    tokens = own_tokens(config, run_dir) or _from_elsewhere(config)
+    found = config_of_newest_checkpoint(config, run_dir)
     if found is None:
         if config.model.from_:
             resolve_revision(config.model.from_, config.model.revision)
@@ -208,29 +208,14 @@ def _described(config: Config, run_dir: Path) -> Described:
     )
 
 
-def _tokens(config: Config, run_dir: Path) -> SpecialTokens:
-    """Of the run's own tokenizer, of the one that exists, or of the one that it will train."""
-    from llmtrain.model.tokenizer import SpecialTokens, special_tokens
+def _from_elsewhere(config: Config) -> SpecialTokens:
+    """Of a tokenizer that is saved as a start would save it."""
+    from llmtrain.model.tokenizer import save_tokenizer, special_tokens
 
-    if (run_dir / "auto.json").exists():  # else what lies there is of a start that was refused
-        return special_tokens(run_dir / "tokenizer")
-    asked = config.model.tokenizer
-    if isinstance(asked, TrainTokenizer):
-        return SpecialTokens(asked.train, 0, 0, 0)  # its one special token is its first entry
+    asked, model = str(config.model.tokenizer), config.model
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        _save_tokenizer(config, Path(folder))
+        if asked == "auto":
+            save_tokenizer(str(model.from_), model.revision, Path(folder))
+        else:
+            save_tokenizer(asked, None, Path(folder))
         return special_tokens(Path(folder))
-
-
-def _save_tokenizer(config: Config, folder: Path) -> None:
-    from llmtrain.model.tokenizer import save_tokenizer
-
-    asked = str(config.model.tokenizer)
-    if asked == "sample":
-        sample = resources.files("llmtrain.data.sample")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_bytes((sample / name).read_bytes())
-    elif asked == "auto":
-        save_tokenizer(str(config.model.from_), config.model.revision, folder)
-    else:
-        save_tokenizer(asked, None, folder)

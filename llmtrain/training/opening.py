@@ -36,6 +36,7 @@ from llmtrain.distributed import zero
 from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.launch import family, verify_launch
 from llmtrain.distributed.meeting import meet
+from llmtrain.distributed.plan import largest_block
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
@@ -67,7 +68,8 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 class Processes:
     """The processes of this start, and what is frozen for them.
 
-    decided_anew: an earlier start had another number of processes or kind of device.
+    decided_anew: an earlier start had another number of processes or kind of device, or froze
+    what does not fit any more.
     """
 
     launched: Launched
@@ -129,7 +131,9 @@ def start_processes(
     run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(run_directory(config), kind)
-    anew = bool(auto.launches) and kind not in auto.launches
+    anew = planned.decided_anew or (bool(auto.launches) and kind not in auto.launches)
+    for key in FROZEN if planned.decided_anew else ():
+        auto.launch.pop(key, None)
     auto.run.setdefault("precision", precision)
     for key in FROZEN[1:]:  # the micro-batch is tried on the device first
         auto.launch.setdefault(key, getattr(planned.layout, key))
@@ -224,7 +228,7 @@ def _launched(config: Config, planned: Planned, precision: str) -> Launched:
         precision,
         config.distributed,
         max_grad_norm=config.training.max_grad_norm,
-        largest_block=planned.shape.largest_block,
+        largest_block=largest_block(planned.shape),
         fsdp_sync=layout.fsdp_sync,
     )
 

@@ -31,10 +31,12 @@ from llmtrain.distributed.plan import (
     arithmetic_of,
     memory,
 )
-from llmtrain.distributed.remedies import gib
+from llmtrain.distributed.remedies import gib, missing
 from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
+from llmtrain.distributed.strategy import described as layout_in_words
 from llmtrain.errors import Problem, UserError
-from llmtrain.model.build import model_config
+from llmtrain.metrics.memory import host_bytes
+from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
@@ -58,13 +60,17 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a start takes. reason: of the strategy · memory: None where it could not be planned."""
+    """What a start takes. reason: of the layout · memory: None where it could not be planned.
+
+    decided_anew: what an earlier start of this kind froze does not fit any more.
+    """
 
     layout: Layout
     shape: ModelShape
     hardware: Hardware
     memory: MemoryPlan | None
     reason: str
+    decided_anew: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """For the `start` line."""
@@ -81,7 +87,7 @@ def described(config: Config, run_dir: Path | None = None) -> Described:
     run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
     model or tokenizer that cannot be read.
     """
-    found = stored_config(config, run_dir)
+    found = config_of_newest_checkpoint(config, run_dir)
     if found is None:
         found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
     counted: dict[tuple[str, str], Saved] = {}
@@ -101,9 +107,7 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
     """The devices that this start was given, or as `distributed.device_memory_gb` says."""
     world = int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
-    import psutil
-
-    host = psutil.virtual_memory().total
+    host = host_bytes()
     asked, cpu = config.distributed.device_memory_gb, on_cpu()
     if asked != "auto":
         device_bytes = int(asked * 2**30)
@@ -166,7 +170,7 @@ def _as_frozen(
     hardware: Hardware,
     run_dir: Path,
 ) -> Planned:
-    """What an earlier start of this kind froze counts, where the config leaves it open."""
+    """What an earlier start of this kind froze counts if it fits, where the config is silent."""
     layout = chosen.layout
     kind = launch_kind(layout.strategy, "cpu" if hardware.cpu else "cuda", hardware.devices)
     known = Auto(run_dir, kind).launch
@@ -185,7 +189,11 @@ def _as_frozen(
         arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
     )
     reckoned = memory(model.shape, saved, asked, layout, hardware)
-    return Planned(layout, model.shape, hardware, reckoned, reason)
+    before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
+    if lacking := missing(reckoned, hardware):
+        reason = f"{reason}; {before}, misses {gib(lacking)}"
+        return Planned(chosen.layout, model.shape, hardware, chosen.memory, reason, True)
+    return Planned(layout, model.shape, hardware, reckoned, before)
 
 
 def launch_kind(strategy: str, device: str, world_size: int) -> str:
@@ -211,31 +219,45 @@ def _unplanned(
     return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
 
 
-def stored_config(config: Config, run_dir: Path | None) -> Any:
-    """Of a run that began with weights from elsewhere: they may be gone by now."""
+def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
+    """Of a run that began with weights from elsewhere, which may be gone by now; else None.
+
+    A config that cannot be read is passed over: its checkpoint is verified and set aside later.
+    """
     if run_dir is None or config.model.from_ is None:
         return None
-    from transformers import AutoConfig
-
     root = run_dir / "checkpoints"
-    names = form.complete_names(root)
-    if not names:
-        return None
-    return AutoConfig.from_pretrained(root / names[0], trust_remote_code=False)
+    for name in form.complete_names(root):
+        try:
+            return stored_config(root / name)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            _log.warning(
+                "the model's config in %s is not what memory is planned by: %s", name, first
+            )
+    return None
 
 
-def _tokens(config: Config, run_dir: Path | None) -> SpecialTokens:
-    """The tokenizer's length and special tokens; only the length decides anything here."""
+def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
+    """Of the tokenizer that the run has, will train, or finds in this package; else None."""
     asked = config.model.tokenizer
     # Only then is it final: what a refused start left behind is deleted while ranks look.
     if run_dir is not None and (run_dir / "auto.json").exists():
         return special_tokens(run_dir / "tokenizer")
     if isinstance(asked, TrainTokenizer):
-        return SpecialTokens(asked.train, None, 0, None)
+        return SpecialTokens(asked.train, 0, 0, 0)  # its one special token is its first entry
     if asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")
         with importlib.resources.as_file(sample) as folder:
             return special_tokens(folder)
+    return None
+
+
+def _tokens(config: Config, run_dir: Path | None) -> SpecialTokens:
+    """The tokenizer's length and special tokens; only the length decides anything here."""
+    asked = config.model.tokenizer
+    if own := own_tokens(config, run_dir):
+        return own
     if asked == "auto":  # of model.from, whose config says how long it is
         return SpecialTokens(0, None, 0, None)
-    return special_tokens(asked)
+    return special_tokens(str(asked))

@@ -4,13 +4,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.on_paper import llama
 
 from llmtrain.distributed import zero
+from llmtrain.distributed.plan import AHEAD, LARGEST_BUCKET, bucket_elements, largest_block
 from llmtrain.errors import UserError
 
 
@@ -157,3 +160,16 @@ def test_a_young_lock_may_be_another_nodes(tmp_path: Path) -> None:
 
 def make(strategy: str, *, cpu: bool) -> None:
     zero.make(strategy, "fp32", timedelta(minutes=1), max_grad_norm=1.0, largest_block=0, cpu=cpu)
+
+
+def test_buckets_are_those_that_the_plan_reckons_with_where_no_block_repeats_too():
+    blocks = llama(64, 160, 2, 4, 4, 500)
+    none = replace(
+        blocks, blocks=0, parameters=tuple(replace(one, block=None) for one in blocks.parameters)
+    )
+    for shape in (blocks, none):
+        found = made("zero3", largest_block=largest_block(shape))["zero_optimization"]
+        assert found["reduce_bucket_size"] == bucket_elements(shape) < 500_000
+    large = made("zero3", largest_block=10**9)["zero_optimization"]
+    assert large["reduce_bucket_size"] == LARGEST_BUCKET
+    assert large["stage3_prefetch_bucket_size"] == AHEAD

@@ -144,20 +144,6 @@ def test_little_memory_is_a_warning(monkeypatch):
     assert machine.memory(case()).state == "warning"
 
 
-def test_the_smallest_limit_of_the_control_groups_above_counts(tmp_path):
-    root, own = tmp_path / "cgroup", tmp_path / "own"
-    (root / "slurm" / "job").mkdir(parents=True)
-    (root / "slurm" / "memory.max").write_text("2000000000\n")
-    (root / "slurm" / "job" / "memory.max").write_text("max\n")
-    own.write_text("0::/slurm/job\n")
-    assert machine.limit_bytes(root, own) == 2_000_000_000
-    (root / "slurm" / "job" / "memory.max").write_text("1000\n")
-    assert machine.limit_bytes(root, own) == 1000
-    own.write_text("0::/\n")
-    assert machine.limit_bytes(root, own) is None
-    assert machine.limit_bytes(root, tmp_path / "nothing") is None
-
-
 def test_a_low_limit_of_open_files_is_a_warning(limit):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limit(resource.RLIMIT_NOFILE, min(4096, hard))
