@@ -106,34 +106,30 @@ def make_accelerator(
     match family(strategy):
         case "ddp":
             accelerator = _replicated(distributed, timeout, common)
-            ranks = _control_group(accelerator, timeout)
-            engine: Engine = TorchEngine(accelerator, counts_gradients=ranks.rank == 0)
         case "fsdp":
             accelerator, sharding = _sharded(
                 strategy, precision, distributed, timeout, fsdp_sync, common
             )
-            ranks = _control_group(accelerator, timeout)
-            engine = TorchEngine(
-                accelerator, counts_gradients=sharding.replica == 0, sharding=sharding
-            )
         case "zero":
-            with own_environment():
-                accelerator = zero.make(
-                    strategy,
-                    precision,
-                    timeout,
-                    max_grad_norm=max_grad_norm,
-                    largest_block=largest_block,
-                    **common,
-                )
-            zero.stay_launched()
-            ranks = _control_group(accelerator, timeout)
-            engine = DeepSpeedEngine(accelerator)
+            own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
+            accelerator = _partitioned(strategy, precision, timeout, own | common)
+    ranks = _control_group(accelerator, timeout)
+    engine = _engine(strategy, accelerator, ranks, sharding)
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 
 def _control_group(accelerator: Accelerator, timeout: timedelta) -> ControlGroup:
     return Group(timeout) if accelerator.num_processes > 1 else Single()
+
+
+def _engine(
+    strategy: str, accelerator: Accelerator, ranks: ControlGroup, sharding: Sharding | None
+) -> Engine:
+    if family(strategy) == "zero":
+        return DeepSpeedEngine(accelerator)
+    # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
+    copy = ranks.rank if sharding is None else sharding.replica
+    return TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
 
 
 def _replicated(
@@ -180,6 +176,16 @@ def _sharded(
     return accelerator, Sharding(distributed.wrap_class, sync, replica, replicas, offload)
 
 
+def _partitioned(
+    strategy: str, precision: str, timeout: timedelta, more: dict[str, Any]
+) -> Accelerator:
+    """DeepSpeed's ZeRO, of a single process too."""
+    with own_environment():
+        accelerator = zero.make(strategy, precision, timeout, **more)
+    zero.stay_launched()
+    return accelerator
+
+
 @contextmanager
 def own_environment() -> Iterator[None]:
     """An environment in which this process can be a group of its own; afterwards it is as before.
@@ -205,10 +211,11 @@ def own_environment() -> Iterator[None]:
 def close(*, failed: bool = False) -> None:
     """Leave the process group and forget accelerate's state, so that another run may follow.
 
-    failed: peers may be gone or wait elsewhere, so the group is left to the end of the process.
+    failed: peers, where there are any, may be gone or wait elsewhere; the group is then left to the
+    end of the process.
     """
     if dist.is_initialized():
-        if failed:
+        if failed and dist.get_world_size() > 1:
             return
         if not zero.leave():
             dist.destroy_process_group()

@@ -1,0 +1,26 @@
+"""`llmtrain.train` in a program of one's own: what a run leaves behind in its process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.ranks import Server
+from helpers.tiny import tiny_config, write_config
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1"])
+def test_a_run_that_failed_leaves_nothing_in_the_way_of_the_next(
+    server: Server, tmp_path: Path, strategy: str
+) -> None:
+    path = write_config(tmp_path, tiny_config(tmp_path / "run", training__steps=1))
+    arguments = ["call", "helpers.library", "fail_and_go_on", str(path), strategy, "said.json"]
+    codes = server.run(arguments, 1, tmp_path)
+    assert codes == [0], (tmp_path / "output.txt").read_text()
+    failed, *others = json.loads((tmp_path / "said.json").read_text())
+    assert "nowhere.jsonl" in failed["ended"]
+    assert [one["ended"] for one in others] == ["finished", "finished"]
+    assert not any(one["group"] for one in (failed, *others))
+    names = {name for one in (failed, *others) for name in one["changed"]}
+    assert not [name for name in names if "RANK" in name or name.startswith(("ACC", "MASTER"))]
