@@ -5,7 +5,8 @@ On a GPU that is what torch allocated, on a CPU resident memory.
 
 from __future__ import annotations
 
-import sys
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ def reset_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    if sys.platform == "linux":
+    with suppress(OSError):  # a measurement ends no run; `peak_bytes` then says what is held
         _REFERENCES.write_text(_RESET_PEAK)
     return resident_bytes()
 
@@ -31,11 +32,12 @@ def peak_bytes(device: torch.device) -> int:
     """The most that was held since `reset_peak`; where the system cannot say, what is held now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform != "linux":
+    # Not every kernel has both files, and a peak that never began anew is that of all before.
+    if not os.access(_REFERENCES, os.W_OK) or not _STATUS.is_file():
         return resident_bytes()
     lines = _STATUS.read_text().splitlines()
-    kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
-    return int(kilobytes) * 1024
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return peaks[0] if peaks else resident_bytes()
 
 
 def resident_bytes() -> int:
