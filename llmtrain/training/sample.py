@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from llmtrain.hashing import mix
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 64
 _TEMPERATURE = 0.5  # a model that is still learning says little that is likely
 _SEED_STREAM = 8  # of `mix`
+_NOTHING = -1  # no token's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,18 @@ def _continue(run: Run, prompt: str) -> str:
     while len(ids) < given + _NEW_TOKENS:
         context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
         logits = run.model(context)[0] / _TEMPERATURE  # (V,)
-        if not torch.isfinite(logits).all():
-            break  # a model that diverged says nothing more
-        token = int(torch.multinomial(logits.softmax(0), 1, generator=generator))
-        if token == run.data.tokenizer.eos:
+        # Ranks whose logits differ by a bit draw other tokens and end elsewhere, and where weights
+        # are spread out a forward waits for all ranks: so one of them draws for all.
+        drawn = _drawn(logits, generator) if run.ranks.rank == 0 else _NOTHING
+        token = int(run.ranks.broadcast(b"%d" % drawn))
+        if token in (_NOTHING, run.data.tokenizer.eos):
             break
         ids.append(token)
     return run.data.tokenizer.decode(ids[given:])
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> int:
+    """A token; of a model that diverged none, it says nothing more. logits: (V,)."""
+    if not torch.isfinite(logits).all():
+        return _NOTHING
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))

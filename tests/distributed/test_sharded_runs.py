@@ -64,3 +64,18 @@ def test_a_sharded_run_begins_with_the_weights_it_is_given(server: Server, tmp_p
     for one, other in zip(found["fsdp2"], found["ddp"], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(
+    server: Server, tmp_path: Path, strategy: str
+) -> None:
+    """Each forward waits for all ranks; alone, rank 1 would have gone on to train."""
+    made = config(tmp_path / "run", strategy, evaluation__prompts=["The planet"])
+    made["distributed"]["timeout_minutes"] = 0.2
+    path = write_config(tmp_path, made)
+    codes = server.run(["call", "helpers.drawing", "diverged", "1", str(path)], 2, tmp_path)
+    assert codes == [0, 0], (tmp_path / "output.txt").read_text()
+    found = lines(tmp_path / "run", "sample")
+    assert len(found) == 2
+    assert all(one["text"] for one in found)

@@ -1,0 +1,13 @@
+"""A rank that would write other samples than its peers."""
+
+import os
+
+from llmtrain.cli.main import main
+from llmtrain.training import sample
+
+
+def diverged(rank: str, config: str) -> None:
+    """`llmtrain train CONFIG`; one rank's logits are not finite, but only those of samples."""
+    if os.environ["RANK"] == rank:
+        sample._TEMPERATURE = float("nan")
+    main(["train", config])

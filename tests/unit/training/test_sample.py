@@ -1,0 +1,93 @@
+"""Ranks that hold a part of the weights each wait for each other in every forward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmtrain.training.sample import sample
+
+EOS = 0
+VOCABULARY = 5
+
+
+class Tokens:
+    """Ids are letters."""
+
+    bos, eos = None, EOS
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(one) - ord("a") for one in text])
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + one) for one in ids)
+
+
+class Written:
+    """The control group of a rank. said: what rank 0 broadcasts, None where this is rank 0."""
+
+    def __init__(self, said: list[bytes] | None) -> None:
+        self.rank = 0 if said is None else 1
+        self.world_size = 2
+        self.heard: list[bytes] = []
+        self._said = said
+
+    def broadcast(self, body: bytes) -> bytes:
+        self.heard.append(body if self._said is None else self._said[len(self.heard)])
+        return self.heard[-1]
+
+
+def written(rows: list[list[float]], said: list[bytes] | None) -> tuple[str, int, list[bytes]]:
+    """The text, the number of forwards and what was broadcast. rows: logits of each forward."""
+    forwards = iter(rows)
+    contexts = []
+
+    def model(ids: torch.Tensor) -> torch.Tensor:
+        contexts.append(ids.tolist())
+        return torch.tensor([next(forwards, rows[-1])])
+
+    ranks = Written(said)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            run=SimpleNamespace(seed=1),
+            data=SimpleNamespace(seq_len=8),
+            evaluation=SimpleNamespace(prompts=["bc"]),
+        ),
+        data=SimpleNamespace(tokenizer=Tokens()),
+        device=torch.device("cpu"),
+        due=SimpleNamespace(stop=lambda step: False),
+        engine=SimpleNamespace(evaluating=nullcontext),
+        model=model,
+        ranks=ranks,
+        step=3,
+    )
+    (found,) = sample(run)
+    return found.text, len(contexts), ranks.heard
+
+
+def sure(token: int) -> list[float]:
+    """Logits that leave no other choice."""
+    return [100.0 if one == token else 0.0 for one in range(VOCABULARY)]
+
+
+def test_rank_0_draws_for_all():
+    text, forwards, said = written([sure(2), sure(3), sure(EOS)], None)
+    assert (text, forwards) == ("cd", 3)
+    other = written([sure(1), sure(EOS), [float("nan")] * VOCABULARY], said)
+    assert other == (text, forwards, said)
+
+
+def test_a_rank_that_could_go_on_ends_where_rank_0_diverged():
+    text, forwards, said = written([sure(2), [float("inf")] * VOCABULARY], None)
+    assert (text, forwards) == ("c", 2)
+    assert written([sure(2)], said) == (text, forwards, said)
+
+
+def test_a_text_without_an_end_is_cut_off():
+    text, forwards, said = written([sure(4)], None)
+    assert text == "e" * 64
+    assert forwards == len(said) == 64
