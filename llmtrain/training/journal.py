@@ -200,14 +200,15 @@ class RunLog:
         """Rank 0's peak since the model was built beside what was planned, without the reserve."""
         measured = memory.peak_bytes(self._device) - self._expected.held_before
         planned = self._expected.planned_bytes
-        difference = None if not planned else measured / planned - 1
-        self._journal.event(
-            "memory_compared",
-            step,
-            planned_gb=None if planned is None else planned / 2**30,
-            measured_gb=measured / 2**30,
-            difference=difference,
-        )
+        detail = {
+            "planned_gb": None if planned is None else round(planned / 2**30, 3),
+            "measured_gb": round(measured / 2**30, 3),
+            "difference": round(measured / planned - 1, 3) if planned else None,
+        }
+        if self._device.type == "cpu":  # resident memory holds much that is not the model's
+            self._journal.write("event", step, event="memory_compared", detail=detail)
+        else:
+            self._journal.event("memory_compared", step, **detail)
 
     def _nothing_left(self, step: int) -> None:
         """All lanes of a step's blocks have ended: on the record each time, told once."""

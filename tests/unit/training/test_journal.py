@@ -1,0 +1,52 @@
+"""The planned memory beside the measured one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import runs
+from helpers.tiny import lines
+
+from llmtrain.metrics import memory
+from llmtrain.training.journal import Expected, Journal, RunLog
+
+GIB = 2**30
+
+
+def compared(folder, caplog, monkeypatch, device: str, planned: int | None) -> dict[str, Any]:
+    """The event of the third step, when 3.5004 GiB were held before and 1.25 since."""
+    monkeypatch.setattr(memory, "peak_bytes", lambda device: int(4.7504 * GIB))
+    expected = Expected(planned, int(3.5004 * GIB), 3)
+    due: Any = SimpleNamespace(line=lambda step: False)
+    with closing(Journal(folder, 0)) as journal, caplog.at_level(logging.INFO):
+        log = RunLog(journal, due, torch.device(device), None, expected)
+        for step in (2, 3, 4):
+            log.training(runs.numbers(step))
+        journal.sync()
+    (event,) = lines(folder, "event")
+    assert (event["event"], event["step"]) == ("memory_compared", 3)
+    return event["detail"]
+
+
+def test_a_plan_and_a_peak_are_told_in_rounded_numbers(tmp_path, caplog, monkeypatch):
+    detail = compared(tmp_path, caplog, monkeypatch, "cuda", int(1.2 * GIB))
+    assert detail == {"planned_gb": 1.2, "measured_gb": 1.25, "difference": 0.042}
+    assert "memory compared at step 3" in caplog.text
+    assert "planned_gb 1.2, measured_gb 1.25, difference 0.042" in caplog.text
+
+
+def test_on_a_cpu_they_stand_in_the_record_alone(tmp_path, caplog, monkeypatch):
+    detail = compared(tmp_path, caplog, monkeypatch, "cpu", int(1.2 * GIB))
+    assert detail == {"planned_gb": 1.2, "measured_gb": 1.25, "difference": 0.042}
+    assert "memory compared" not in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_plan_there_is_no_difference(tmp_path, caplog, monkeypatch, device):
+    detail = compared(tmp_path, caplog, monkeypatch, device, None)
+    assert detail == {"planned_gb": None, "measured_gb": 1.25, "difference": None}
