@@ -34,8 +34,12 @@ _EMPTY: dict[str, object] = {
 _CARRIED: tuple[str, ...] = ("run_id", "step", "checkpoint")
 
 
-def start_status(run_dir: Path, *, run_id: str, strategy: str, world_size: int) -> dict[str, Any]:
+def start_status(
+    run_dir: Path, *, run_id: str, strategy: str | None, world_size: int
+) -> dict[str, Any]:
     """Say that a start of the run is under way, and return what was written.
+
+    strategy: None until it is chosen.
 
     A later start keeps `run_id` (the argument counts in the first only), `step` and `checkpoint` of
     the one before, and adds 1 to `restarts`. Raises RunError (74).

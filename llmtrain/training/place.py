@@ -40,7 +40,7 @@ class Place:
 
 
 @contextmanager
-def claim(config: Config, world_size: int, strategy: str) -> Iterator[Place]:
+def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Place]:
     """Make or reopen `run.dir`, take its lock, compare configs, say that the run is starting.
 
     For rank 0. Raises UserError when the directory cannot be written, is in use by a live process

@@ -297,7 +297,9 @@ def open_run(config: Config) -> Iterator[Run]:
 
 
 def _claim(config: Config) -> AbstractContextManager[Place]:
-    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), config.distributed.strategy)
+    asked = config.distributed.strategy
+    strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
+    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), strategy)
 
 
 def _assemble(

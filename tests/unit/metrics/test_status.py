@@ -28,6 +28,12 @@ def test_the_first_start_writes_every_field_of_the_contract(tmp_path):
     assert (status["strategy"], status["world_size"]) == ("ddp", 2)
 
 
+def test_a_start_that_has_no_strategy_yet_says_none_of_the_one_before(tmp_path):
+    start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
+    start_status(tmp_path, run_id="a", strategy=None, world_size=2)
+    assert read_status(tmp_path)["strategy"] is None
+
+
 def test_a_later_start_carries_the_run_over_and_counts_itself(tmp_path):
     start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
     write_status(
