@@ -93,8 +93,8 @@ class ModelShape:
     head: elements of the output head's matrix, which is the input embedding's where `tied` ·
     embedding: of the input embedding · buffers: persistent and not, in bytes · attention: Σ over
     layers of heads × head size (for the arithmetic of attention) · block_class: of the repeated
-    blocks, several joined by commas, None where the model does not name them · recomputes: its code
-    supports activation checkpointing.
+    blocks, several joined by commas, None where the model does not name them · listed: theirs all
+    the same, for those who name them · recomputes: its code supports activation checkpointing.
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -108,6 +108,7 @@ class ModelShape:
     attention: int
     buffers: int
     recomputes: bool = True
+    listed: str = ""
 
     @property
     def count(self) -> int:

@@ -65,7 +65,10 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes. None stands for `auto`; most_tokens: of a forward, where that is so."""
+    """What a step computes. None stands for `auto`; most_tokens: of a forward, where that is so.
+
+    wrap_class: as `distributed.wrap_class`.
+    """
 
     seq_len: int
     global_batch_size: int
@@ -74,6 +77,7 @@ class Work:
     activation_checkpointing: str | None
     fsdp_sync: str | None
     most_tokens: int
+    wrap_class: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from llmtrain.distributed.plan import (
 )
 from llmtrain.distributed.remedies import gib, missing, remedy
 from llmtrain.distributed.scaling import machine_of, step_time
+from llmtrain.errors import Problem, UserError
 from llmtrain.types import ModelShape, Saved
 
 LADDER = ("ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload")
@@ -72,10 +73,10 @@ def choose_strategy(
     """The strategy, micro-batch and checkpointing of a run on this hardware.
 
     allowed: `LADDER` where nobody said anything. The global batch is a multiple of the devices.
+    Raises UserError for a strategy that was named, but not what it is to shard.
     """
-    by_strategy = [
-        list(_candidates(name, shape, count, work, hardware)) for name in _steps(allowed, hardware)
-    ]
+    steps = possible(shape, work, hardware, allowed)
+    by_strategy = [list(_candidates(name, shape, count, work, hardware)) for name in steps]
     fitting = [one for found in by_strategy for one in found if one.fits]
     pool = [one for one in fitting if one.layout.strategy not in OFFLOADS] or fitting
     chosen = _fastest(pool)
@@ -85,14 +86,31 @@ def choose_strategy(
     return Choice(chosen, _reason(chosen, candidates, hardware), candidates)
 
 
-def _steps(allowed: Sequence[str], hardware: Hardware) -> Iterator[str]:
-    """The steps of the ladder that this hardware has; a strategy that was named is one anyway."""
+def possible(
+    shape: ModelShape, work: Work, hardware: Hardware, allowed: Sequence[str]
+) -> tuple[str, ...]:
+    """The steps of the ladder that this model and hardware have; one that was named is one anyway.
+
+    Raises UserError for a named one of FSDP2 where the classes to shard are not known.
+    """
+    blocks_known = shape.block_class is not None or work.wrap_class != "auto"
+    if len(allowed) == 1:
+        if allowed[0] in FSDP and not blocks_known:
+            raise UserError(_without_blocks(shape, allowed[0]))
+        return tuple(allowed)
     several_nodes = hardware.nodes > 1 and hardware.devices_per_node > 1
-    here = {"hsdp": several_nodes, "fsdp2": hardware.devices > 1}
-    for name in _ORDER:
-        on_the_ladder = name in LADDER and here.get(name, True)
-        if name in allowed and (on_the_ladder or len(allowed) == 1):
-            yield name
+    here = dict.fromkeys(LADDER, True)
+    here |= {"hsdp": several_nodes, "fsdp2": hardware.devices > 1}
+    if not blocks_known:
+        here |= dict.fromkeys(FSDP, False)
+    return tuple(name for name in _ORDER if name in allowed and here.get(name, False))
+
+
+def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
+    """As `fsdp.wrap_classes` refuses it, but before anything is built."""
+    expected = f"the class of the model's repeated blocks, which it does not name, for {strategy}"
+    named = f"distributed.wrap_class={shape.listed}, or " if shape.listed else ""
+    return Problem("distributed.wrap_class", "auto", expected, f"{named}distributed.strategy=zero3")
 
 
 def _candidates(

@@ -59,9 +59,10 @@ def shape(model: PreTrainedModel) -> ModelShape:
         head=0 if head is None else head.numel(),
         tied=head is not None and head is embedding,
         blocks=len(repeated),
-        block_class=_block_class(model, repeated),
+        block_class=_block_class(model),
         attention=_attention(described),
         recomputes=model.supports_gradient_checkpointing,
+        listed=",".join(dict.fromkeys(type(one).__name__ for one in repeated)),
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     )
 
@@ -85,10 +86,10 @@ def _whole(model: PreTrainedModel) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
-def _block_class(model: PreTrainedModel, repeated: Sequence[nn.Module]) -> str | None:
-    """Several kinds of block are joined by commas, as accelerate reads them."""
-    names = dict.fromkeys(type(one).__name__ for one in repeated)
-    return ",".join(names) if names and names.keys() <= _whole(model) else None
+def _block_class(model: PreTrainedModel) -> str | None:
+    """What FSDP2 shards one by one; several kinds are joined by commas, as accelerate reads them."""
+    kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
+    return ",".join(name for name in kinds if name in _whole(model)) or None
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:

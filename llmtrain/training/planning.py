@@ -14,14 +14,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from llmtrain.checkpoint import format as form
 from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.distributed import zero
 from llmtrain.distributed.accelerator import on_cpu
-from llmtrain.distributed.launch import allowed_strategies
+from llmtrain.distributed.launch import allowed_strategies, family
 from llmtrain.distributed.plan import (
     Count,
     Hardware,
@@ -131,6 +133,7 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
         activation_checkpointing=None if recompute == "auto" else recompute,
         fsdp_sync=None if sync == "auto" else sync,
         most_tokens=MOST_TOKENS["cpu" if cpu else "cuda"],
+        wrap_class=config.distributed.wrap_class,
     )
 
 
@@ -139,22 +142,44 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
     model = described(config, run_dir)
     hardware = this_machine(config, os.environ)
     asked = work(config, precision, cpu=hardware.cpu)
-    allowed = allowed_strategies(os.environ, config)
+    allowed, without = _possible(allowed_strategies(os.environ, config), cpu=hardware.cpu)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
     except CannotCountError as error:
         return _unplanned(model.shape, asked, hardware, allowed, str(error))
     if choice.chosen is None:
-        raise does_not_fit(choice, hardware)
+        raise does_not_fit(choice, hardware, without)
     return _as_frozen(choice.chosen, choice.reason, model, asked, hardware, run_dir)
 
 
-def does_not_fit(choice: Choice, hardware: Hardware) -> UserError:
-    """What a person reads when nothing fits: what each strategy needs and what would help it."""
+def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:
+    """What DeepSpeed cannot do on this machine is no step of a ladder; why not.
+
+    A strategy that somebody named stays: the start refuses it with the same words.
+    """
+    if len(allowed) == 1:
+        return allowed, {}
+    found = {name: list(zero.missing(name, cpu=cpu)) for name in allowed if family(name) == "zero"}
+    without = {name: problems[0] for name, problems in found.items() if problems}
+    return tuple(name for name in allowed if name not in without), without
+
+
+def does_not_fit(
+    choice: Choice, hardware: Hardware, without: Mapping[str, Problem] = MappingProxyType({})
+) -> UserError:
+    """What a person reads when nothing fits: what each strategy needs and what would help it.
+
+    without: strategies that this machine cannot do, and the first reason.
+    """
     width = max(len(one.layout.strategy) for one in choice.candidates)
     rows = [
         f"      {one.layout.strategy:<{width}}  {gib(one.memory.total_bytes):>10}  {one.remedy}"
         for one in choice.candidates
+    ]
+    rows += [
+        f"      {name:<{width}}  not on this machine: {one.key} = {one.value}, expected "
+        f"{one.expected}; {one.remedy}"
+        for name, one in without.items()
     ]
     table = "\n".join(["one of these to fit; each with what would make it fit", *rows])
     found = f"{gib(hardware.device_bytes)} a device, {hardware.devices} of them"

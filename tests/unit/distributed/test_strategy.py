@@ -8,6 +8,7 @@ from helpers.on_paper import GIB, LlamaCount, gpus, llama, work
 from llmtrain.distributed.plan import Hardware
 from llmtrain.distributed.scaling import device_by_memory
 from llmtrain.distributed.strategy import LADDER, choose_strategy
+from llmtrain.errors import UserError
 
 MODELS = {  # hidden, MLP, layers, heads, kv heads, vocabulary, tied
     "124M": (768, 2048, 12, 12, 12, 50_257, True),
@@ -227,3 +228,31 @@ def test_more_devices_are_a_remedy_where_tensors_are_sharded_only():
     assert remedies["fsdp2"] == "32 devices"
     assert remedies["ddp"].startswith("a device with 1")
     assert choose("70B", machine(8, 80, nodes=4), seq_len=1024).chosen.layout.strategy == "fsdp2"
+
+
+def unnamed(allowed=LADDER, **asked):
+    """A model of 8 B that says nothing of its blocks, on devices that it fills."""
+    h, f, layers, heads, kv, vocabulary, tied = MODELS["8B"]
+    known = llama(h, f, layers, heads, kv, vocabulary, tied=tied)
+    shape = replace(known, block_class=None, listed="Block")
+    count = LlamaCount(h, f, layers, heads, kv, 1024)
+    hardware = machine(8, 80, nodes=2)
+    return choose_strategy(shape, count, work(1024, 512, **asked), hardware, allowed)
+
+
+def test_blocks_that_nobody_names_are_not_sharded_by_fsdp():
+    names = [one.layout.strategy for one in unnamed().candidates]
+    assert names == ["ddp", "zero3_offload"]
+    names = [one.layout.strategy for one in unnamed(wrap_class="Block").candidates]
+    assert names == ["ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload"]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2_offload"])
+def test_fsdp_by_name_for_blocks_that_nobody_names_says_which_class_it_needs(name):
+    with pytest.raises(UserError) as refused:
+        unnamed((name,))
+    (problem,) = refused.value.problems
+    assert problem.key == "distributed.wrap_class"
+    assert problem.remedy.startswith("distributed.wrap_class=Block")
+    assert unnamed((name,), wrap_class="Block").candidates
+    assert unnamed(("zero3",)).candidates

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,25 @@ def test_a_limit_of_control_groups_is_the_host(
     monkeypatch.setattr(memory, "limit_bytes", lambda: 3 * 2**30)
     hardware = planning.this_machine(config(tmp_path), TWO)
     assert (hardware.host_bytes, hardware.device_bytes) == (3 * 2**30, 3 * 2**29)
+
+
+def test_deepspeed_is_no_step_of_the_ladder_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"distributed__device_memory_gb": 1e-5}
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    with pytest.raises(UserError) as refused:
+        planned(config(tmp_path, **small))
+    (problem,) = refused.value.problems
+    rows = {row.split()[0]: row for row in problem.expected.splitlines()[1:]}
+    assert {"ddp", "fsdp2", "fsdp2_offload", "zero3_offload"} == set(rows)
+    assert "pip install 'llmtrain[deepspeed]'" in rows["zero3_offload"]
+    assert "iB" not in rows["zero3_offload"]
+    named = config(tmp_path, distributed__strategy="zero3_offload")
+    assert planned(named).layout.strategy == "zero3_offload"
 
 
 def test_what_cannot_be_counted_is_said_and_trained_all_the_same(
