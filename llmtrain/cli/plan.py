@@ -92,25 +92,33 @@ def _asked(found: Plan) -> Iterator[str]:
 
 def _memory(found: Plan) -> Iterator[str]:
     """Of one device. Small models in MiB."""
+    from llmtrain.tools.plan import UNCOUNTED
+
     plans = [one.memory for one in found.choice.candidates]
     most = max(one.total_bytes - one.parts["reserve"] for one in plans)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     yield f"{unit:<{_NAME}}" + "".join(f"{word:>8}" for word in [*_PARTS.values(), "total"])
     for one in found.choice.candidates:
         numbers = [*(one.memory.parts[part] for part in _PARTS), one.memory.total_bytes]
-        yield _marked(found, one) + "".join(f"{number / size:>8.1f}" for number in numbers)
+        shown = [f"{number / size:.1f}" for number in numbers]
+        if found.uncounted:
+            names = [*_PARTS, "total"]
+            shown = ["?" if n in UNCOUNTED else s for n, s in zip(names, shown, strict=True)]
+            shown[-1] = f">{shown[-1]}"
+        yield _marked(found, one) + "".join(f"{word:>8}" for word in shown)
 
 
 def _layouts(found: Plan) -> Iterator[str]:
     head = f"{'recomputed':<12}{'micro':>6}{'accum':>7}{'host GiB':>10}{'tokens/s':>12}"
     yield f"{'':<{_NAME}}{head}   fits"
+    fits = "?" if found.uncounted else "yes"
     for one in found.choice.candidates:
         layout, speed = one.layout, one.tokens_per_second
         yield (
             _marked(found, one)
             + f"{layout.activation_checkpointing:<12}{layout.micro_batch_size:>6,}"
             + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
-            + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {'yes' if one.fits else 'no'}"
+            + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {fits if one.fits else 'no'}"
         )
     misses = [one for one in found.choice.candidates if not one.fits]
     for one in misses:
@@ -152,6 +160,7 @@ def _speeds(found: Plan) -> Iterator[str]:
         return
     if not found.speeds:
         why = "a CPU" if found.hardware.cpu else "this device"
+        why = "a model that cannot be counted" if found.uncounted else why
         yield from _labelled("speed", f"not predicted for {why}")
         return
     assumed = f", as of an {found.hardware.device}" if found.assumed else ""

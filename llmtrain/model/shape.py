@@ -87,7 +87,7 @@ def _whole(model: PreTrainedModel) -> set[str]:
 
 
 def _block_class(model: PreTrainedModel) -> str | None:
-    """What FSDP2 shards one by one; several kinds are joined by commas, as accelerate reads them."""
+    """What FSDP2 shards one by one, joined by commas, as accelerate reads them."""
     kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
     return ",".join(name for name in kinds if name in _whole(model)) or None
 

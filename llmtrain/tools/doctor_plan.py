@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmtrain.tools.doctor_case import Case, Verdict, error, ok, size
+from llmtrain.tools.doctor_case import Case, Verdict, error, ok, size, warning
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config
@@ -21,6 +21,9 @@ def plan(case: Case) -> Verdict:
         near = found.choice.nearest_miss
         remedy = near.remedy if near else "llmtrain plan CONFIG tells more"
         return error(found.choice.reason, remedy)
+    if found.uncounted:
+        remedy = "watch the first step; training.micro_batch_size=1 if memory runs out"
+        return warning(f"{found.choice.reason}; {found.chosen.layout.strategy} is taken", remedy)
     return ok(_words(found))
 
 

@@ -24,14 +24,17 @@ from llmtrain.distributed.plan import (
 )
 from llmtrain.distributed.remedies import gib, missing
 from llmtrain.distributed.scaling import device_by_memory, machine_of, step_time
-from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
+from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy, possible
 from llmtrain.errors import Problem, UserError
+from llmtrain.types import Saved
 
 if TYPE_CHECKING:
     from llmtrain.training.planning import Described
     from llmtrain.types import ModelShape
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
+# Where a forward cannot be counted: what it keeps, its casts, and the share of all that is reserve.
+UNCOUNTED = ("working", "activations", "reserve")
 _MOST_GIB = 1 << 20
 
 
@@ -60,7 +63,8 @@ class Plan:
     """What a run of a config would take. speed: by number of devices, empty where not known.
 
     assumed: whether the device was named after its memory · disk_bytes: of all checkpoints that
-    are there at once · steps: None where `training.epochs` says how long.
+    are there at once · steps: None where `training.epochs` says how long · uncounted: why the parts
+    `UNCOUNTED` are not known, and 0 or too little here; what is chosen may not fit then.
     """
 
     choice: Choice
@@ -73,6 +77,7 @@ class Plan:
     steps: int | None
     speeds: tuple[Speed, ...]
     rates: tuple[Rate, ...]
+    uncounted: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -91,14 +96,17 @@ class Plan:
         return {
             "chosen": chosen.layout.strategy if chosen else None,
             "reason": self.choice.reason,
-            "fits": chosen is not None,
+            "fits": None if self.uncounted else chosen is not None,
             "devices": hardware.devices_per_node,
             "nodes": hardware.nodes,
             "device_bytes": hardware.device_bytes,
             "host_bytes": hardware.host_bytes,
             "seq_len": self.work.seq_len,
             "global_batch_size": self.work.global_batch_size,
-            "strategies": [_row(one, one is chosen) for one in self.choice.candidates],
+            "strategies": [
+                _row(one, one is chosen) | (_unknown(one) if self.uncounted else {})
+                for one in self.choice.candidates
+            ],
             "checkpoint_bytes": self.checkpoint_bytes,
             "disk_bytes": self.disk_bytes,
             "tokens_per_second": chosen.tokens_per_second if chosen else None,
@@ -134,20 +142,20 @@ def plan(
 def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
     """The plan of a model that was described already, on hardware that its batch can be split over.
 
-    assumed: whether the device was named after its memory. Raises UserError for a model whose
-    activations cannot be counted.
+    assumed: whether the device was named after its memory. Where activations cannot be counted, the
+    rest is reckoned, and `uncounted` says why.
     """
     from llmtrain.distributed.launch import allowed_strategies
     from llmtrain.model.count import CannotCountError
     from llmtrain.training import planning
 
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
+    allowed, uncounted = allowed_strategies({}, config), None
     try:
-        allowed = allowed_strategies({}, config)
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:
-        expected = f"a model whose activations can be counted: {error}"
-        raise UserError(Problem("model", None, expected)) from error
+        uncounted = str(error)
+        choice = _without_count(model.shape, work, hardware, allowed, uncounted)
     steps, size = config.training.steps, checkpoint_bytes(model.shape)
     return Plan(
         choice=choice,
@@ -158,9 +166,33 @@ def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: boo
         checkpoint_bytes=size,
         disk_bytes=size * _kept(config, steps),
         steps=steps,
-        speeds=tuple(_speeds(model, work, choice, hardware)),
+        speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
+        uncounted=uncounted,
     )
+
+
+def _without_count(
+    shape: ModelShape, work: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
+) -> Choice:
+    """What is known of each strategy; a start takes the first, whatever it needs."""
+    from llmtrain.training import planning
+
+    candidates = []
+    for name in possible(shape, work, hardware, allowed):
+        layout = planning.layout_by_tokens(name, work, hardware)
+        known = memory(shape, Saved(0, 0, 0, 0), work, layout, hardware)
+        lacking = missing(known, hardware)
+        words = f"more than {gib(known.total_bytes)} a device" if lacking else ""
+        candidates.append(Candidate(layout, known, not lacking, lacking, words, None))
+    return Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
+
+
+def _unknown(one: Candidate) -> dict[str, Any]:
+    """Of a row, where the forward cannot be counted."""
+    parts = {name: None if name in UNCOUNTED else size for name, size in one.memory.parts.items()}
+    fits = None if one.fits else False
+    return {"parts": parts, "total_bytes": None, "host_bytes": None, "fits": fits}
 
 
 def _suggestions(near: Candidate) -> Iterator[str]:

@@ -230,18 +230,23 @@ def _unplanned(
     shape: ModelShape, asked: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
 ) -> Planned:
     """The first strategy that is allowed, with the micro-batch by tokens alone."""
+    layout = layout_by_tokens(allowed[0], asked, hardware)
+    return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
+
+
+def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
+    """What a start takes where nobody knows how much a forward keeps."""
     share = asked.global_batch_size // hardware.devices
     most = max(1, asked.most_tokens // asked.seq_len)
     fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     micro = asked.micro_batch_size or fitting
-    layout = Layout(
-        allowed[0],
+    return Layout(
+        strategy,
         asked.activation_checkpointing or "none",
         micro,
         share // micro,
         asked.fsdp_sync or "every",
     )
-    return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
 
 
 def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:

@@ -8,6 +8,8 @@ from helpers.config import written
 
 from llmtrain.cli.plain import columns
 from llmtrain.cli.plan import show_plan
+from llmtrain.model.count import CannotCountError
+from llmtrain.training import planning
 
 SMALL = """\
 model:
@@ -100,3 +102,21 @@ def test_nothing_is_written_where_nothing_fits(tmp_path, capsys):
     code, _, _ = shown(tmp_path, capsys, (1, 1, 24.0, 64.0), text=LARGE, write=path)
     assert code == 2
     assert not path.exists()
+
+
+def test_what_cannot_be_counted_is_shown_as_unknown_and_ends_with_code_0(
+    tmp_path, capsys, monkeypatch
+):
+    def refuse(*_):
+        raise CannotCountError("its experts run in a loop")
+
+    monkeypatch.setattr(planning, "count_saved", refuse)
+    code, out, err = shown(tmp_path, capsys, (8, 1, 80.0, None))
+    assert (code, err) == (0, "")
+    assert "memory was not planned: its experts run in a loop" in out
+    memory, layout = rows(out, "ddp")
+    parts = memory[16:].split()
+    assert (parts[3], parts[4], parts[6]) == ("?", "?", "?")
+    assert parts[7].startswith(">")
+    assert layout.endswith("?")
+    assert max(columns(line) for line in out.splitlines()) <= 80

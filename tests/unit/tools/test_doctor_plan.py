@@ -4,9 +4,11 @@ import pytest
 from helpers.cases import SMALL, case
 
 from llmtrain.errors import UserError
+from llmtrain.model.count import CannotCountError
 from llmtrain.tools.doctor_case import size
 from llmtrain.tools.doctor_plan import plan
 from llmtrain.tools.plan import plan as reckon
+from llmtrain.training import planning
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,14 @@ def test_the_launch_file_says_how_many_and_which_strategy(tmp_path):
 def test_what_cannot_be_planned_is_refused(tmp_path):
     with pytest.raises(UserError, match="vocab_size"):
         plan(case(tmp_path, "model.config.vocab_size=3", text=SMALL))
+
+
+def test_what_cannot_be_counted_is_a_warning_with_the_reason(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise CannotCountError("its experts run in a loop")
+
+    monkeypatch.setattr(planning, "count_saved", refuse)
+    looked = plan(case(tmp_path, text=SMALL))
+    assert looked.state == "warning"
+    assert "its experts run in a loop; ddp is taken" in looked.found
+    assert looked.remedy

@@ -8,7 +8,9 @@ from helpers.config import loaded
 import llmtrain
 from llmtrain.distributed.plan import PARTS
 from llmtrain.errors import UserError
+from llmtrain.model.count import CannotCountError
 from llmtrain.tools.plan import launch_file, plan
+from llmtrain.training import planning
 
 GIB = 2**30
 SMALL = """\
@@ -191,3 +193,25 @@ def test_the_file_of_a_plan_is_written_and_read_by_the_launcher(tmp_path):
     assert launch_file(plan(config, devices=8, device_memory_gb=141), path)  # said: in place of it
     with pytest.raises(UserError):
         launch_file(plan(small(tmp_path)), tmp_path)
+
+
+def test_where_a_forward_cannot_be_counted_the_rest_is_planned(tmp_path, monkeypatch):
+    counted = plan(small(tmp_path), devices=2).to_json()["strategies"][0]["parts"]
+
+    def refuse(*_):
+        raise CannotCountError("its experts run in a loop")
+
+    monkeypatch.setattr(planning, "count_saved", refuse)
+    found = plan(small(tmp_path), devices=2)
+    shown = found.to_json()
+    assert shown["reason"] == "memory was not planned: its experts run in a loop"
+    assert (shown["chosen"], shown["fits"]) == ("ddp", None)
+    first = shown["strategies"][0]
+    for name in ("parameters", "gradients", "optimizer", "head"):
+        assert first["parts"][name] > 0
+    for name in ("parameters", "gradients", "optimizer"):
+        assert first["parts"][name] == counted[name]
+    assert (first["parts"]["activations"], first["total_bytes"], first["fits"]) == (None,) * 3
+    little = plan(small(tmp_path, "distributed.device_memory_gb=0.0001"))
+    assert little.to_json()["strategies"][0]["fits"] is False
+    assert plan(small(tmp_path), devices=2, device_memory_gb=80).speeds == ()
