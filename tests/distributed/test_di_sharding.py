@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 TWO_NODES = {"LOCAL_WORLD_SIZE": "2"}
 LAYOUTS = [
-    pytest.param(1, Job("fsdp2", micro=8), id="fsdp2 on 1"),
-    pytest.param(2, Job("fsdp2", micro=4), id="fsdp2 on 2"),
-    pytest.param(4, Job("fsdp2", micro=2), id="fsdp2 on 4"),
-    pytest.param(4, Job("hsdp", micro=2), id="hsdp 2x2"),
+    pytest.param(1, Job("fsdp2", micro=8, steps=20), id="fsdp2 on 1"),
+    pytest.param(2, Job("fsdp2", micro=4, steps=20), id="fsdp2 on 2"),
+    pytest.param(4, Job("fsdp2", micro=2, steps=20), id="fsdp2 on 4"),
+    pytest.param(4, Job("hsdp", micro=2, steps=20), id="hsdp 2x2"),
 ]
 
 
@@ -40,7 +40,8 @@ def train(server: Server, folder: Path, world_size: int, job: Job, **env: str) -
 
 @cache
 def plain(job: Job) -> dict[str, Any]:
-    return sharded.reference(replace(job, strategy="ddp", sync="every", micro=8))
+    same_for_all = replace(job, strategy="ddp", sync="every", micro=8, checkpointing="none")
+    return sharded.reference(same_for_all)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -68,12 +69,23 @@ def test_di_08_uneven_masks_train_as_in_plain_pytorch(
 def test_di_08_accumulation_changes_nothing(
     server: Server, tmp_path: Path, micro: int, sync: str
 ) -> None:
-    job = Job("fsdp2", micro=micro, sync=sync)
+    job = Job("fsdp2", micro=micro, sync=sync, steps=20)
     found = train(server, tmp_path, 2, job)
     same(found, plain(job))
     reductions = sharded.counted(found)["_reduce_scatter_base_", "torch.float32", 2]
     accumulation = 4 // micro if sync == "every" else 1
     assert reductions == 3 * accumulation  # two blocks, and the tied embedding with the norm
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_di_08_blocks_that_are_computed_again_change_nothing(
+    server: Server, tmp_path: Path, checkpointing: str, world_size: int, strategy: str
+) -> None:
+    job = Job(strategy, micro=1, steps=20, checkpointing=checkpointing)
+    found = train(server, tmp_path, world_size, job)
+    same(found, plain(job))
+    assert found["passes"] == 2 * 20 * uneven.ROWS // world_size  # each micro-batch's, and again
 
 
 def test_di_08_hidden_documents_are_checked_and_trained_under_fsdp2(
@@ -84,7 +96,7 @@ def test_di_08_hidden_documents_are_checked_and_trained_under_fsdp2(
     numbers, _ = uneven.reference(hiding=True)
     for one, other in zip(found["numbers"], numbers, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
-        assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-4)  # each text was alone there
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
@@ -260,7 +272,7 @@ def test_di_23_a_persistent_buffer_and_a_launch_that_asks_for_efficient_loading(
 def test_di_24_odd_shapes_and_fewer_rows_than_ranks(
     server: Server, tmp_path: Path, strategy: str
 ) -> None:
-    job = Job(strategy, "odd", micro=2)
+    job = Job(strategy, "odd", micro=2, steps=20)
     assert min(p.shape[0] for p in sharded.build("odd").parameters()) < 4
     same(train(server, tmp_path, 4, job), plain(job))
 
@@ -273,7 +285,7 @@ def test_di_33_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
     server: Server, tmp_path: Path, world_size: int, strategy: str, kind: str
 ) -> None:
     frozen = ("model.layers.0.", *(["model.embed"] if kind == "untied" else []))
-    job = Job(strategy, kind, micro=2, frozen=frozen)
+    job = Job(strategy, kind, micro=2, steps=20, frozen=frozen)
     found = train(server, tmp_path, world_size, job)
     same(found, plain(job))
     still = [name for name in found["names"] if name.startswith(frozen)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,12 +22,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 240.0  # far beyond what anything takes; a hang must not last for ever
+_PORTS = range(16_000, 29_000)  # below /proc/sys/net/ipv4/ip_local_port_range
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Nobody listens on it, and the kernel gives it to nobody who connects in the meantime."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -29,7 +29,7 @@ from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.errors import UserError
-from llmtrain.model import attention
+from llmtrain.model import attention, recompute
 from llmtrain.model import build as model_building
 from llmtrain.model.loss import LossModule
 from llmtrain.training.isolation import hiding_attention
@@ -66,6 +66,7 @@ class Job:
     hiding: bool = False
     source: str = ""
     apart: bool = False
+    checkpointing: str = "none"
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -148,6 +149,7 @@ def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any
     """The model on meta, sharded, and filled from rank 0; the others' weights are not looked at."""
     with torch.device("meta"):
         bare = build(job.kind, job.frozen, job.seed)
+    recompute.apply(bare, job.checkpointing)
     if job.hiding:
         bare.set_attn_implementation(attention.backend(whole))
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
@@ -194,6 +196,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     bare = build_from(job.source) if job.source else build(job.kind, job.frozen, job.seed)
     if job.hiding:
         attention.install(bare, uneven.SEQ_LEN)
+    recompute.apply(bare, job.checkpointing)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
     spec = state.spec(bare, optimizer, 4 << 30)
     if job.apart:
@@ -241,6 +244,7 @@ def work(output: str, job_text: str) -> None:
         read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
         launched.engine.filled(found.state["optimizer_steps"])
     ranks, seen = launched.ranks, []
+    passes = uneven.passes(run.unwrapped)
     for step in range(job.steps):
         batch = uneven.share(step, ranks.rank, ranks.world_size, job.hiding)
         if (ranks.rank, step) == (job.nan_rank, job.nan_step):
@@ -272,6 +276,7 @@ def work(output: str, job_text: str) -> None:
         ),
         "steps": launched.engine.optimizer_steps(),
         "collectives": seen,
+        "passes": len(passes),
         "evaluated": evaluated,
         "gradients": sum(p.grad is not None for p in run.unwrapped.parameters()),
     }

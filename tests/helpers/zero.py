@@ -43,7 +43,8 @@ LIMIT = 0.2  # of the gradient norm, which is above it in every step
 class Case:
     """model: tied, odd or frozen · forbid: at `bad_step` one rank's loss is NaN, its gradient is
     NaN, its data failed or no rank has a trained token · load, save: checkpoint directories; a
-    loaded state is of `start` steps · save_halfway: after half of the steps, and training goes on.
+    loaded state is of `start` steps · save_halfway: after half of the steps, and training goes on ·
+    factors: of the learning rate, over and over.
     """
 
     strategy: str = "zero2"
@@ -68,9 +69,7 @@ class Case:
 def run(server: Server, folder: Path, world_size: int, cases: Sequence[Case], **env: str) -> Any:
     """What each case came to, on `world_size` processes; fails with the ranks' output."""
     folder.mkdir(parents=True, exist_ok=True)
-    ports: set[int] = (
-        set()
-    )  # of a port that comes again, ranks may find the store of the case before
+    ports: set[int] = set()  # on one that comes again, ranks may find the case's before
     while len(ports) < len(cases):
         ports.add(free_port())
     told = [asdict(case) | {"port": port} for case, port in zip(cases, ports, strict=True)]
@@ -163,7 +162,7 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def factor(case: Case, step: int) -> float:
-    return case.factors[step] if case.factors else 1.0
+    return case.factors[step % len(case.factors)] if case.factors else 1.0
 
 
 def fake_run(
