@@ -16,6 +16,7 @@ import torch
 from helpers import sharded, uneven
 from helpers.ranks import Server
 from helpers.sharded import Job
+from helpers.sharded_models import build
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -115,7 +116,7 @@ def test_di_12_shards_on_different_meshes_are_counted_and_clipped(
     server: Server, tmp_path: Path
 ) -> None:
     output = tmp_path / "result.json"
-    arguments = ["call", "helpers.sharded", "meshes", str(output)]
+    arguments = ["call", "helpers.reducing", "meshes", str(output)]
     assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
     found = json.loads(output.read_text())
     assert found["meshes"] == 2
@@ -139,7 +140,7 @@ def test_di_13_tied_embeddings_stay_tied_and_are_saved_once(
 def test_di_14_every_trainable_parameter_moves(server: Server, tmp_path: Path) -> None:
     job = Job("fsdp2", "untied", micro=2, steps=1)
     found = train(server, tmp_path, 2, job)
-    before = sharded.build("untied")
+    before = build("untied")
     for name, parameter in before.named_parameters():
         moved = torch.tensor(found["weights"][name]) != parameter.flatten()
         assert moved.float().mean() > 0.4, name  # half of the rows of the table were not seen
@@ -149,7 +150,7 @@ def test_di_14_every_trainable_parameter_moves(server: Server, tmp_path: Path) -
 def test_di_15_masters_are_fp32_for_a_checkpoint_of_mixed_dtypes(
     server: Server, tmp_path: Path, precision: str
 ) -> None:
-    model = sharded.build("untied").to(torch.bfloat16)
+    model = build("untied").to(torch.bfloat16)
     model.model.norm.to(torch.float32)
     model.save_pretrained(tmp_path / "base")
     job = Job("fsdp2", micro=2, steps=0, precision=precision, source=str(tmp_path / "base"))
@@ -221,7 +222,7 @@ def test_di_19_parameter_names_are_those_of_the_model(
 ) -> None:
     job = Job(strategy, "untied", micro=2, steps=1, save=str(tmp_path / "saved"))
     found = train(server, tmp_path, world_size, job)
-    names = [name for name, _ in sharded.build("untied").named_parameters()]
+    names = [name for name, _ in build("untied").named_parameters()]
     assert found["names"] == names
     saved = tmp_path / "saved" / "step-00000004"
     with safe_open(saved / "model.safetensors", "pt") as file:
@@ -273,7 +274,7 @@ def test_di_24_odd_shapes_and_fewer_rows_than_ranks(
     server: Server, tmp_path: Path, strategy: str
 ) -> None:
     job = Job(strategy, "odd", micro=2, steps=20)
-    assert min(p.shape[0] for p in sharded.build("odd").parameters()) < 4
+    assert min(p.shape[0] for p in build("odd").parameters()) < 4
     same(train(server, tmp_path, 4, job), plain(job))
 
 
@@ -291,7 +292,7 @@ def test_di_33_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
     still = [name for name in found["names"] if name.startswith(frozen)]
     assert still
     assert set(found["states"]) == set(found["names"]) - set(still)
-    before = dict(sharded.build(kind).named_parameters())
+    before = dict(build(kind).named_parameters())
     for name in still:
         assert found["weights"][name] == before[name].flatten().tolist()
 
@@ -348,7 +349,7 @@ def test_transformers_loads_what_four_shards_wrote(server: Server, tmp_path: Pat
     job = Job("fsdp2", micro=2, steps=1, save=str(tmp_path / "saved"))
     found = train(server, tmp_path, 4, job)
     directory = tmp_path / "saved" / "step-00000004"
-    (directory / "config.json").write_text(sharded.build("tied").config.to_json_string())
+    (directory / "config.json").write_text(build("tied").config.to_json_string())
     loaded = AutoModelForCausalLM.from_pretrained(directory)
     assert isinstance(loaded, LlamaForCausalLM)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -361,10 +362,22 @@ def test_ddp_reduces_four_bytes_a_trained_parameter_whatever_the_accumulation(
     server: Server, tmp_path: Path, micro: int
 ) -> None:
     output = tmp_path / "result.json"
-    arguments = ["call", "helpers.sharded", "reduced", str(output), str(micro)]
+    arguments = ["call", "helpers.reducing", "reduced", str(output), str(micro)]
     assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
     found = json.loads(output.read_text())
     assert found["bytes"] == [4 * found["trained"]] * 3
+
+
+@pytest.mark.parametrize(("cap", "reductions"), [(1, 8), (3, 3)])
+def test_ddp_reduces_in_buckets_of_the_size_that_is_asked_for(
+    server: Server, tmp_path: Path, cap: int, reductions: int
+) -> None:
+    output = tmp_path / "result.json"
+    arguments = ["call", "helpers.reducing", "buckets", str(output), str(cap)]
+    assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
+    found = json.loads(output.read_text())
+    assert sum(found) == 8 << 20
+    assert len(found) == reductions, found
 
 
 @pytest.mark.parametrize(

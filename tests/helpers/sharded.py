@@ -16,27 +16,26 @@ from typing import Any
 
 import torch
 from helpers import uneven
+from helpers.sharded_models import build, build_from
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.checkpoint import read, write
-from llmtrain.config.schema import DdpConfig, DistributedConfig, ModelConfig, OptimizerConfig
+from llmtrain.config.schema import DdpConfig, DistributedConfig, OptimizerConfig
 from llmtrain.distributed import fsdp, state, weights
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.launch import family
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.errors import UserError
 from llmtrain.model import attention, recompute
-from llmtrain.model import build as model_building
 from llmtrain.model.loss import LossModule
 from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import Run
 from llmtrain.training.step import update
-from llmtrain.types import SLOTS, Flags, StepVector
+from llmtrain.types import Flags, StepVector
 
 RUN = "0123456789abcdef"
 
@@ -72,79 +71,6 @@ class Job:
         return json.dumps(asdict(self))
 
 
-class Block(nn.Module):
-    """A residual block of which one part is used for some rows alone."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 5)
-        self.down = nn.Linear(5, width, bias=False)
-        self.rare = nn.Linear(width, width, bias=False)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
-
-    def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        hidden = hidden + self.down(torch.tanh(self.up(hidden * self.scale.to(hidden.dtype))))
-        if chosen.any():
-            hidden = hidden + chosen[:, None, None].to(hidden.dtype) * self.rare(hidden)
-        return hidden
-
-
-class Rare(nn.Module):
-    """A causal model whose blocks leave parameters unused where no row wants them."""
-
-    _no_split_modules = ("Block",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(tie_word_embeddings=False)
-        self.embed = nn.Embedding(uneven.VOCABULARY, 7)
-        self.layers = nn.ModuleList(Block(7) for _ in range(2))
-        self.head = nn.Linear(7, uneven.VOCABULARY, bias=False)
-
-    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        hidden = self.embed(input_ids)
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, input_ids[:, 0] % 4 == index)
-        return SimpleNamespace(logits=self.head(hidden))
-
-    @property
-    def base_model(self) -> nn.Module:
-        return self
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tied": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
-    "untied": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
-    # Three rows for four ranks (mlp), two (keys, values): some ranks hold nothing of them.
-    "odd": {
-        "hidden_size": 18,
-        "intermediate_size": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 2,
-        "vocab_size": 67,
-    },
-}
-
-
-def build(kind: str, frozen: tuple[str, ...] = (), seed: int = 3) -> Any:
-    torch.manual_seed(seed)
-    if kind == "rare":
-        model: Any = Rare()
-    else:
-        shape = {"vocab_size": uneven.VOCABULARY, "num_hidden_layers": 2, **SHAPES[kind]}
-        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=kind == "tied", **shape))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
-    return model.train()
-
-
 def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any]:
     """The model on meta, sharded, and filled from rank 0; the others' weights are not looked at."""
     with torch.device("meta"):
@@ -159,11 +85,6 @@ def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any
     )
     weights.share(bare, whole if launched.ranks.rank == 0 else None, launched.device)
     return bare, launched.engine.prepare(module, bare, optimizer), optimizer
-
-
-def build_from(directory: str) -> Any:
-    asked = ModelConfig(**{"from": directory})
-    return model_building.build(AutoConfig.from_pretrained(directory), asked, None)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -239,12 +160,22 @@ def work(output: str, job_text: str) -> None:
         Path(output).write_text(json.dumps({"refused": str(error)}))
         return
     if job.load:
-        found = read.find(Path(job.load), RUN, launched.ranks).found
-        assert found is not None
-        read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
-        launched.engine.filled(found.state["optimizer_steps"])
-    ranks, seen = launched.ranks, []
+        loaded(Path(job.load), spec, launched)
     passes = uneven.passes(run.unwrapped)
+    seen = trained(job, run)
+    evaluated = evaluation(run, job) if job.evaluate else []
+    if job.save:
+        saved(Path(job.save), spec, launched)
+    sent = {"collectives": seen, "passes": len(passes), "evaluated": evaluated}
+    result = sent | described(run, optimizer)
+    rank = launched.ranks.rank
+    Path(output if rank == 0 else f"{output}.{rank}").write_text(json.dumps(result))
+    close()
+
+
+def trained(job: Job, run: Any) -> list[tuple[str, str, int, int]]:
+    """All updates; what was sent in the last of them, where that can be seen."""
+    ranks, seen = run.ranks, []
     for step in range(job.steps):
         batch = uneven.share(step, ranks.rank, ranks.world_size, job.hiding)
         if (ranks.rank, step) == (job.nan_rank, job.nan_step):
@@ -253,35 +184,36 @@ def work(output: str, job_text: str) -> None:
         with watched:
             update(run, batch, 1.0)
         seen = watched.seen if isinstance(watched, Collectives) else []
-    evaluated = evaluation(run, job) if job.evaluate else []
-    if job.save:
-        saved(Path(job.save), spec, launched)
-    embedding, head = (
-        getattr(run.unwrapped, f"get_{side}_embeddings")() for side in ("input", "output")
-    )
-    names = [name for name, _ in run.unwrapped.named_parameters()]
-    moved = {name: whole(p.detach()) for name, p in run.unwrapped.named_parameters()}
-    result = {
+    return seen
+
+
+def described(run: Any, optimizer: Any) -> dict[str, Any]:
+    """Numbers, weights and what else a test asks of a run at its end."""
+    bare = run.unwrapped
+    embedding, head = (getattr(bare, f"get_{side}_embeddings")() for side in ("input", "output"))
+    named = list(bare.named_parameters())
+    return {
         "numbers": [
             {"loss": float(sums["loss_sum"] / sums.tokens), "norm": float(norm)}
             for sums, norm in run.sent
         ],
         "norm_type": type(run.sent[-1][1]).__name__ if run.sent else "",
-        "weights": {name: value.flatten().tolist() for name, value in moved.items()},
-        "names": names,
+        "weights": {name: whole(p.detach()).flatten().tolist() for name, p in named},
+        "names": [name for name, _ in named],
         "tied": embedding.weight is head.weight,
-        "dtypes": sorted({str(p.dtype) for p in run.unwrapped.parameters() if p.requires_grad}),
-        "states": sorted(
-            name for name, p in run.unwrapped.named_parameters() if p in optimizer.state
-        ),
-        "steps": launched.engine.optimizer_steps(),
-        "collectives": seen,
-        "passes": len(passes),
-        "evaluated": evaluated,
-        "gradients": sum(p.grad is not None for p in run.unwrapped.parameters()),
+        "dtypes": sorted({str(p.dtype) for _, p in named if p.requires_grad}),
+        "states": sorted(name for name, p in named if p in optimizer.state),
+        "steps": run.engine.optimizer_steps(),
+        "gradients": sum(p.grad is not None for _, p in named),
     }
-    Path(output if ranks.rank == 0 else f"{output}.{ranks.rank}").write_text(json.dumps(result))
-    close()
+
+
+def loaded(root: Path, spec: Any, launched: Launched) -> None:
+    """The newest checkpoint, by every rank's pieces."""
+    found = read.find(root, RUN, launched.ranks).found
+    assert found is not None
+    read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
+    launched.engine.filled(found.state["optimizer_steps"])
 
 
 def poison(run: Any) -> None:
@@ -346,71 +278,3 @@ def reference(job: Job) -> dict[str, Any]:
 def counted(result: dict[str, Any]) -> Counter[tuple[str, str, int]]:
     """Collectives of the last update: (name, dtype, group size) → how many."""
     return Counter((name, dtype, size) for name, dtype, _, size in result["collectives"])
-
-
-def reduced(output: str, micro: str) -> None:
-    """Bytes that DDP's own buckets hold for each of some updates; rank 0 writes them."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    launched, _, run, _ = opened(Job(micro=int(micro), kind="untied", frozen=("model.embed",)))
-    sent: list[int] = []
-
-    def hook(group, bucket):  # torch refuses annotations that are text
-        sent.append(bucket.buffer().nbytes)
-        return allreduce_hook(group, bucket)
-
-    run.model.register_comm_hook(None, hook)
-    totals = []
-    for step in range(3):
-        sent.clear()
-        share = uneven.share(step, launched.ranks.rank, launched.ranks.world_size, False)
-        update(run, share, 1.0)
-        totals.append(sum(sent))
-    trained = sum(p.numel() for p in run.unwrapped.parameters() if p.requires_grad)
-    if launched.ranks.rank == 0:
-        Path(output).write_text(json.dumps({"bytes": totals, "trained": trained}))
-    close()
-
-
-def meshes(output: str) -> None:
-    """Norm and clipping of a model whose blocks are sharded over two meshes (of the same ranks)."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    launched = make_accelerator("fsdp2", "fp32", DistributedConfig(timeout_minutes=1.0))
-    bare = build("untied")
-    module = LossModule(bare)
-    one = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
-    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    for layer, mesh in zip(bare.model.layers, (one, two), strict=True):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=one)
-    optimizer = make_optimizer(bare, OptimizerConfig())
-    engine = launched.engine
-    prepared = engine.prepare(module, bare, optimizer)
-    ids, labels = (torch.from_numpy(part).long() for part in uneven.blocks(0))
-    with engine.micro(last=True):
-        engine.backward(prepared(ids[:, :-1], labels), torch.tensor(0.1))
-    sums = squared(engine)
-    norm = float(engine.norm(sums))
-    engine.clip(sums, norm / 2)
-    found = {
-        "meshes": len({p.device_mesh for p in bare.parameters()}),
-        "norm": norm,
-        "clipped": float(engine.norm(squared(engine))),
-    }
-    alone = LossModule(build("untied"))
-    (alone(ids[:, :-1], labels) * 0.1).backward()
-    gradients = [p.grad for p in alone.parameters()]
-    found["expected"] = float(nn.utils.get_total_norm(gradients))
-    if launched.ranks.rank == 0:
-        Path(output).write_text(json.dumps(found))
-    close()
-
-
-def squared(engine: Any) -> StepVector:
-    """The step's vector of all ranks, with nothing in it but the squares."""
-    said = [engine.squares() if slot == "squares" else torch.zeros(()) for slot in SLOTS]
-    return StepVector(
-        sum_over_ranks(torch.stack([one.double() for one in [*said, torch.ones(())]]))
-    )
