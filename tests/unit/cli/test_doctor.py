@@ -70,17 +70,6 @@ def test_what_is_skipped_has_no_line():
     assert not names & {"all-reduce", "devices", "compiler", "rendezvous"}
 
 
-def test_di_06_a_default_config_of_accelerate_is_named(tmp_path):
-    folder = tmp_path / "accelerate"
-    folder.mkdir()
-    (folder / "default_config.yaml").write_text("num_processes: 8\n")
-    done = run("--json", *FAST, env={"HF_HOME": str(tmp_path)})
-    (found,) = (c for c in json.loads(done.stdout)["checks"] if c["name"] == "accelerate")
-    assert found["state"] == "warning"
-    assert str(folder / "default_config.yaml") in found["found"]
-    assert done.returncode == 0
-
-
 BAD = Check("disk", "error", "no room for \x1b[2J the run, " * 5, "free some")
 
 

@@ -137,6 +137,23 @@ def test_a_file_that_starts_something_else_is_refused(tmp_path, text, processes,
     assert refused(tmp_path, text, processes) == keys
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("distributed_type: MULTI_CPU\nnum_processes: 2\n", ["MULTI_CPU", "MULTI_GPU"]),
+        ("distributed_type: FSDP\nnum_processes: 2\n", ["fsdp_version = 1", "flat tensor"]),
+        (FSDP + "  fsdp_use_orig_params: true\n", ["fsdp_use_orig_params", "FSDP1"]),
+        (ZERO + "  deepspeed_config_file: ds.json\n", ["config of the run"]),
+        (FSDP + HSDP.replace("shard_size: 2", "shard_size: 1"), ["hsdp, 2 × 1", "strategy=ddp"]),
+    ],
+)
+def test_a_refusal_says_what_was_found_and_what_to_do(tmp_path, text, words):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text)
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_a_mesh_is_that_of_the_processes(tmp_path):
     assert read(tmp_path, FSDP + HSDP, 4).environment["LOCAL_WORLD_SIZE"] == "4"
 
