@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -55,6 +56,8 @@ class Network:
 
     def down(self) -> None:
         """End every process in it, and remove it."""
+        if which("ip") is None:  # the test was skipped for that; an error here would hide it
+            return
         known = ip("netns", "list")
         for node, name in enumerate(self.names):
             if name in known:
