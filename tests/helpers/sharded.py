@@ -7,6 +7,7 @@ and saved. The blocks are those of `uneven`: masks of unequal lengths on every r
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from helpers import uneven
+from helpers.ranks import until
 from helpers.sharded_models import build, build_from
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -151,13 +153,21 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     return launched, spec, run, optimizer
 
 
+def refused(output: str, error: Exception) -> None:
+    """Every rank is refused; none ends before all are, since rank 0 holds the store of the rest."""
+    Path(output).write_text(json.dumps({"refused": str(error)}))
+    said = [Path(f"{output}.refused-{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
+    said[int(os.environ["RANK"])].touch()
+    until(lambda: all(path.exists() for path in said), "a refusal on every rank")
+
+
 def work(output: str, job_text: str) -> None:
     """On every rank: the job; rank 0 writes numbers, weights and what else a test asks."""
     job = Job(**json.loads(job_text))
     try:
         launched, spec, run, optimizer = opened(job)
     except (UserError, ValueError) as error:
-        Path(output).write_text(json.dumps({"refused": str(error)}))
+        refused(output, error)
         return
     if job.load:
         loaded(Path(job.load), spec, launched)
