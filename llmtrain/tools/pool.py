@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -70,13 +71,27 @@ def _interrupts_held() -> Iterator[None]:
     """Processes that are started here never see an interrupt; this one sees it afterwards.
 
     Until `_start` runs, one would end them with a traceback. They inherit the mask; the trap: an
-    ignored signal would be inherited too, but one that comes meanwhile would be lost for us.
+    ignored signal would be inherited too, but one that comes meanwhile would be lost for us. And
+    the mask is this thread's: another thread may be told, upon which Python interrupts this one in
+    the midst of a process that begins. So the handlers wait as well.
     """
+    heard: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {
+        number: signal.signal(number, lambda number, _: heard.append(number))
+        for number in (numbers if main else ())
+        if callable(signal.getsignal(number))
+    }
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for one in heard:
+            signal.raise_signal(one)
 
 
 def _start(parent: int) -> None:
