@@ -221,7 +221,12 @@ class Flags:
 
     signal: bool = False
     stop_file: bool = False
+    stop_after: bool = False
+    minutes_due: bool = False
     lost_launcher: bool = False
+    save_file: bool = False
+    writer_ready: bool = False
+    writer_failed: bool = False
 
 
 # What every rank puts into the step's one reduction, in order; behind them one slot for the trained
@@ -238,7 +243,12 @@ SLOTS = (
     "wait_seconds",
     "signal",
     "stop_file",
+    "stop_after",
+    "minutes_due",
     "lost_launcher",
+    "save_file",
+    "writer_ready",
+    "writer_failed",
     "padding_only",
     "ended",
 )
@@ -269,6 +279,8 @@ class Numbers:
     """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`).
 
     padding_only, ended: of all ranks. A step without a trained token has no loss: it is NaN.
+    stops: why the run shall stop · save: a checkpoint was asked for · written: every rank is
+    through with its part of the one that is written in the background, well or not.
     """
 
     step: int
@@ -286,6 +298,8 @@ class Numbers:
     padding_only: bool = False
     ended: bool = False
     stops: tuple[str, ...] = field(default=())
+    save: bool = False
+    written: bool = False
 
     @property
     def tokens_per_second(self) -> float:

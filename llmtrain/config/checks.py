@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.config.duration import GRAMMAR, seconds
 from llmtrain.errors import Problem
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ def check(config: Config) -> list[Problem]:
         *check_micro_batch(config.training),
         *check_warmup(config.optimizer),
         *check_retention(config.checkpoint),
+        *check_stop_after(config.checkpoint),
+        *check_resume(config.checkpoint),
         *check_accepted(config.checkpoint),
     ]
 
@@ -133,6 +138,25 @@ def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
         return []
     expected = f"a multiple of checkpoint.every_steps {every}, or 0"
     return [Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))]
+
+
+def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
+    """A time to stop that is a time."""
+    value = checkpoint.stop_after
+    if value is None or seconds(value):
+        return []
+    return [Problem("checkpoint.stop_after", value, GRAMMAR)]
+
+
+def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
+    """The name of a checkpoint of this run, and no other place to take weights from."""
+    value = checkpoint.resume
+    if value in ("auto", "never") or re.fullmatch(r"step-\d{8,18}", value):
+        return []
+    expected = "auto, never, or the name of a checkpoint of this run, as step-00000400"
+    elsewhere = "/" in value or Path(value).is_dir()
+    remedy = f"did you mean model.from={value}, which takes weights alone?" if elsewhere else ""
+    return [Problem("checkpoint.resume", value, expected, remedy)]
 
 
 def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:

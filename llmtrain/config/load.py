@@ -171,6 +171,8 @@ def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
         (checks.check_micro_batch, ("training",)),
         (checks.check_warmup, ("optimizer",)),
         (checks.check_retention, ("checkpoint",)),
+        (checks.check_stop_after, ("checkpoint",)),
+        (checks.check_resume, ("checkpoint",)),
         (checks.check_accepted, ("checkpoint",)),
     ]
     for rule, names in rules:

@@ -233,11 +233,46 @@ class CheckpointConfig(Section):
         0, description="Checkpoints at multiples of this many steps are kept for ever; 0 = none."
     )
     keep_best: Count = Field(1, description="Checkpoints of lowest held-out loss to keep.")
+    background: bool | Auto = Field(
+        "auto",
+        description="Whether files are written beside the training; auto = with a GPU.",
+    )
+    stop_after: Text | None = Field(
+        None,
+        description="Stop with a checkpoint so that it is complete this long after the start: "
+        '"3h50m", "90m", "45s"; null = never.',
+    )
+    resume: Text = Field(
+        "auto",
+        description="What a start goes on from: `auto`, the newest valid checkpoint; `never` (the "
+        "directory must be new); or the name of a checkpoint of the run, as step-00000400.",
+    )
     accept_changes: tuple[Text, ...] = Field(
         (),
         strict=False,
         description="Keys, or sections, whose new values a resume takes although they change the "
         "run.",
+    )
+    every_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Minutes between checkpoints, besides those by steps; null = never.",
+        json_schema_extra={"expert": True},
+    )
+    verify: Literal["full", "sizes"] = Field(
+        "full",
+        description="What is compared before a checkpoint is read: the digest of every byte, or "
+        "sizes alone.",
+        json_schema_extra={"expert": True},
+    )
+    writers: Literal["auto", "rank0", "all"] = Field(
+        "auto",
+        description="Which ranks write; auto = rank 0 under DDP, and on NFS with several nodes.",
+        json_schema_extra={"expert": True},
+    )
+    supersede: bool = Field(
+        False,
+        description="Whether checkpoints newer than the one that `resume` names are set aside.",
+        json_schema_extra={"expert": True},
     )
     shard_gb: Annotated[float, Field(gt=0)] = Field(
         4.0,

@@ -17,8 +17,13 @@ from torch import Tensor
 
 from llmtrain.types import SLOTS, Numbers, StepVector
 
-_STOPS = ("launcher_lost", "signal", "stop_file")
-_STOP_SLOTS = {"launcher_lost": "lost_launcher", "signal": "signal", "stop_file": "stop_file"}
+# Why the run shall stop → the slot that says so, in the order in which reasons outrank each other.
+_STOPS = {
+    "launcher_lost": "lost_launcher",
+    "signal": "signal",
+    "stop_file": "stop_file",
+    "stop_after": "stop_after",
+}
 
 
 class DataFailedError(Exception):
@@ -136,7 +141,9 @@ class Meter:
             data_failed=failed,
             padding_only=slots["padding_only"] == self._world_size,
             ended=slots["ended"] == self._world_size,
-            stops=tuple(reason for reason in _STOPS if slots[_STOP_SLOTS[reason]] > 0),
+            stops=tuple(reason for reason, slot in _STOPS.items() if slots[slot] > 0),
+            save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
+            written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
         )
 
     def _count(self, tokens: list[int], digest: int, *, skipped: bool, failed: bool) -> None:

@@ -9,7 +9,7 @@ from llmtrain.distributed.ranks import ControlGroup
 from llmtrain.types import Flags, Numbers
 
 # A lost launcher comes first: ranks are reparented one after another, each with a signal.
-STOP_REASONS = ("launcher_lost", "signal", "stop_file")
+STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
 
 class Due:
@@ -90,6 +90,7 @@ def agreed_stop(ranks: ControlGroup, flags: Flags) -> tuple[str, ...]:
         "launcher_lost": flags.lost_launcher,
         "signal": flags.signal,
         "stop_file": flags.stop_file,
+        "stop_after": flags.stop_after,
     }
     levels = [len(STOP_REASONS) - k for k, reason in enumerate(STOP_REASONS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ from llmtrain.types import SLOTS, Batch, Flags, StepVector
 
 if TYPE_CHECKING:
     from llmtrain.training.run import Run
+
+_FLAGS = tuple(one.name for one in fields(Flags))  # each has a slot of its name
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:
@@ -54,9 +57,7 @@ def host_part(
         "data_failed": failed,
         **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},
         "wait_seconds": batch.wait_seconds / world_size,
-        "signal": flags.signal,
-        "stop_file": flags.stop_file,
-        "lost_launcher": flags.lost_launcher,
+        **{name: getattr(flags, name) for name in _FLAGS},
         "padding_only": not batch.sources,
         "ended": batch.ended,
     }

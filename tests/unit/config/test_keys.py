@@ -33,7 +33,11 @@ def test_every_key_is_explained():
 def test_only_what_the_design_calls_expert_is():
     expert = {key.name for key in all_keys() if key.expert}
     assert expert == {
+        "checkpoint.every_minutes",
         "checkpoint.shard_gb",
+        "checkpoint.supersede",
+        "checkpoint.verify",
+        "checkpoint.writers",
         "distributed.fsdp_sync",
         "distributed.wrap_class",
         "training.max_skipped_in_a_row",

@@ -1,0 +1,205 @@
+"""Named failpoints, inert unless LLMTRAIN_FAULTS is set: how tests kill, fill and damage a run.
+
+    point[@step=N][@rank=R][@nth=K][@bytes=B][@p=0.01,seed=S]=action        several joined by ;
+
+    save.write@rank=1@bytes=70%=kill       rank 1 dies when it has written 70 % of its share
+    save.create@nth=2=enospc;loop.micro@step=7=term
+
+Without `nth` a fault strikes each time that its other conditions hold. `bytes` is what this rank
+has written of one checkpoint, as a number or as a share. Of the actions `short` alone is carried
+out by the caller.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+POINTS = (
+    "save.begin",
+    "save.mkdir",
+    "save.small",
+    "save.create",
+    "save.vote1",
+    "save.snapshot",
+    "save.write",
+    "save.fsync",
+    "save.vote2",
+    "save.manifest",
+    "save.dirsync",
+    "save.rename",
+    "save.parentsync",
+    "save.done",
+    "retain.trash",
+    "retain.delete",
+    "loop.step",
+    "loop.micro",
+    "eval.batch",
+    "data.next",
+    "worker.block",
+    "lock.taken",
+    "load.scan",
+    "load.verify",
+    "load.read",
+)
+GRAMMAR = (
+    "point[@step=N][@rank=R][@nth=K][@bytes=B or 70%][@p=0.01,seed=S]=action, joined by `;`; "
+    "actions: kill, exit:CODE, raise, enospc, eio, hang[:SECONDS], delay:SECONDS, term, int, usr1, "
+    "truncate, flip[:OFFSET], short"
+)
+
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "usr1": signal.SIGUSR1,
+}
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+_BARE = (*_SIGNALS, *_ERRORS, "raise", "truncate", "short", "hang", "flip")
+_NUMBERED = {"exit": int, "delay": float, "hang": float, "flip": int}
+
+
+class InjectedError(Exception):
+    """What `raise` raises: a defect, as far as the run knows."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault; `seen` counts how often its conditions held."""
+
+    text: str
+    point: str
+    action: str
+    argument: float | None
+    conditions: Mapping[str, str]
+    seen: int = 0
+
+
+_faults: list[Fault] | None = None
+_rank = 0
+
+
+def install(environ: Mapping[str, str]) -> None:
+    """Take up LLMTRAIN_FAULTS, or nothing. Raises ValueError, whose text names the wrong part."""
+    global _faults, _rank
+    text = environ.get("LLMTRAIN_FAULTS", "")
+    _faults = [_parsed(part.strip()) for part in text.split(";") if part.strip()] or None
+    _rank = int(environ["RANK"]) if environ.get("RANK", "").isdigit() else 0
+
+
+def hit(
+    point: str, *, step: int | None = None, path: Path | None = None, written: int = 0, of: int = 0
+) -> str | None:
+    """The place `point` was reached: do what was asked for here.
+
+    step: of the run, or of the checkpoint · path: the file at hand, for `truncate` and `flip` ·
+    written, of: bytes of this rank's share so far, and all of it. Returns `short` where the caller
+    shall write less than it says, None otherwise. Raises OSError or InjectedError as asked.
+    """
+    if _faults is None:
+        return None
+    for fault in _faults:
+        if fault.point == point and _holds(fault, step, written, of):
+            done = _strike(fault, path)
+            if done:
+                return done
+    return None
+
+
+def _parsed(part: str) -> Fault:
+    head, _, action = part.rpartition("=")
+    point, *conditions = head.split("@")
+    if point not in POINTS:
+        raise ValueError(f"{part}: no failpoint {point!r}")
+    name, colon, argument = action.partition(":")
+    try:
+        if name not in _BARE and not (colon and name in _NUMBERED):
+            raise ValueError
+        number = float(_NUMBERED[name](argument)) if colon else None
+        found = dict(pair.split("=") for one in conditions for pair in one.split(","))
+        for key, value in found.items():
+            _check_condition(key, value)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{part}: not understood") from error
+    return Fault(part, point, name, number, found)
+
+
+def _check_condition(key: str, value: str) -> None:
+    match key:
+        case "step" | "rank" | "nth" | "seed":
+            int(value)
+        case "bytes":
+            float(value.removesuffix("%"))
+        case "p":
+            float(value)
+        case _:
+            raise ValueError
+
+
+def _holds(fault: Fault, step: int | None, written: int, of: int) -> bool:
+    wanted = fault.conditions
+    if "step" in wanted and step != int(wanted["step"]):
+        return False
+    if "rank" in wanted and _rank != int(wanted["rank"]):
+        return False
+    if "bytes" in wanted and written < _threshold(wanted["bytes"], of):
+        return False
+    fault.seen += 1
+    if "nth" in wanted and fault.seen != int(wanted["nth"]):
+        return False
+    return "p" not in wanted or _drawn(fault) < float(wanted["p"])
+
+
+def _threshold(value: str, of: int) -> float:
+    return of * float(value[:-1]) / 100 if value.endswith("%") else float(value)
+
+
+def _drawn(fault: Fault) -> float:
+    """In [0, 1), the same whenever the same run comes here for the same time."""
+    key = f"{fault.conditions.get('seed', 0)} {fault.point} {_rank} {fault.seen}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7]) / 2**56
+
+
+def _strike(fault: Fault, path: Path | None) -> str | None:
+    match fault.action:
+        case "kill" | "term" | "int" | "usr1":
+            os.kill(os.getpid(), _SIGNALS[fault.action])
+        case "exit":
+            os._exit(int(fault.argument or 0))
+        case "raise":
+            raise InjectedError(fault.text)
+        case "enospc" | "eio":
+            number = _ERRORS[fault.action]
+            raise OSError(number, os.strerror(number), str(path) if path else None)
+        case "hang" if fault.argument is None:
+            while True:
+                time.sleep(3600)
+        case "hang" | "delay":
+            time.sleep(fault.argument or 0)
+        case "truncate" | "flip":
+            _damage(fault, path)
+        case _:
+            return fault.action
+    return None
+
+
+def _damage(fault: Fault, path: Path | None) -> None:
+    """Half of the file, or one bit of it: of the byte at the offset, else of the middle one."""
+    if path is None:
+        raise InjectedError(f"{fault.text}: there is no file at this point")
+    size = path.stat().st_size
+    if fault.action == "truncate":
+        return os.truncate(path, size // 2)
+    offset = size // 2 if fault.argument is None else int(fault.argument)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    return None
