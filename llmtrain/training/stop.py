@@ -24,9 +24,13 @@ _DYING_SECONDS = 0.25
 
 
 class Signals:
-    """Which stop was asked for, and by what. The only state is what the handlers write."""
+    """Which stop was asked for, and by what. The only state is what the handlers write.
+
+    started: what `time.monotonic` said when this process began to listen, before it imported torch.
+    """
 
     def __init__(self) -> None:
+        self.started = time.monotonic()
         self._parent: int | None = None
         self._signal: str | None = None
         self._signalled = 0.0
