@@ -12,9 +12,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtrain import durable
 from llmtrain.checkpoint import format as form
@@ -60,17 +61,48 @@ def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> 
         for name in form.complete_names(root)
         if (step := form.step_of(name)) is not None and _is_of_run(root / name, run_id)
     }
-    kept = _kept(root, own, policy)
-    resumed = form.step_of(resumed_from) if resumed_from else None
-    if resumed is not None and sum(step > resumed for step in own) < 2:
-        kept.add(resumed)
-    gone = [
-        name for step, name in sorted(own.items()) if step not in kept and _to_trash(root, name)
-    ]
+    losses = {step: _loss(root / name) for step, name in own.items()}
+    kept = reasons(losses, policy, resumed_from)
+    gone = [name for step, name in sorted(own.items()) if not kept[step] and _to_trash(root, name)]
     if gone:
         durable.sync_directory(root)
     _delete(root, [name for name in form.names(root) if _TRASH.fullmatch(name)])
     return gone
+
+
+def reasons(
+    losses: Mapping[int, float | None], policy: Policy, resumed_from: str | None
+) -> dict[int, tuple[str, ...]]:
+    """Why each checkpoint of a run stays; one that has no reason is what `apply` deletes.
+
+    losses: step → its held-out loss, for all checkpoints of the run · resumed_from: as in `apply`.
+    """
+    newest = sorted(losses, reverse=True)[: policy.keep_last]
+    # Two of one evaluation: the older one is that whose weights were measured.
+    ranked = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+    best = [step for _, step in ranked[: policy.keep_best]]
+    resumed = form.step_of(resumed_from) if resumed_from else None
+    young = resumed is not None and sum(step > resumed for step in losses) < 2
+    return {
+        step: (
+            *(["newest"] if step in newest else []),
+            *(
+                [f"every {policy.keep_every}"]
+                if policy.keep_every and step % policy.keep_every == 0
+                else []
+            ),
+            *(["best"] if step in best else []),
+            *(["resumed from"] if young and step == resumed else []),
+        )
+        for step in losses
+    }
+
+
+def loss_in(state: Mapping[str, Any]) -> float | None:
+    """The held-out loss that a `trainer_state.json` carries; None if there is none."""
+    evaluation = state.get("evaluation")
+    loss = evaluation.get("loss") if isinstance(evaluation, dict) else None
+    return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
 def space_needed(root: Path, policy: Policy, steps: int, checkpoint_bytes: int) -> int:
@@ -126,27 +158,13 @@ def _is_of_run(path: Path, run_id: str) -> bool:
         return False
 
 
-def _kept(root: Path, own: dict[int, str], policy: Policy) -> set[int]:
-    """The steps that the policy keeps."""
-    newest = sorted(own, reverse=True)[: policy.keep_last]
-    spaced = [step for step in own if policy.keep_every and step % policy.keep_every == 0]
-    losses = [
-        (loss, step) for step, name in own.items() if (loss := _loss(root / name)) is not None
-    ]
-    # Two of one evaluation: the older one is that whose weights were measured.
-    best = [step for _, step in sorted(losses)[: policy.keep_best]]
-    return {*newest, *spaced, *best}
-
-
 def _loss(path: Path) -> float | None:
-    """The held-out loss that a checkpoint carries; None if there is none."""
+    """The held-out loss of a checkpoint; None if there is none."""
     try:
-        evaluation = form.state(path).get("evaluation")
+        return loss_in(form.state(path))
     except (form.DamagedError, OSError) as error:
         logger.warning("retention found no held-out loss in %s: %s", path.name, error)
         return None
-    loss = evaluation.get("loss") if isinstance(evaluation, dict) else None
-    return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
 def _to_trash(root: Path, name: str) -> bool:

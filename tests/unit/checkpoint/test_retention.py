@@ -143,3 +143,24 @@ def test_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
         retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)
     disk(monkeypatch, f_files=0, f_favail=0)  # a file system without such a limit
     retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)
+
+
+def test_every_reason_to_stay_is_said_and_what_has_none_is_what_goes(tmp_path):
+    losses = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: None, 12: 1.5, 14: 1.5}
+    for step, loss in losses.items():
+        save(tmp_path, step, loss=loss)
+    policy = Policy(2, 6, 2)
+    found = retention.reasons(losses, policy, "step-00000010")
+    assert found == {
+        2: (),
+        4: ("best",),
+        6: ("every 6",),
+        8: (),
+        10: (),
+        12: ("newest", "every 6", "best"),
+        14: ("newest",),
+    }
+    assert retention.reasons(losses, policy, "step-00000012")[12][-1] == "resumed from"
+    assert retention.reasons(losses, Policy(2, 0, 0), None)[4] == ()
+    gone = retention.apply(tmp_path, policy, RUN, "step-00000010")
+    assert gone == [f"step-{step:08d}" for step, why in found.items() if not why]
