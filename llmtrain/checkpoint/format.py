@@ -54,7 +54,12 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not what was written; the text says which file and why."""
+    """A checkpoint that is not what was written: which of its files, and why."""
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"{file}: {reason}")
+        self.file = file
+        self.reason = reason
 
 
 class NewerFormatError(Exception):
@@ -229,7 +234,7 @@ def parse(body: bytes) -> Manifest:
     found = _json_object(MANIFEST, body)
     rest = {key: value for key, value in found.items() if key != "self"}
     if found.get("self") != xxh3_128_hexdigest(canonical(rest)) or canonical(found) != body:
-        raise DamagedError(f"{MANIFEST}: its own digest differs")
+        raise DamagedError(MANIFEST, "its own digest differs")
     if isinstance(found.get("format"), int) and found["format"] > FORMAT:
         raise NewerFormatError(found["format"], found.get("run_id"))
     return _manifest(found)
@@ -241,9 +246,9 @@ def _json_object(file: str, body: bytes) -> dict[str, Any]:
         found = json.loads(body)
         canonical(found)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{file}: not JSON ({error})") from error
+        raise DamagedError(file, f"not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise DamagedError(f"{file}: not a JSON object")
+        raise DamagedError(file, "not a JSON object")
     return found
 
 
@@ -261,14 +266,12 @@ def _manifest(found: dict[str, Any]) -> Manifest:
         }
         manifest = Manifest(str(found["run_id"]), int(found["step"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(
-            f"{MANIFEST}: a field is missing or of another type ({error})"
-        ) from error
+        raise DamagedError(MANIFEST, f"a field is missing or of another type ({error})") from error
     if len(files) > MAX_FILES:
-        raise DamagedError(f"{MANIFEST}: {len(files)} files, more than {MAX_FILES}")
+        raise DamagedError(MANIFEST, f"{len(files)} files, more than {MAX_FILES}")
     for name, entry in files.items():
         if wrong := unsafe_name(name) or gap(entry):
-            raise DamagedError(f"{MANIFEST}: {name}: {wrong}")
+            raise DamagedError(MANIFEST, f"{name}: {wrong}")
     return manifest
 
 
@@ -279,7 +282,7 @@ def load(directory: Path) -> Manifest:
     """
     manifest = parse(small_file(directory, MANIFEST, MAX_MANIFEST_BYTES))
     if step_of(directory.name) not in (None, manifest.step):
-        raise DamagedError(f"{MANIFEST}: is of step {manifest.step}")
+        raise DamagedError(MANIFEST, f"is of step {manifest.step}")
     return manifest
 
 
@@ -292,11 +295,11 @@ def regular_size(directory: Path, name: str) -> int:
         found = (directory / name).lstat()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise DamagedError(f"{name}: is missing") from error
+            raise DamagedError(name, "is missing") from error
         raise
     inside = (directory / name).resolve().parent == (directory.resolve() / name).parent
     if not stat.S_ISREG(found.st_mode) or not inside:
-        raise DamagedError(f"{name}: is not a regular file of this directory")
+        raise DamagedError(name, "is not a regular file of this directory")
     return found.st_size
 
 
@@ -306,7 +309,7 @@ def small_file(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> bytes
     Raises DamagedError if it is missing, irregular or larger than `limit` bytes.
     """
     if regular_size(directory, name) > limit:
-        raise DamagedError(f"{name}: is larger than {limit} bytes")
+        raise DamagedError(name, f"is larger than {limit} bytes")
     return (directory / name).read_bytes()
 
 

@@ -14,14 +14,13 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import safetensors
-from xxhash import xxh3_128
-
-from llmtrain import durable
+from llmtrain import durable, faults, pulse
+from llmtrain.checkpoint import check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, NewerFormatError, Place
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
@@ -79,24 +78,31 @@ def find(root: Path, run_id: str | None, ranks: Ranks, wait: Wait = time.sleep) 
             return Search(found, tuple(aside))
 
 
-def verify(path: Path) -> list[str]:
+def verify(path: Path, jobs: int = 4) -> list[Problem]:
     """Everything that is wrong with a checkpoint directory; empty for a valid one.
 
-    Raises OSError if the disk does not answer.
+    A problem's key is the file, its value what is wrong with it. Hashes with so many threads.
+    Raises OSError if the disk does not answer, UserError for a format that is not ours.
     """
     try:
         manifest = form.load(path)
-    except (DamagedError, NewerFormatError) as error:
-        return [str(error)]
-    wrong = []
-    for name in manifest.files:
+    except DamagedError as error:
+        return [_as_problem(path, error)]
+    except NewerFormatError as error:
+        raise UserError(_newer(path, error.found)) from error
+
+    def wrong(name: str) -> DamagedError | None:
         try:
-            _check_file(path, name, manifest)
+            check.file(path, name, manifest)
             for extent in manifest.files[name].extents:
-                _check_extent(path, name, extent)
+                check.extent(path, name, extent)
         except DamagedError as error:
-            wrong.append(str(error))
-    return wrong
+            return error
+        return None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(wrong, manifest.files))
+    return [_as_problem(path, error) for error in found if error]
 
 
 def fill(
@@ -137,6 +143,7 @@ def _offer(root: Path, run_id: str | None, damage: Reason | None, wait: Wait) ->
 
 def _look(root: Path, run_id: str | None, aside: list[Reason]) -> dict[str, Any]:
     """The newest candidate that looks whole from outside; others are set aside on the way."""
+    faults.hit("load.scan", path=root)
     for name in form.complete_names(root):
         path = root / name
         try:
@@ -144,7 +151,7 @@ def _look(root: Path, run_id: str | None, aside: list[Reason]) -> dict[str, Any]
             if run_id not in (None, manifest.run_id):
                 continue
             for file in manifest.files:
-                _check_file(path, file, manifest)
+                check.file(path, file, manifest)
             return {"name": name, "manifest": _as_json(manifest), "state": form.state(path)}
         except NewerFormatError as error:
             if run_id in (None, error.run_id):
@@ -179,7 +186,7 @@ def _set_aside(root: Path, name: str, reason: str) -> Reason:
 def _set_aside_before(root: Path) -> list[Reason]:
     """All checkpoints that were ever set aside here, each with what is wrong with it."""
     return [
-        (name, "; ".join(verify(root / name)) or "nothing is wrong with it: rename it back")
+        (name, _what_is_wrong(root / name) or "nothing is wrong with it: rename it back")
         for name in form.names(root)
         if _DAMAGED in name and form.step_of(name.partition(_DAMAGED)[0]) is not None
     ]
@@ -194,56 +201,13 @@ def _verify_together(path: Path, files: dict[str, Any], ranks: Ranks, wait: Wait
     error: Exception | None = None
     try:
         for name, extent in extents[ranks.rank :: ranks.world_size]:
-            _tried(wait, _check_extent, path, name, extent)
+            _tried(wait, check.extent, path, name, extent)
     except Exception as caught:  # the vote's edge
         error = _noted(caught)
     failures = ranks.vote(error).failures
     if other := tuple(failed for failed in failures if failed.kind != DamagedError.__name__):
         raise _trouble(path, other)
     return (path.name, "; ".join(failed.text for failed in failures)) if failures else None
-
-
-def _check_file(path: Path, name: str, manifest: Manifest) -> None:
-    """DamagedError unless the file is there, of the right size, and (tensors) can be opened."""
-    size = form.regular_size(path, name)
-    if size != manifest.files[name].size:
-        raise DamagedError(f"{name}: has {size} bytes instead of {manifest.files[name].size}")
-    if name.endswith(form.TENSORS):
-        _tensors(path, name)
-
-
-def _check_extent(path: Path, name: str, extent: Extent) -> None:
-    """DamagedError if bytes of a file are not those that were written."""
-    hasher = xxh3_128()
-    buffer = memoryview(bytearray(min(extent.length, form.BLOCK_BYTES)))
-    left = extent.length
-    with (path / name).open("rb", buffering=0) as file:
-        file.seek(extent.offset)
-        while left:
-            count = file.readinto(buffer[:left])
-            if not count:
-                raise DamagedError(f"{name}: ends before byte {extent.offset + extent.length}")
-            hasher.update(buffer[:count])
-            left -= count
-    if hasher.hexdigest() != extent.digest:
-        end = extent.offset + extent.length
-        raise DamagedError(f"{name}: the digest of bytes {extent.offset} to {end} differs")
-
-
-def _tensors(path: Path, name: str) -> dict[str, TensorSpec]:
-    """What a tensor file holds, in the order of its bytes; DamagedError for an unsound header."""
-    try:
-        with safetensors.safe_open(path / name, "np") as file:
-            views = {key: file.get_slice(key) for key in file.offset_keys()}
-            found = {
-                key: TensorSpec(view.get_dtype(), tuple(view.get_shape()))
-                for key, view in views.items()
-            }
-    except safetensors.SafetensorError as error:
-        raise DamagedError(f"{name}: {error}") from error
-    if other := {tensor.dtype for tensor in found.values()} - form.DTYPES.keys():
-        raise DamagedError(f"{name}: holds tensors of {min(other)}")
-    return found
 
 
 def _stored(path: Path) -> dict[str, Any]:
@@ -253,7 +217,7 @@ def _stored(path: Path) -> dict[str, Any]:
         if file.endswith(form.TENSORS):
             with (path / file).open("rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
-            found |= form.places_in(file, _tensors(path, file), start)
+            found |= form.places_in(file, check.tensors(path, file), start)
     return {
         "places": {
             name: (place.file, place.offset, (place.tensor.dtype, place.tensor.shape))
@@ -311,6 +275,8 @@ def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:
     """Fill `block` from a file; OSError if the file ends before."""
+    pulse.beat("reading a checkpoint")
+    faults.hit("load.read", step=form.step_of(path.parent.name), path=path)
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         while block.nbytes:
@@ -362,14 +328,25 @@ def _trouble(path: Path, failures: tuple[Failure, ...]) -> RunError:
 
 def _refuse_newer(root: Path, newer: tuple[str, int] | None) -> None:
     if newer:
-        raise UserError(
-            Problem(
-                str(root / newer[0]),
-                f"format {newer[1]}",
-                f"format {form.FORMAT}, the newest that this llmtrain reads",
-                "use the llmtrain that wrote it, or move it away to go on from an older one",
-            )
-        )
+        raise UserError(_newer(root / newer[0], newer[1]))
+
+
+def _newer(path: Path, found: int) -> Problem:
+    return Problem(
+        str(path),
+        f"format {found}",
+        f"format {form.FORMAT}, the newest that this llmtrain reads",
+        "use the llmtrain that wrote it, or move it away to go on from an older one",
+    )
+
+
+def _what_is_wrong(path: Path) -> str:
+    return "; ".join(f"{problem.key}: {problem.value}" for problem in verify(path))
+
+
+def _as_problem(path: Path, error: DamagedError) -> Problem:
+    remedy = f"{path.name} is damaged: a run goes on from an older one"
+    return Problem(error.file, error.reason, "what was written", remedy)
 
 
 def _refuse_all_damaged(root: Path, lost: list[Reason]) -> None:

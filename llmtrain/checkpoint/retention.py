@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import durable
+from llmtrain import durable, faults
 from llmtrain.checkpoint import format as form
 from llmtrain.errors import Problem, UserError
 
@@ -172,6 +172,7 @@ def _to_trash(root: Path, name: str) -> bool:
     trash = f".trash-{form.step_of(name)}"
     _delete(root, [trash] if (root / trash).exists() else [])
     try:
+        faults.hit("retain.trash", step=form.step_of(name), path=root / name)
         (root / name).rename(root / trash)
     except OSError as error:
         logger.warning("could not delete %s: %s", name, error)
@@ -184,6 +185,7 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
     gone = []
     for name in found:
         try:
+            faults.hit("retain.delete", path=root / name)
             shutil.rmtree(root / name)
             gone.append(name)
         except OSError as error:

@@ -11,8 +11,8 @@ import torch
 from helpers.checkpoints import RUN, SPEC, on_ranks, save, tensors, whole
 from xxhash import xxh3_128_hexdigest
 
+from llmtrain.checkpoint import check, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Alone, Piece, TensorSpec
 
@@ -79,7 +79,7 @@ def test_nothing_is_found_in_a_new_run(tmp_path, make):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_each_damage_is_named_set_aside_and_the_older_one_used(root, file, damage):
     DAMAGES[damage](root / NEWEST / file)
-    assert file in read.verify(root / NEWEST)[0]
+    assert file in read.verify(root / NEWEST)[0].key
     search = found(root)
     assert search.found.step == 4
     [(name, reason)] = search.quarantined
@@ -202,18 +202,18 @@ def test_a_disk_that_does_not_answer_ends_the_start_and_renames_nothing(root, mo
 
 
 def test_a_file_that_only_another_rank_cannot_see_is_trouble(root, monkeypatch):
-    real = read._check_extent
+    real = check.extent
     manifest = form.load(root / NEWEST)
     count = len([extent for entry in manifest.files.values() for extent in entry.extents])
     seen = []
 
-    def check(path, name, extent):
+    def checked(path, name, extent):
         if not seen:
             seen.append(name)
             return real(path, name, extent)
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path / name))
 
-    monkeypatch.setattr(read, "_check_extent", check)
+    monkeypatch.setattr(check, "extent", checked)
     assert count > 1
     with pytest.raises(RunError, match="No such file"):
         found(root, 2)
@@ -221,7 +221,7 @@ def test_a_file_that_only_another_rank_cannot_see_is_trouble(root, monkeypatch):
 
 
 def test_our_own_mistake_is_no_damage(root, monkeypatch):
-    monkeypatch.setattr(read, "_check_extent", lambda *_: {}["missing"])
+    monkeypatch.setattr(check, "extent", lambda *_: {}["missing"])
     with pytest.raises(RunError, match="KeyError") as caught:
         found(root, 2)
     assert caught.value.exit_code == 1
@@ -313,7 +313,9 @@ def test_a_disk_that_does_not_answer_while_filling_ends_all_ranks(root, monkeypa
 def test_verify_lists_everything_that_is_wrong(root):
     (root / NEWEST / "config.json").unlink()
     flip(root / NEWEST / MODEL, -1)
-    assert [line.partition(":")[0] for line in read.verify(root / NEWEST)] == ["config.json", MODEL]
+    missing, flipped = read.verify(root / NEWEST)
+    assert (missing.key, missing.value) == ("config.json", "is missing")
+    assert (flipped.key, "digest of bytes" in str(flipped.value)) == (MODEL, True)
     assert read.verify(root / "step-00000004") == []
 
 

@@ -1,0 +1,63 @@
+"""Whether the files of a checkpoint hold what was written: sizes, headers, digests.
+
+For one process and without torch: the search for a checkpoint deals this work out over ranks, and a
+command does it alone. What differs is a DamagedError; an OSError says that the disk did not answer,
+which proves nothing of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import safetensors
+from xxhash import xxh3_128
+
+from llmtrain import faults, pulse
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.format import DamagedError, Extent, Manifest
+from llmtrain.types import TensorSpec
+
+
+def file(path: Path, name: str, manifest: Manifest) -> None:
+    """DamagedError unless the file is there, of the right size, and (tensors) can be opened."""
+    size = form.regular_size(path, name)
+    if size != manifest.files[name].size:
+        raise DamagedError(name, f"has {size} bytes instead of {manifest.files[name].size}")
+    if name.endswith(form.TENSORS):
+        tensors(path, name)
+
+
+def extent(path: Path, name: str, extent: Extent) -> None:
+    """DamagedError if bytes of a file are not those that were written."""
+    pulse.beat("verifying a checkpoint")
+    faults.hit("load.verify", step=form.step_of(path.name), path=path / name)
+    hasher = xxh3_128()
+    buffer = memoryview(bytearray(min(extent.length, form.BLOCK_BYTES)))
+    left = extent.length
+    with (path / name).open("rb", buffering=0) as opened:
+        opened.seek(extent.offset)
+        while left:
+            count = opened.readinto(buffer[:left])
+            if not count:
+                raise DamagedError(name, f"ends before byte {extent.offset + extent.length}")
+            hasher.update(buffer[:count])
+            left -= count
+    if hasher.hexdigest() != extent.digest:
+        end = extent.offset + extent.length
+        raise DamagedError(name, f"the digest of bytes {extent.offset} to {end} differs")
+
+
+def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
+    """What a tensor file holds, in the order of its bytes; DamagedError for an unsound header."""
+    try:
+        with safetensors.safe_open(path / name, "np") as opened:
+            views = {key: opened.get_slice(key) for key in opened.offset_keys()}
+            found = {
+                key: TensorSpec(view.get_dtype(), tuple(view.get_shape()))
+                for key, view in views.items()
+            }
+    except safetensors.SafetensorError as error:
+        raise DamagedError(name, str(error)) from error
+    if other := {tensor.dtype for tensor in found.values()} - form.DTYPES.keys():
+        raise DamagedError(name, f"holds tensors of {min(other)}")
+    return found
