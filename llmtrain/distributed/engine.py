@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llmtrain.distributed import fsdp, state
+from llmtrain.distributed import fsdp, replicas, state
 from llmtrain.distributed.fsdp import Sharding
 from llmtrain.distributed.norms import with_common_statistics
 from llmtrain.types import Piece, Spec, StepVector
@@ -85,6 +85,14 @@ class Engine(Protocol):
 
     def optimizer_steps(self) -> int:
         """How many updates the optimizer has made. Waits for the device."""
+        ...
+
+    def unequal_replicas(self) -> dict[str, list[int]]:
+        """Parameters whose bits are not those of the other replicas → the ranks that differ.
+
+        Collective; equal on all ranks, and empty where no rank holds what another holds. Which
+        ranks are named says `replicas.unequal`. Waits for the device.
+        """
         ...
 
 
@@ -199,6 +207,18 @@ class TorchEngine:
     def optimizer_steps(self) -> int:
         """As Engine.optimizer_steps."""
         return state.optimizer_steps(self._optimizer)
+
+    def unequal_replicas(self) -> dict[str, list[int]]:
+        """As Engine.unequal_replicas, of DDP and HSDP.
+
+        Parameters alone: a wrong moment makes a wrong weight in the next update, and reading
+        moments too would take three times as long. Buffers may hold what a rank alone has seen.
+        """
+        count = self._sharding.replicas if self._sharding else self._accelerator.num_processes
+        if count == 1:
+            return {}
+        named = dict(self._bare.named_parameters())
+        return replicas.unequal(list(named), [state.local(p) for p in named.values()], count)
 
     @property
     def _updates_on(self) -> torch.device:

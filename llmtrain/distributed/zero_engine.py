@@ -106,6 +106,10 @@ class DeepSpeedEngine:
         """As Engine.optimizer_steps."""
         return zero_state.optimizer_steps(self._zero)
 
+    def unequal_replicas(self) -> dict[str, list[int]]:
+        """As Engine.unequal_replicas: masters are split, and copies made anew at each step."""
+        return {}
+
 
 def gather_unseen(offload: Any) -> None:
     """Hide what stage 3 does around a module from what records or replays the module's operations.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from llmtrain.config.schema import TrainingConfig
-from llmtrain.errors import Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.types import Numbers
+
+_log = logging.getLogger(__name__)
+
+_NAMED = 5  # of what differs, in a message; the log has all
 
 
 class Guards:
@@ -38,6 +44,33 @@ class Guards:
                     raise _diverged(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
             case _:
                 assert_never(self._config.on_nonfinite)
+
+
+def check_replicas(
+    differing: Mapping[str, Sequence[int]], step: int, tell: Callable[..., object]
+) -> None:
+    """Raise RunError (75) where replicas came apart, so that neither of them is saved.
+
+    differing: as of `Engine.unequal_replicas`, the same on all ranks · tell: event, step, details.
+    """
+    if not differing:
+        return
+    ranks = sorted({rank for named in differing.values() for rank in named})
+    names = [f"{name} (rank {', '.join(map(str, named))})" for name, named in differing.items()]
+    for name in names:
+        _log.error("replicas differ at step %d in %s", step, name)
+    tell("replicas_differ", step, ranks=ranks, count=len(names), names=names[:_NAMED])
+    raise RunError(
+        f"replicas hold different weights at step {step}: {_some(names)}",
+        RESTARTABLE,
+        "the same command resumes from the newest checkpoint, where they were equal; a machine "
+        "whose rank is named again and again should be left out",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _diverged(numbers: Numbers, why: str) -> RunError:

@@ -4,7 +4,7 @@ import pytest
 
 from llmtrain.config.schema import TrainingConfig
 from llmtrain.errors import RunError, UserError
-from llmtrain.training.guards import Guards
+from llmtrain.training.guards import Guards, check_replicas
 from llmtrain.types import Numbers
 
 
@@ -43,3 +43,20 @@ def test_a_step_behind_the_end_of_the_data_is_no_failure(what: str) -> None:
     guards = Guards(TrainingConfig(steps=9, on_nonfinite="stop"), 0)
     guards.check(replace(numbers(4, skipped=True, tokens=0), **{what: True}))
     assert guards.skipped_in_a_row == 0
+
+
+def test_equal_replicas_are_no_event() -> None:
+    check_replicas({}, 4, pytest.fail)
+
+
+def test_replicas_that_differ_end_the_run_with_75_and_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[tuple[str, int, dict]] = []
+    differing = {f"layer.{k}": [1] for k in range(6)} | {"head": [0, 1]}
+    with pytest.raises(RunError, match=r"at step 8: layer\.0 \(rank 1\).* and 2 more") as raised:
+        check_replicas(differing, 8, lambda *said, **more: told.append((*said, more)))
+    assert raised.value.exit_code == 75
+    names = [f"layer.{k} (rank 1)" for k in range(5)]
+    assert told == [("replicas_differ", 8, {"ranks": [0, 1], "count": 7, "names": names})]
+    assert "head (rank 0, 1)" in caplog.text
