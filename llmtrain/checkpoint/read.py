@@ -78,11 +78,14 @@ def find(root: Path, run_id: str | None, ranks: Ranks, wait: Wait = time.sleep) 
             return Search(found, tuple(aside))
 
 
-def verify(path: Path, jobs: int = 4) -> list[Problem]:
+def verify(
+    path: Path, jobs: int = 4, told: Callable[[int], object] = lambda size: None
+) -> list[Problem]:
     """Everything that is wrong with a checkpoint directory; empty for a valid one.
 
-    A problem's key is the file, its value what is wrong with it. Hashes with so many threads.
-    Raises OSError if the disk does not answer, UserError for a format that is not ours.
+    A problem's key is the file, its value what is wrong with it. jobs: threads that hash · told:
+    hears, in this thread, how many more bytes were. Raises OSError if the disk does not answer,
+    UserError for a format that is not ours.
     """
     try:
         manifest = form.load(path)
@@ -90,19 +93,23 @@ def verify(path: Path, jobs: int = 4) -> list[Problem]:
         return [_as_problem(path, error)]
     except NewerFormatError as error:
         raise UserError(_newer(path, error.found)) from error
-
-    def wrong(name: str) -> DamagedError | None:
-        try:
-            check.file(path, name, manifest)
-            for extent in manifest.files[name].extents:
-                check.extent(path, name, extent)
-        except DamagedError as error:
-            return error
-        return None
-
+    wrong: dict[str, DamagedError] = {}  # the first thing of each file
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(wrong, manifest.files))
-    return [_as_problem(path, error) for error in found if error]
+        for name in manifest.files:
+            if damage := _damage(check.file, path, name, manifest):
+                wrong[name] = damage
+        parts = [
+            (name, extent)
+            for name, entry in manifest.files.items()
+            if name not in wrong
+            for extent in entry.extents
+        ]
+        found = pool.map(lambda part: _damage(check.extent, path, *part), parts)
+        for (name, extent), damage in zip(parts, found, strict=True):
+            told(extent.length)
+            if damage:
+                wrong.setdefault(name, damage)
+    return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
 
 
 def fill(
@@ -342,6 +349,15 @@ def _newer(path: Path, found: int) -> Problem:
 
 def _what_is_wrong(path: Path) -> str:
     return "; ".join(f"{problem.key}: {problem.value}" for problem in verify(path))
+
+
+def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
+    """What a check finds damaged."""
+    try:
+        check(*args, **kwargs)
+    except DamagedError as error:
+        return error
+    return None
 
 
 def _as_problem(path: Path, error: DamagedError) -> Problem:

@@ -357,3 +357,13 @@ def test_the_package_holds_no_pickle():
     )
     hits = [path for path in package.rglob("*.py") if forbidden.search(path.read_text())]
     assert hits == []
+
+
+def test_a_verification_reads_every_byte_of_what_has_its_size_and_says_how_far_it_is(root):
+    path, heard = root / NEWEST, []
+    assert read.verify(path, told=heard.append) == []
+    assert sum(heard) == sum(entry.size for entry in form.load(path).files.values())
+    (path / MODEL).write_bytes((path / MODEL).read_bytes()[:-1])
+    (wrong,) = read.verify(path, told=lambda size: heard.append(-size))
+    assert wrong.key == MODEL
+    assert sum(heard) == form.load(path).files[MODEL].size
