@@ -16,20 +16,24 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from xxhash import xxh3_128
 
-from llmtrain import durable
+from llmtrain import durable, faults, pulse
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
 from llmtrain.checkpoint.retention import remove_partials
 from llmtrain.types import Failure, Piece, Ranks, Spec, failure
+
+BEAT_BYTES = 64 << 20  # written between two signs of life
+_APPEARS_SECONDS = 30  # that another client of a network file system may need to see a new file
 
 Error = TypeVar("Error", bound=BaseException)
 logger = logging.getLogger(__name__)
@@ -51,6 +55,14 @@ class Begun:
     def partial(self) -> Path:
         """The directory that is being written."""
         return self.root / form.partial_name(self.step)
+
+
+class Block(NamedTuple):
+    """Consecutive bytes of a file, on the host."""
+
+    file: str
+    offset: int
+    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +95,11 @@ def begin(
     extents: Extents = {}
     error: Exception | None = None
     try:
+        faults.hit("save.begin", step=step)
         places = form.places(spec)
         if ranks.rank == 0:
             extents = _create(root, step, spec, small)
+        faults.hit("save.vote1", step=step)
     except Exception as caught:  # the vote's edge: it is told to all ranks
         error = _noted(caught, step)
     vote = ranks.vote(error)
@@ -101,10 +115,17 @@ def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
     Talks to no other rank, may run in any thread. Raises OSError of the disk, and ValueError for a
     piece that is not of the spec.
     """
+    own = list(pieces)  # views: nothing is copied
+    share = sum(piece.data.nbytes for piece in own)
+    return blocks(begun, itertools.chain.from_iterable(cut(begun, one) for one in own), share)
+
+
+def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
+    """As `pieces`, of what is cut already. share: bytes of all blocks."""
     found: dict[str, tuple[Extent, ...]] = {}
-    blocks = itertools.chain.from_iterable(_blocks(begun, piece) for piece in pieces)
-    for file, group in itertools.groupby(blocks, key=lambda block: block[0]):
-        written = _write_ranges(begun.partial / file, ((start, data) for _, start, data in group))
+    counted = _counted(begun, blocks, share)
+    for file, group in itertools.groupby(counted, key=lambda block: block.file):
+        written = _write_ranges(begun, file, group)
         found[file] = found.get(file, ()) + written
     return found
 
@@ -117,6 +138,8 @@ def commit(
     Collective; never raises for what fails on a rank. If only the last fsync, that of `root`,
     fails, the complete checkpoint stays, and the answer is Failed: the older ones are kept then.
     """
+    if error is None:
+        error = _last_words(begun)
     if error is not None:
         _noted(error, begun.step)
     vote = ranks.vote(error, form.canonical(extents))
@@ -132,7 +155,17 @@ def commit(
     if "failure" in answer:
         return _give_up(begun.root, begun.step, (Failure(**answer["failure"]),), ranks)
     seconds = time.perf_counter() - begun.started
+    faults.hit("save.done", step=begun.step)
     return Committed(form.directory_name(begun.step), answer["bytes"], seconds)
+
+
+def _last_words(begun: Begun) -> Exception | None:
+    """What a fault that is asked for at the second vote says there."""
+    try:
+        faults.hit("save.vote2", step=begun.step)
+    except Exception as caught:  # a failed vote like any other
+        return caught
+    return None
 
 
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
@@ -147,14 +180,17 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
         raise FileExistsError(errno.EEXIST, "this checkpoint exists already", str(final))
     partial = root / form.partial_name(step)
     partial.mkdir()
+    faults.hit("save.mkdir", step=step, path=partial)
     extents: dict[str, tuple[Extent, ...]] = {}
     for file, part in spec.items():
         head = form.header(part)
         _write_new(partial / file, head, form.file_bytes(part))
+        faults.hit("save.create", step=step, path=partial / file)
         extents[file] = form.extents_of(head)
     for file, body in small.items():
         (partial / file).parent.mkdir(parents=True, exist_ok=True)
         _write_new(partial / file, body, len(body))
+        faults.hit("save.small", step=step, path=partial / file)
         extents[file] = form.extents_of(body)
     durable.sync_directory(*form.parents(partial, extents))
     return extents
@@ -200,8 +236,8 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _blocks(begun: Begun, piece: Piece) -> Iterator[tuple[str, int, memoryview]]:
-    """A piece as (file, offset in the file, bytes on the host), BLOCK_BYTES at a time."""
+def cut(begun: Begun, piece: Piece) -> Iterator[Block]:
+    """A piece as blocks on the host, BLOCK_BYTES at a time. Raises ValueError as `pieces` does."""
     place = begun.places.get(piece.name)
     if place is None:
         raise ValueError(f"{piece.name} is not in the spec")
@@ -214,16 +250,36 @@ def _blocks(begun: Begun, piece: Piece) -> Iterator[tuple[str, int, memoryview]]
     start = place.offset + piece.start * item
     for first in range(0, data.numel(), form.BLOCK_BYTES):
         block = data[first : first + form.BLOCK_BYTES].cpu()
-        yield place.file, start + first, block.numpy().data
+        yield Block(place.file, start + first, block.numpy().data)
 
 
-def _write_ranges(path: Path, blocks: Iterable[tuple[int, memoryview]]) -> tuple[Extent, ...]:
-    """Blocks into an existing file, durable; what follows on without a gap becomes one extent."""
+def _counted(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]:
+    """The same blocks, with a sign of life now and then, and less of them where a fault says so."""
+    written = beaten = 0
+    for block in blocks:
+        written += block.data.nbytes
+        path = begun.partial / block.file
+        struck = faults.hit("save.write", step=begun.step, path=path, written=written, of=share)
+        if written - beaten >= BEAT_BYTES:
+            _alive(f"writing {block.file} of step {begun.step}")
+            beaten = written
+        yield block._replace(data=block.data[: block.data.nbytes // 2]) if struck else block
+
+
+def _alive(doing: str) -> None:
+    """A sign of life. Beside the training the phase stays the training's."""
+    beside = threading.current_thread() is not threading.main_thread()
+    pulse.beat(pulse.read()[1] if beside else doing)
+
+
+def _write_ranges(begun: Begun, file: str, blocks: Iterable[Block]) -> tuple[Extent, ...]:
+    """Blocks into a file that was made; what follows on without a gap becomes one extent."""
+    path = begun.partial / file
     found: list[Extent] = []
     hasher, start, length = xxh3_128(), 0, 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    descriptor = _opened(path)
     try:
-        for offset, block in blocks:
+        for _, offset, block in blocks:
             if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
                 found.append(Extent(start, length, hasher.hexdigest()))
                 hasher, length = xxh3_128(), 0
@@ -232,10 +288,34 @@ def _write_ranges(path: Path, blocks: Iterable[tuple[int, memoryview]]) -> tuple
             _write_at(descriptor, block, offset)
             hasher.update(block)
             length += block.nbytes
+        _alive(f"fsync of {file} of step {begun.step}")
+        faults.hit("save.fsync", step=begun.step, path=path)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return (*found, Extent(start, length, hasher.hexdigest()))
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file that rank 0 made, which this machine may not see at once."""
+    until = time.monotonic() + _APPEARS_SECONDS
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > until:
+                raise
+        _alive(f"waiting for {path.parent.name} to appear")
+        time.sleep(0.2)
+        _look_again(path.parent.parent)
+
+
+def _look_again(root: Path) -> None:
+    """NFS remembers that a name is absent until its directory is read anew."""
+    try:
+        list(root.iterdir())
+    except OSError as error:
+        logger.debug("%s cannot be listed: %s", root, error)
 
 
 def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
@@ -250,9 +330,13 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
     manifest = form.build(Manifest(begun.run_id, begun.step, files))
     temporary = begun.partial / f"{form.MANIFEST}.tmp"
     _write_new(temporary, manifest, len(manifest))
+    faults.hit("save.manifest", step=begun.step, path=temporary)
     temporary.rename(begun.partial / form.MANIFEST)
+    faults.hit("save.dirsync", step=begun.step, path=begun.partial)
     durable.sync_directory(begun.partial)
+    faults.hit("save.rename", step=begun.step, path=begun.partial)
     begun.partial.rename(begun.root / form.directory_name(begun.step))
+    faults.hit("save.parentsync", step=begun.step, path=begun.root)
     durable.sync_directory(begun.root)
     return len(manifest) + sum(entry.size for entry in files.values())
 

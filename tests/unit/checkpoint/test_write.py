@@ -1,9 +1,11 @@
 import errno
+import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from llmtrain import faults, pulse
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, write
 from llmtrain.types import Alone, Piece, TensorSpec
@@ -310,6 +313,134 @@ def test_a_file_that_the_system_refuses_to_grow_is_a_failed_save(tmp_path):
     assert int(done.stdout) == errno.EFBIG
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
     assert read.verify(tmp_path / "step-00000002") == []
+
+
+POINTS = [point for point in faults.POINTS if point.startswith("save.")]
+IN_BACKGROUND = "save.snapshot"
+
+
+@pytest.fixture
+def inject():
+    yield lambda text: faults.install({"LLMTRAIN_FAULTS": text})
+    faults.install({})
+
+
+def test_a_save_comes_by_every_point_in_the_order_of_the_protocol(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(faults, "hit", lambda point, **about: seen.append((point, about["step"])))
+    save(tmp_path, 4)
+    assert list(dict.fromkeys(seen)) == [
+        (f"save.{point}", 4)
+        for point in [
+            *("begin", "mkdir", "create", "small", "vote1", "write", "fsync"),
+            *("vote2", "manifest", "dirsync", "rename", "parentsync", "done"),
+        ]
+    ]
+    assert {point for point, _ in seen} == {*POINTS} - {IN_BACKGROUND}
+
+
+@pytest.mark.parametrize("point", sorted({*POINTS} - {IN_BACKGROUND, "save.done"}))
+def test_an_error_at_any_point_is_a_failed_vote(tmp_path, inject, caplog, point):
+    save(tmp_path, 2)
+    inject(f"{point}@step=4=eio")
+    outcomes = on_ranks(2, lambda own: save(tmp_path, 4, ranks=own))
+    assert outcomes[0] == outcomes[1]
+    assert {failed.errno for failed in outcomes[0].failures} == {errno.EIO}
+    names = sorted(path.name for path in tmp_path.iterdir())
+    late = point == "save.parentsync"  # it has its name: it is complete
+    assert names == ["step-00000002", *(["step-00000004"] if late else [])]
+    assert isinstance(save(tmp_path, 6), write.Committed)
+
+
+def test_a_defect_behind_the_commit_is_raised(tmp_path, inject):
+    inject("save.done=raise")
+    with pytest.raises(faults.InjectedError):
+        save(tmp_path, 4)
+    assert read.verify(tmp_path / "step-00000004") == []
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_a_write_that_was_too_short_fails_the_save(tmp_path, inject, nth):
+    inject(f"save.write@nth={nth}=short")
+    outcome = save(tmp_path, 4)
+    assert [failed.kind for failed in outcome.failures] == ["ValueError"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_is_told_which_part_of_this_ranks_share_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(form, "BLOCK_BYTES", 16)
+    seen = []
+
+    def hit(point, **about):
+        if point == "save.write":
+            seen.append((about["path"].name, about["written"], about["of"]))
+
+    monkeypatch.setattr(faults, "hit", hit)
+    save(tmp_path, 4)
+    blocks = [16, 16, 16, 12, 12, 2, 7], [16, 16, 16, 12]
+    share = sum(map(sum, blocks))
+    names = [file for file, sizes in zip(SPEC, blocks, strict=True) for _ in sizes]
+    written = itertools.accumulate([*blocks[0], *blocks[1]])
+    assert seen == [(name, done, share) for name, done in zip(names, written, strict=True)]
+
+
+@pytest.mark.parametrize("point", ["save.small", "save.create", "save.write", "save.manifest"])
+def test_a_bit_that_flips_while_a_save_is_written_is_found_by_verifying(tmp_path, inject, point):
+    inject(f"{point}@nth=1=flip:9" if point != "save.write" else f"{point}@nth=5=flip:300")
+    save(tmp_path, 4)
+    assert read.verify(tmp_path / "step-00000004")
+
+
+def test_a_file_that_this_machine_does_not_see_yet_is_waited_for(tmp_path, monkeypatch):
+    begun = write.begin(tmp_path, 4, SPEC, {}, Alone(), RUN)
+    opened, slept, clock = os.open, [], iter(range(1000))
+    absent = iter([errno.ENOENT, errno.ESTALE, errno.ENOENT])
+
+    def late(path, *args, **kwargs):
+        if Path(path).name == MODEL and (number := next(absent, None)):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", late)
+    monkeypatch.setattr(write.time, "sleep", slept.append)
+    monkeypatch.setattr(write.time, "monotonic", lambda: next(clock))
+    extents = write.pieces(begun, whole(SPEC, tensors(SPEC)))
+    assert len(slept) == 3
+    assert isinstance(write.commit(begun, extents, None, Alone()), write.Committed)
+
+
+def test_a_file_that_stays_away_for_thirty_seconds_is_an_error(tmp_path, monkeypatch):
+    begun = write.begin(tmp_path, 4, SPEC, {}, Alone(), RUN)
+    slept, clock = [], itertools.count()
+    (begun.partial / MODEL).unlink()
+    monkeypatch.setattr(write.time, "sleep", slept.append)
+    monkeypatch.setattr(write.time, "monotonic", lambda: next(clock))
+    with pytest.raises(FileNotFoundError):
+        write.pieces(begun, whole(SPEC, tensors(SPEC)))
+    assert len(slept) == 30
+
+
+def test_another_error_of_opening_is_not_waited_out(tmp_path, monkeypatch):
+    begun = write.begin(tmp_path, 4, SPEC, {}, Alone(), RUN)
+    monkeypatch.setattr(write.time, "sleep", lambda _: pytest.fail("waited"))
+    with broken_disk(0, OSError(errno.EACCES, "no")), pytest.raises(PermissionError):
+        write.pieces(begun, whole(SPEC, tensors(SPEC)))
+
+
+def test_there_is_a_sign_of_life_at_every_64_mib(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "BEAT_BYTES", 32)
+    monkeypatch.setattr(form, "BLOCK_BYTES", 16)
+    spec = {"model.safetensors": {"a": TensorSpec("F32", (64,))}}
+    before, _ = pulse.read()
+    save(tmp_path, 4, spec)
+    after, phase = pulse.read()
+    assert after - before == 256 // 32 + 1  # and one before the fsync
+    assert phase == "fsync of model.safetensors of step 4"
+    thread = threading.Thread(target=save, args=(tmp_path, 8, spec))
+    pulse.beat("the forward")
+    thread.start()
+    thread.join()
+    assert pulse.read() == (after + 1 + 9, "the forward")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
