@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmtrain.config.load import load_config
     from llmtrain.config.schema import Config
-    from llmtrain.errors import RunError, UserError
+    from llmtrain.errors import Problem, RunError, UserError
     from llmtrain.tools.plan import plan
     from llmtrain.tools.stream import open_stream
     from llmtrain.training.ending import Result
@@ -55,6 +55,7 @@ def train(config: Config) -> Result:
     problems = check(config)
     if config.run.dir is None:
         problems.append(Problem("run.dir", None, "a directory; load_config fills it in"))
+    problems += _take_up_faults()
     if problems:
         raise UserError(*problems)
     check_environment(os.environ, config)
@@ -70,6 +71,18 @@ def train(config: Config) -> Result:
             return run(config)
         except StoppedEarlyError as stopped:
             return Result(Path(str(config.run.dir)), "stopped", 0, stopped.reason, stopped.step)
+
+
+def _take_up_faults() -> list[Problem]:
+    """Install the faults that a test asked for; what is wrong with how it asked."""
+    from llmtrain import faults
+    from llmtrain.errors import Problem
+
+    try:
+        faults.install(os.environ)
+    except ValueError as error:
+        return [Problem(faults.VARIABLE, str(error), faults.GRAMMAR)]
+    return []
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,10 @@
     save.write@rank=1@bytes=70%=kill       rank 1 dies when it has written 70 % of its share
     save.create@nth=2=enospc;loop.micro@step=7=term
 
-Without `nth` a fault strikes each time that its other conditions hold. `bytes` is what this rank
-has written of one checkpoint, as a number or as a share. Of the actions `short` alone is carried
-out by the caller.
+Without `nth` a fault strikes each time that its other conditions hold; with it, when they hold for
+the N-th time in this process. A step is that of the checkpoint at hand, elsewhere the one under way
+(0 during the start's evaluation; none before). `bytes` is what this rank has written of one
+checkpoint, as a number or as a share. Of the actions `short` alone is carried out by the caller.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+VARIABLE = "LLMTRAIN_FAULTS"
 POINTS = (
     "save.begin",
     "save.mkdir",
@@ -61,8 +64,21 @@ _SIGNALS = {
     "usr1": signal.SIGUSR1,
 }
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+_COUNT = re.compile(r"\d+").fullmatch
+_POSITIVE = re.compile(r"0*[1-9]\d*").fullmatch
+_NUMBER = re.compile(r"\d+(\.\d+)?").fullmatch
+_CODE = re.compile(r"\d{1,2}|1\d\d|2[0-4]\d|25[0-5]").fullmatch
+_SHARE = re.compile(r"0(\.\d+)?|1(\.0+)?").fullmatch
+_CONDITIONS = {
+    "step": _COUNT,
+    "rank": _COUNT,
+    "nth": _POSITIVE,
+    "bytes": re.compile(r"\d+|\d+(\.\d+)?%").fullmatch,
+    "p": _SHARE,
+    "seed": _COUNT,
+}
 _BARE = (*_SIGNALS, *_ERRORS, "raise", "truncate", "short", "hang", "flip")
-_NUMBERED = {"exit": int, "delay": float, "hang": float, "flip": int}
+_NUMBERED = {"exit": _CODE, "delay": _NUMBER, "hang": _NUMBER, "flip": _COUNT}
 
 
 class InjectedError(Exception):
@@ -83,13 +99,15 @@ class Fault:
 
 _faults: list[Fault] | None = None
 _rank = 0
+_step: int | None = None  # the one under way, as `loop.step` said
 
 
 def install(environ: Mapping[str, str]) -> None:
     """Take up LLMTRAIN_FAULTS, or nothing. Raises ValueError, whose text names the wrong part."""
-    global _faults, _rank
-    text = environ.get("LLMTRAIN_FAULTS", "")
+    global _faults, _rank, _step
+    text = environ.get(VARIABLE, "")
     _faults = [_parsed(part.strip()) for part in text.split(";") if part.strip()] or None
+    _step = None
     _rank = int(environ["RANK"]) if environ.get("RANK", "").isdigit() else 0
 
 
@@ -98,12 +116,17 @@ def hit(
 ) -> str | None:
     """The place `point` was reached: do what was asked for here.
 
-    step: of the run, or of the checkpoint · path: the file at hand, for `truncate` and `flip` ·
-    written, of: bytes of this rank's share so far, and all of it. Returns `short` where the caller
-    shall write less than it says, None otherwise. Raises OSError or InjectedError as asked.
+    step: of the checkpoint, or of the run (left out: the one under way) · path: the file at hand,
+    for `truncate` and `flip` · written, of: bytes of this rank's share so far, and all of it.
+    Returns `short` where the caller shall write less than it says, None otherwise. Raises OSError
+    or InjectedError as asked.
     """
+    global _step
     if _faults is None:
         return None
+    if point == "loop.step":
+        _step = step
+    step = _step if step is None else step
     for fault in _faults:
         if fault.point == point and _holds(fault, step, written, of):
             done = _strike(fault, path)
@@ -118,28 +141,19 @@ def _parsed(part: str) -> Fault:
     if point not in POINTS:
         raise ValueError(f"{part}: no failpoint {point!r}")
     name, colon, argument = action.partition(":")
-    try:
-        if name not in _BARE and not (colon and name in _NUMBERED):
-            raise ValueError
-        number = float(_NUMBERED[name](argument)) if colon else None
-        found = dict(pair.split("=") for one in conditions for pair in one.split(","))
-        for key, value in found.items():
-            _check_condition(key, value)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{part}: not understood") from error
-    return Fault(part, point, name, number, found)
-
-
-def _check_condition(key: str, value: str) -> None:
-    match key:
-        case "step" | "rank" | "nth" | "seed":
-            int(value)
-        case "bytes":
-            float(value.removesuffix("%"))
-        case "p":
-            float(value)
-        case _:
-            raise ValueError
+    if name not in _BARE and name not in _NUMBERED:
+        raise ValueError(f"{part}: no action {name!r}")
+    fits = name in _NUMBERED and _NUMBERED[name](argument) if colon else name in _BARE
+    if not fits:
+        raise ValueError(f"{part}: {action!r} is not understood")
+    pairs = [pair.partition("=") for one in conditions for pair in one.split(",")]
+    for key, _, value in pairs:
+        if key not in _CONDITIONS or not _CONDITIONS[key](value):
+            raise ValueError(f"{part}: {key}={value} is not understood")
+    found = {key: value for key, _, value in pairs}
+    if len(found) < len(pairs) or ("seed" in found and "p" not in found):
+        raise ValueError(f"{part}: a condition twice, or a seed without p")
+    return Fault(part, point, name, float(argument) if colon else None, found)
 
 
 def _holds(fault: Fault, step: int | None, written: int, of: int) -> bool:
@@ -197,6 +211,8 @@ def _damage(fault: Fault, path: Path | None) -> None:
     if fault.action == "truncate":
         return os.truncate(path, size // 2)
     offset = size // 2 if fault.argument is None else int(fault.argument)
+    if offset >= size:
+        raise InjectedError(f"{fault.text}: {path.name} has {size} bytes")
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]

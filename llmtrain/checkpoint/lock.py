@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from llmtrain import faults
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 
 BEAT_SECONDS = 5.0
@@ -80,6 +81,7 @@ class RunLock:
             self._descriptor = _open(self._path)
             try:
                 self._take()
+                faults.hit("lock.taken", path=self._path)
             except BaseException:
                 os.close(self._descriptor)
                 raise

@@ -31,6 +31,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from llmtrain import faults, pulse
 from llmtrain.data.batches import batch_of
 from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
@@ -152,6 +153,8 @@ class Stream(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Raises UserError for bad data, RunError if it cannot be read or a worker died."""
         began = time.perf_counter()
+        pulse.beat("waiting for data")
+        faults.hit("data.next")
         first = self._next_block
         self._next_block += self._blocks_per_step
         numbered: list[tuple[int, Block]] = []
@@ -161,6 +164,7 @@ class Stream(Iterator[Batch]):
                 self._running.discard(self._g % self.lanes)
             numbered.append((self._g, block))
             self._g += self._world_size
+        pulse.beat("a step, its data is there")
         return batch_of(
             numbered,
             self._manifest,

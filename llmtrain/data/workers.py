@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Final
 
+from llmtrain import faults
 from llmtrain.data.lanes import Block
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
@@ -70,6 +72,7 @@ class Asked:
 
 def start_worker(worker_id: int) -> None:
     """In a new worker: signals are the rank's business; die with it."""
+    faults.install(os.environ)
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -84,6 +87,7 @@ def carried(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bl
     item: list[Block | Failed] = []
     try:
         for block in blocks:
+            faults.hit("worker.block")
             item.append(replace(block, spans=()))
             if len(item) == size:
                 yield item

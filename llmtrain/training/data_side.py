@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from llmtrain import pulse
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.data import heldout, units
@@ -59,6 +60,7 @@ def open_data(
 
     stop: ends the waiting for the Hub, on all ranks (RunError, 75).
     """
+    pulse.beat("opening the data")
     ranks, run_dir = processes.launched.ranks, run_directory(config)
     workers = _workers(config, processes.launched.device)
     lanes_for = ranks.world_size * max(1, workers)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from llmtrain import faults, pulse
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.training.documents import on
 from llmtrain.training.due import agreed_stop
@@ -44,6 +45,8 @@ def evaluate(run: Run) -> Evaluation | None:
     scored = torch.zeros(2, dtype=torch.float64, device=run.device)  # Σ nll in nats, tokens
     with run.engine.evaluating():
         for round_ in range(rounds(heldout, run)):
+            faults.hit("eval.batch", step=run.step)
+            pulse.beat("a batch of the evaluation")
             stops = agreed_stop(run.ranks, run.flags())
             if stops:
                 run.due.ask(stops)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from llmtrain import pulse
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found, Search
 from llmtrain.checkpoint.retention import Policy
@@ -115,6 +116,7 @@ def start_processes(
     config: Config, place: Place | None, journal: Journal, signals: Signals, stack: ExitStack
 ) -> Processes:
     """Join the other ranks and check that all came, with the same config and versions."""
+    pulse.beat("joining the other processes")
     # Read before the group is there; rank 0 writes it only at the end of the start.
     frozen = Auto(run_directory(config), "").run.get("precision")
     precision, why = (frozen, "as this run began") if frozen else _precision(config)
@@ -148,6 +150,7 @@ def find_checkpoint(
     config: Config, ranks: ControlGroup, run_id: str, place: Place | None, journal: Journal
 ) -> Found | None:
     """The newest valid checkpoint, the same on all ranks; damaged ones are set aside and said."""
+    pulse.beat("looking for a checkpoint")
     root = run_directory(config) / "checkpoints"
     on_rank_zero(ranks, lambda: retention.clean(root))
     start = time.perf_counter()
@@ -170,6 +173,7 @@ def build_model(
     config: Config, processes: Processes, found: Found | None, revision: str | None
 ) -> ModelSide:
     """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
+    pulse.beat("building the model")
     launched, ranks = processes.launched, processes.launched.ranks
     held_before = memory.reset_peak(launched.device)
     model = building.built(config, run_directory(config), launched, found, revision)
@@ -195,6 +199,7 @@ def fill_state(config: Config, processes: Processes, model: ModelSide, found: Fo
 
     Returns whether the random states continue (same number of processes, same kind of device).
     """
+    pulse.beat("loading the checkpoint")
     ranks, device = processes.launched.ranks, processes.launched.device
     engine = processes.launched.engine
     read.fill(found, model.spec, engine.pieces(model.spec, writing=False), ranks)

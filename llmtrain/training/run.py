@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from llmtrain import faults
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
@@ -143,6 +144,7 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Start the clock of a step, and keep the state to return to if its data fails."""
+        faults.hit("loop.step", step=step)
         counts = {label: Counter(met) for label, met in self.counts.items()}
         state = Before(step, dict(self.cursors), counts, rng.capture(self.device))
         self.before.append(state)
