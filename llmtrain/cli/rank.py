@@ -30,9 +30,9 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         import llmtrain
         from llmtrain.training.stop import install
 
+        install()  # until the end: a signal while the report is written finds the run ended
         config = llmtrain.load_config(config_file, overrides)
         log = Path(config.run.dir or "") / "logs" / f"rank-{_rank()}.log"
-        install()  # until the end: a signal while the report is written finds the run ended
         result = llmtrain.train(config)
         code, message = result.exit_code, _report(result.run_dir)
     except Exception as error:

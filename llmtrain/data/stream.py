@@ -40,7 +40,15 @@ from llmtrain.data.request import Stopping
 from llmtrain.data.spans import refetched
 from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.units import differing_tokenizer
-from llmtrain.data.workers import Asked, Failed, Workers, carried, error_of, start_worker
+from llmtrain.data.workers import (
+    Asked,
+    Failed,
+    Workers,
+    carried,
+    error_of,
+    signals_held,
+    start_worker,
+)
 from llmtrain.errors import UserError
 from llmtrain.types import Batch, Cursor
 
@@ -268,7 +276,8 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
         timeout=timeout,
         worker_init_fn=start_worker,
     )
-    items: Any = iter(loader)
+    with signals_held():
+        items: Any = iter(loader)
     # Torch's handler of SIGCHLD would raise at any line of the main thread, see workers.py.
     signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]  # of torch._C
     items._worker_pids_set = False

@@ -21,9 +21,10 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Final
@@ -33,7 +34,14 @@ from llmtrain.data.lanes import Block
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
 PR_SET_PDEATHSIG: Final = 1
-IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A launcher passes SIGHUP on as well, to its rank and all processes that the rank has started.
+IGNORED_SIGNALS: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 CLOSE_SECONDS: Final = 2.0
 CONTINUES: Final = "the same command continues from the newest checkpoint"
 _NAME_BYTES: Final = 256
@@ -70,6 +78,19 @@ class Asked:
         return whole[worker * _NAME_BYTES : (worker + 1) * _NAME_BYTES]
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Processes that are started here inherit that signals wait; so they do until `start_worker`.
+
+    It comes seconds after the process has begun: torch is imported in between.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_worker(worker_id: int) -> None:
     """In a new worker: signals are the rank's business; die with it."""
     faults.install(os.environ)
@@ -77,6 +98,9 @@ def start_worker(worker_id: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    rank = parent_process()
+    if rank is not None and not rank.is_alive():  # it died before the line above
+        os._exit(1)
 
 
 def carried(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:

@@ -50,6 +50,13 @@ class LogFile:
         self._root.removeHandler(self._buffer)
         self._root.addHandler(self._file)
 
+    @property
+    def descriptor(self) -> int:
+        """The number of the open file, for what is written without Python's help."""
+        stream = self._file.stream if self._file is not None else None
+        assert stream is not None, "the file is open"
+        return stream.fileno()
+
     def show(self, note: Callable[[str], None]) -> None:
         """Show llmtrain's own lines through `note` (rank 0's terminal)."""
         self._screen = _Screen(note)

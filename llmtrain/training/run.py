@@ -267,11 +267,13 @@ def open_run(config: Config) -> Iterator[Run]:
         if place is not None:
             journal.step = place.step
             logfile.open(run_dir)
+            stack.enter_context(signals.stacks_in(logfile.descriptor))
             logfile.show(journal.note)
         with recorded(journal):
             processes = opening.start_processes(config, place, journal, signals, stack)
             if place is None:
                 logfile.open(run_dir)
+                stack.enter_context(signals.stacks_in(logfile.descriptor))
             ranks = processes.launched.ranks
             found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
             stopping = threading.Event()

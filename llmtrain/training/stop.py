@@ -7,20 +7,30 @@ signal must not kill a rank and leave its peers waiting.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too
+_GRACE_SECONDS = 30  # torch 2.13's own
+_SAFE_SHARE = 0.7
 _PR_SET_PDEATHSIG = 1
 _SECOND_INTERRUPT_SECONDS = 2.0
 _DYING_SECONDS = 0.25
+_LOOK_SECONDS = 0.5
+_STDERR = 2
+_LOOK, _LEAVE = 0, 255  # no signal has such a number
 
 
 class Signals:
@@ -34,12 +44,13 @@ class Signals:
         self._parent: int | None = None
         self._signal: str | None = None
         self._signalled = 0.0
+        self._noted = False
         self._lost = False
         self._ended = False
         self._training = False
-        self._interrupted: float | None = None
         self._old: dict[int, object] = {}
         self._late: tuple[float, Callable[[], None]] | None = None
+        self._ear: _Ear | None = None
 
     @property
     def reason(self) -> str | None:
@@ -61,13 +72,35 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._old[number] = signal.signal(number, self._note)
+        self._ear = _Ear(self)
+        _write_stacks_to(_STDERR)
         self._follow_launcher()
 
     def restore(self) -> None:
         """Put the old handlers back."""
+        if self._ear is None:
+            return
+        faulthandler.unregister(signal.SIGUSR2)
         for number, old in self._old.items():
             signal.signal(number, old)  # type: ignore[arg-type]  # what signal.signal returned
         self._old.clear()
+        self._ear.close()
+        self._ear = None
+
+    @contextmanager
+    def stacks_in(self, descriptor: int) -> Iterator[None]:
+        """SIGUSR2 writes the stacks of all threads into this open file, and to stderr elsewhere.
+
+        No line of Python has to run for it, so it works whatever the threads are stuck in.
+        """
+        if self._ear is None:
+            yield
+            return
+        _write_stacks_to(descriptor)
+        try:
+            yield
+        finally:
+            _write_stacks_to(_STDERR)  # the number of a closed file is soon that of another one
 
     @contextmanager
     def alone(self, on_stop: Callable[[str], None]) -> Iterator[None]:
@@ -75,38 +108,14 @@ class Signals:
 
         A rank that waited here for peers which are gone would wait until the rendezvous times out.
         """
-        # A handler runs only once the main thread is back in Python, and that thread may sit in a
-        # rendezvous; the number of the signal comes through this pipe at once.
-        numbers, wake = os.pipe()
-        os.set_blocking(wake, False)
-        main = threading.current_thread() is threading.main_thread()
-        before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False) if main else -1
-
-        def watch() -> None:
-            while not done.is_set():
-                if select.select([numbers], [], [], 0.5)[0]:
-                    heard = os.read(numbers, 1)[0]
-                    if heard in self._old:
-                        self._signalled = self._signalled or time.monotonic()
-                        self._signal = signal.Signals(heard).name
-                reason = None if done.is_set() else self.reason
-                if reason:
-                    on_stop(reason)
-                    os._exit(0)
-
-        done = threading.Event()
-        thread = threading.Thread(target=watch, name="stop", daemon=True)
-        thread.start()
+        if self._ear is None:
+            yield
+            return
+        self._ear.answer(on_stop)
         try:
             yield
         finally:
-            done.set()
-            if main:
-                signal.set_wakeup_fd(before)
-            os.write(wake, b"\0")
-            thread.join()
-            os.close(wake)
-            os.close(numbers)
+            self._ear.answer(None)
 
     def cut_short(self, seconds: float, wait: Callable[[], None]) -> None:
         """So long after the first signal call `wait`, which ends what is waited for.
@@ -123,22 +132,22 @@ class Signals:
         """The run is over and on disk: there is nothing left to stop."""
         self._ended = True
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._ended:
-            return
-        now = time.monotonic()
-        if self._signal is None and os.environ.get("RANK", "0") == "0":
-            os.write(2, self._announcement(interrupted=number == signal.SIGINT))
-        if number == signal.SIGINT:
-            if self._interrupted is None:
-                self._interrupted = now
-            elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
-                os.write(2, b"interrupted again: ending without a checkpoint\n")
-                os._exit(75)
+    def hear(self, number: int) -> bool:
+        """Take up the number of a signal. Whether it asks for a stop of what still runs."""
+        if self._ended or number not in self._old:
+            return False
         if self._signal is None:
-            self._signalled = now
-            self._call_late()
-        self._signal = signal.Signals(number).name
+            self._signalled = time.monotonic()
+            self._signal = signal.Signals(number).name
+        return True
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if not self.hear(number) or self._noted:
+            return
+        self._noted = True
+        if os.environ.get("RANK", "0") == "0":
+            _say(self._announcement(interrupted=number == signal.SIGINT))
+        self._call_late()
 
     def _announcement(self, *, interrupted: bool) -> bytes:
         if not self._training:
@@ -158,11 +167,111 @@ class Signals:
 
     def _follow_launcher(self) -> None:
         """Under a launcher: its death reaches this process as a SIGTERM, however it died."""
-        if not (os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(LAUNCHED)):
+        if not _has_launcher(os.environ):
             return
         self._parent = os.getppid()
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+class _Ear:
+    """A thread that hears what the main thread cannot.
+
+    A handler runs only once the main thread is back in Python, and that thread may sit in a
+    rendezvous, or in a reduction whose peer hangs. A signal's number comes through a pipe at once.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._on_stop: Callable[[str], None] | None = None
+        self._interrupted: float | None = None
+        self._lock = threading.Lock()
+        self._numbers, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
+        self._thread.start()
+
+    def answer(self, on_stop: Callable[[str], None] | None) -> None:
+        """From now on end the process at a stop, after `on_stop(reason)`; None: leave it alone."""
+        with self._lock:
+            self._on_stop = on_stop
+        os.write(self._wake, bytes([_LOOK]))
+
+    def close(self) -> None:
+        """Listen no more."""
+        signal.set_wakeup_fd(self._before)
+        os.write(self._wake, bytes([_LEAVE]))
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._numbers)
+
+    def _listen(self) -> None:
+        numbers = b""
+        while _LEAVE not in numbers:
+            seconds = _LOOK_SECONDS if self._on_stop else None
+            heard = select.select([self._numbers], [], [], seconds)[0]
+            numbers = os.read(self._numbers, 256) if heard else b""
+            for number in numbers:
+                if self._signals.hear(number) and number == signal.SIGINT:
+                    self._interrupt()
+            with self._lock:
+                if self._on_stop and (reason := self._signals.reason):
+                    _leave(self._on_stop, reason)
+
+    def _interrupt(self) -> None:
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = now
+        elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
+            _say(b"interrupted again: ending without a checkpoint\n")
+            os._exit(75)
+
+
+def _leave(on_stop: Callable[[str], None], reason: str) -> NoReturn:
+    try:
+        on_stop(reason)
+    except Exception:  # the edge of the process: it must end, and nobody else would say why
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _say(line: bytes) -> None:
+    # From a handler an error would come up in the midst of whatever runs, and end the run without
+    # a checkpoint: in `train | tee log`, Ctrl-C has ended tee by now.
+    with suppress(OSError):
+        os.write(_STDERR, line)
+
+
+def _write_stacks_to(descriptor: int) -> None:
+    faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True, chain=False)
+
+
+def _has_launcher(environ: Mapping[str, str]) -> bool:
+    return bool(environ.get("TORCHELASTIC_RUN_ID") or environ.get(LAUNCHED))
+
+
+def grace_warning(
+    save_seconds: float, step_seconds: float, environ: Mapping[str, str]
+) -> str | None:
+    """What to say if a stop may take longer than the launcher waits; None if there is time enough.
+
+    The launcher kills its processes so long after it has passed a signal on to them. They need a
+    step or two until all have agreed, and a save.
+    """
+    if not _has_launcher(environ):
+        return None
+    grace = int(environ.get(GRACE, _GRACE_SECONDS))
+    needed = save_seconds + 2 * step_seconds
+    if needed <= _SAFE_SHARE * grace:
+        return None
+    enough = 10 * math.ceil(needed / _SAFE_SHARE / 10)
+    return (
+        f"a stop takes about {needed:.0f} s here (a save of {save_seconds:.1f} s and two steps of "
+        f"{step_seconds:.1f} s), but the launcher kills its processes {grace} s after a signal: "
+        f"start it with {GRACE}={enough} in its environment"
+    )
 
 
 _installed: list[Signals] = []

@@ -1,4 +1,7 @@
+import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -88,3 +91,28 @@ def test_the_unit_that_each_worker_asked_for_is_kept_whatever_its_length():
     assert asked.read(1).endswith("x/ü.parquet, row group 7")
     asked.write(1, "b.jsonl")
     assert (asked.read(0), asked.read(1)) == ("no unit yet", "b.jsonl")
+
+
+def test_no_signal_of_a_stop_ends_a_worker_not_even_before_it_can_ignore_it():
+    """A launcher signals its rank and all that the rank has started, maybe a moment ago."""
+    program = (
+        "import sys; print('begun', flush=True); sys.stdin.readline()\n"
+        "from llmtrain.data.workers import start_worker\n"
+        "start_worker(0); print('ready', flush=True); sys.stdin.readline(); print('alive')\n"
+    )
+    with workers.signals_held():
+        worker = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(workers.IGNORED_SIGNALS)
+    for expected in ("begun\n", "ready\n"):
+        assert worker.stdout.readline() == expected
+        for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            os.kill(worker.pid, signal.Signals[number])
+        worker.stdin.write("go on\n")
+        worker.stdin.flush()
+    assert worker.communicate()[0] == "alive\n"
+    assert worker.returncode == 0
