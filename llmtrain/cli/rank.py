@@ -13,12 +13,16 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from llmtrain.errors import RunError, UserError
+from llmtrain.errors import PeerError, RunError, UserError
 from llmtrain.tools.mark import leave
+
+if TYPE_CHECKING:
+    from llmtrain.config.schema import Config
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 
@@ -32,8 +36,11 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
 
         install()  # until the end: a signal while the report is written finds the run ended
         config = llmtrain.load_config(config_file, overrides)
-        log = Path(config.run.dir or "") / "logs" / f"rank-{_rank()}.log"
-        result = llmtrain.train(config)
+        run_dir = Path(config.run.dir or "")
+        log = run_dir / "logs" / f"rank-{_rank()}.log"
+        _end_again(run_dir, config)
+        with _marked(run_dir, config):
+            result = llmtrain.train(config)
         code, message = result.exit_code, _report(result.run_dir)
     except Exception as error:
         _tell_launcher(error)
@@ -42,6 +49,31 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
             # The first rank that ends makes the launcher end the others: let rank 0 speak first.
             time.sleep(_RANK_0_SPEAKS_SECONDS)
     _leave(code, message)
+
+
+def _end_again(run_dir: Path, config: Config) -> None:
+    """End at once where the launcher's attempt before ended for this config, whose files it is."""
+    from llmtrain.training import marks
+
+    mark = marks.refused_before(run_dir, marks.digest(config))
+    if mark is not None:
+        raise PeerError(mark.reason, mark.code, mark.rank)
+
+
+@contextmanager
+def _marked(run_dir: Path, config: Config) -> Iterator[None]:
+    """A rank that fails before a run is open has not left its mark yet.
+
+    Rank 0 leaves none here: it may be the run directory of another process.
+    """
+    from llmtrain.training import marks
+
+    try:
+        yield
+    except Exception as error:
+        if _rank() and not marks.has(run_dir, _rank()):
+            marks.leave(run_dir, _rank(), error, marks.digest(config))
+        raise
 
 
 def _report(run_dir: Path) -> str:

@@ -6,6 +6,7 @@ Whatever ends it, its record says so before the error goes on.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.distributed.ranks import ControlGroup, lost_peer, peer_lost, refuse
-from llmtrain.errors import RESTARTABLE, RunError
-from llmtrain.training import saving
+from llmtrain.errors import RESTARTABLE, PeerError, RunError
+from llmtrain.training import marks, saving
 from llmtrain.training.due import agreed_stop
 from llmtrain.training.journal import Journal
 from llmtrain.training.stop import Signals
@@ -87,9 +88,44 @@ def stoppable(ranks: ControlGroup, signals: Signals, journal: Journal) -> Iterat
         raise
 
 
+def stopped_alone(journal: Journal, reason: str) -> int:
+    """A stop before ranks can talk to each other: record how this start ends, and its exit code.
+
+    A launcher that has lost a rank ends the others as if a person had asked it to. So a rank that
+    ends here says so in its mark, and rank 0 looks who is gone without a word.
+    """
+    if journal.rank:
+        marks.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
+        return 0
+    told = None if reason == "launcher_lost" else _why_gone(journal.run_dir)
+    if told is None:
+        journal.end("stopped", 0, reason)
+        return 0
+    code, why = told
+    marks.write(journal.run_dir, 0, code, why, lost_peer=True)
+    _log.error("%s", why)
+    journal.end("failed", code, why)
+    return code
+
+
+def _why_gone(run_dir: Path) -> tuple[int, str] | None:
+    """Code and reason of a rank that has failed or died, None where all of them are there."""
+    dead = marks.silent(run_dir, os.environ)
+    told = marks.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")), seconds=0)
+    if told is not None:
+        return told.code, f"rank {told.rank}: {told.reason}"
+    if dead:
+        names = ", ".join(str(rank) for rank in dead)
+        return RESTARTABLE, f"rank {names} died before the ranks met"
+    return None
+
+
 @contextmanager
-def recorded(journal: Journal) -> Iterator[None]:
-    """Whatever ends the run stands in its log, its record and its status."""
+def recorded(journal: Journal, config: str) -> Iterator[None]:
+    """Whatever ends the run stands in its log, its record and its status.
+
+    config: its digest. First of all a rank that fails leaves its mark.
+    """
     try:
         yield
     except StoppedEarlyError as stopped:
@@ -97,7 +133,11 @@ def recorded(journal: Journal) -> Iterator[None]:
         raise
     except Exception as error:
         shown = _as_run_error(error)
+        lost = shown is not error
+        marks.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         _log.error("the run failed", exc_info=True)
+        if lost and journal.rank == 0:
+            shown = _outranked(journal.run_dir) or shown
         try:
             journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
         except RunError:  # a full disk takes no record either; the error itself goes on
@@ -105,6 +145,12 @@ def recorded(journal: Journal) -> Iterator[None]:
         if shown is error:
             raise
         raise shown from error
+
+
+def _outranked(run_dir: Path) -> PeerError | None:
+    """What the rank that is gone has left, or one that knows more."""
+    told = marks.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
+    return PeerError(f"rank {told.rank}: {told.reason}", told.code, told.rank) if told else None
 
 
 def _as_run_error(error: Exception) -> Exception:

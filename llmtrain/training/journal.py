@@ -42,6 +42,7 @@ class Journal:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir = run_dir
+        self.rank = rank
         self.step = 0
         self._lines = Lines(run_dir) if rank == 0 else None
         self._progress = Progress(sys.stderr if rank == 0 else None)

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -51,7 +51,6 @@ from llmtrain.training.place import Auto, Place
 from llmtrain.training.planning import FROZEN, Planned, launch_kind, plan_start
 from llmtrain.training.rng import States
 from llmtrain.training.shared import check_shared
-from llmtrain.training.stop import Signals
 from llmtrain.training.trial import discarded_pass, fitting_micro_batch
 from llmtrain.types import Ranks, Spec
 
@@ -113,15 +112,18 @@ def policy(config: Config) -> Policy:
 
 
 def start_processes(
-    config: Config, place: Place | None, journal: Journal, signals: Signals, stack: ExitStack
+    config: Config, place: Place | None, alone: AbstractContextManager[None], stack: ExitStack
 ) -> Processes:
-    """Join the other ranks and check that all came, with the same config and versions."""
+    """Join the other ranks and check that all came, with the same config and versions.
+
+    alone: around what ranks do before they are a group, see `Signals.alone`.
+    """
     pulse.beat("joining the other processes")
     # Read before the group is there; rank 0 writes it only at the end of the start.
     frozen = Auto(run_directory(config), "").run.get("precision")
     precision, why = (frozen, "as this run began") if frozen else _precision(config)
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
-    with signals.alone(lambda reason: journal.end("stopped", 0, reason)):
+    with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         planned = agreed(meeting, lambda: _planned(config, precision, meeting.rank))
         _same_everywhere(config, meeting, planned, {"precision": precision, **versions})

@@ -26,6 +26,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.metrics import jsonl
 from llmtrain.metrics.status import read_status, start_status
+from llmtrain.training import marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         record = jsonl.read(run_dir / jsonl.FILE_NAME)
         begun = any(line["kind"] == "start" for line in record)
         _belongs(run_dir, config, begun=begun or bool(_run_of_checkpoints(run_dir)))
+        marks.clear(run_dir, 0, world_size)
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         saved = [line["name"] for line in record if line["kind"] == "checkpoint"]
         newest = known.get("checkpoint") or (saved[-1] if saved else None)

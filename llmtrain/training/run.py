@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from llmtrain.distributed.ranks import (
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.model.attention import backend
-from llmtrain.training import data_side, opening, rng, saving, stop
+from llmtrain.training import data_side, marks, opening, rng, saving, stop
 from llmtrain.training.announce import announce, tell_what_changed
 from llmtrain.training.data_side import DataSide
 from llmtrain.training.documents import document_tensors, on
@@ -45,6 +46,7 @@ from llmtrain.training.ending import (
     heed_a_stop,
     recorded,
     stoppable,
+    stopped_alone,
 )
 from llmtrain.training.guards import Guards
 from llmtrain.training.journal import Expected, Journal, RunLog
@@ -263,14 +265,18 @@ def open_run(config: Config) -> Iterator[Run]:
         logfile = stack.enter_context(closing(LogFile(rank)))
         place = stack.enter_context(_claim(config)) if rank == 0 else None
         run_dir = opening.run_directory(config)
+        if place is None:  # rank 0 has its own removed with the lock held
+            marks.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
+        signals.before_exit = partial(marks.write, run_dir, rank)
         journal = stack.enter_context(closing(Journal(run_dir, rank)))
         if place is not None:
             journal.step = place.step
             logfile.open(run_dir)
             stack.enter_context(signals.stacks_in(logfile.descriptor))
             logfile.show(journal.note)
-        with recorded(journal):
-            processes = opening.start_processes(config, place, journal, signals, stack)
+        with recorded(journal, marks.digest(config)):
+            alone = signals.alone(partial(stopped_alone, journal))
+            processes = opening.start_processes(config, place, alone, stack)
             if place is None:
                 logfile.open(run_dir)
                 stack.enter_context(signals.stacks_in(logfile.descriptor))

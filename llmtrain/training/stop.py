@@ -36,7 +36,8 @@ _LOOK, _LEAVE = 0, 255  # no signal has such a number
 class Signals:
     """Which stop was asked for, and by what. The only state is what the handlers write.
 
-    started: what `time.monotonic` said when this process began to listen, before it imported torch.
+    started: what `time.monotonic` said when this process began to listen, before it imported torch
+    · before_exit: called with a code and a reason where the process ends at once.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class Signals:
         self._old: dict[int, object] = {}
         self._late: tuple[float, Callable[[], None]] | None = None
         self._ear: _Ear | None = None
+        self.before_exit: Callable[[int, str], None] = lambda _code, _reason: None
 
     @property
     def reason(self) -> str | None:
@@ -103,8 +105,8 @@ class Signals:
             _write_stacks_to(_STDERR)  # the number of a closed file is soon that of another one
 
     @contextmanager
-    def alone(self, on_stop: Callable[[str], None]) -> Iterator[None]:
-        """While ranks cannot talk yet: on a stop, call `on_stop(reason)` and end with code 0.
+    def alone(self, on_stop: Callable[[str], int]) -> Iterator[None]:
+        """While ranks cannot talk yet: on a stop, end with the code that `on_stop(reason)` gives.
 
         A rank that waited here for peers which are gone would wait until the rendezvous times out.
         """
@@ -183,7 +185,7 @@ class _Ear:
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
-        self._on_stop: Callable[[str], None] | None = None
+        self._on_stop: Callable[[str], int] | None = None
         self._interrupted: float | None = None
         self._lock = threading.Lock()
         self._numbers, self._wake = os.pipe()
@@ -192,8 +194,8 @@ class _Ear:
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._thread.start()
 
-    def answer(self, on_stop: Callable[[str], None] | None) -> None:
-        """From now on end the process at a stop, after `on_stop(reason)`; None: leave it alone."""
+    def answer(self, on_stop: Callable[[str], int] | None) -> None:
+        """From now on end the process at a stop, with the code of `on_stop`; None: do not."""
         with self._lock:
             self._on_stop = on_stop
         os.write(self._wake, bytes([_LOOK]))
@@ -225,16 +227,17 @@ class _Ear:
             self._interrupted = now
         elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
             _say(b"interrupted again: ending without a checkpoint\n")
+            self._signals.before_exit(75, "interrupted again")
             os._exit(75)
 
 
-def _leave(on_stop: Callable[[str], None], reason: str) -> NoReturn:
+def _leave(on_stop: Callable[[str], int], reason: str) -> NoReturn:
     try:
-        on_stop(reason)
+        code = on_stop(reason)
     except Exception:  # the edge of the process: it must end, and nobody else would say why
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+        code = 1
+    os._exit(code)
 
 
 def _say(line: bytes) -> None:

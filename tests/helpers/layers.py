@@ -43,6 +43,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "metrics.status": set(),
     "training": {"torch", "accelerate", "numpy"},
     "training.stop": set(),
+    "training.marks": set(),
     "cli": {"typer"},
 }
 

@@ -46,7 +46,7 @@ def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
         "import os, signal, threading\n"
         "from llmtrain.training.stop import install\n"
         "signals = install()\n"
-        "with signals.alone(lambda reason: print('stopped by', reason, flush=True)):\n"
+        "with signals.alone(lambda reason: print('stopped by', reason, flush=True) or 0):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    threading.Event().wait()\n"
     )
@@ -60,13 +60,13 @@ def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None
         "import ctypes, os, signal, threading\n"
         "from llmtrain.training.stop import install\n"
         "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
-        "with install().alone(lambda reason: print('stopped by', reason, flush=True)):\n"
+        "with install().alone(lambda reason: print('stopped by', reason, flush=True) or 7):\n"
         "    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
         "    # As in a rendezvous: no signal ends this wait, and no handler runs meanwhile.\n"
         "    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0
+    assert ended.returncode == 7  # what the callback gives
     assert ended.stdout == "stopped by SIGTERM\n"
 
 
