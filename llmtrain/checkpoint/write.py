@@ -117,7 +117,7 @@ def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
     """
     own = list(pieces)  # views: nothing is copied
     share = sum(piece.data.nbytes for piece in own)
-    return blocks(begun, itertools.chain.from_iterable(cut(begun, one) for one in own), share)
+    return blocks(begun, itertools.chain.from_iterable(_cut(begun, one) for one in own), share)
 
 
 def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
@@ -236,8 +236,11 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def cut(begun: Begun, piece: Piece) -> Iterator[Block]:
-    """A piece as blocks on the host, BLOCK_BYTES at a time. Raises ValueError as `pieces` does."""
+def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
+    """Where a piece begins in its file, and its bytes: uint8, the memory itself.
+
+    Raises ValueError if it is not of the spec.
+    """
     place = begun.places.get(piece.name)
     if place is None:
         raise ValueError(f"{piece.name} is not in the spec")
@@ -246,11 +249,16 @@ def cut(begun: Begun, piece: Piece) -> Iterator[Block]:
     within = piece.start >= 0 and end <= form.tensor_bytes(place.tensor)
     if str(piece.data.dtype) != dtype or not within:
         raise ValueError(f"{piece.name}: {piece.data.dtype} up to byte {end} is not {place.tensor}")
-    data = piece.data.detach().view(torch.uint8)
-    start = place.offset + piece.start * item
+    return place.offset + piece.start * item, piece.data.detach().view(torch.uint8)
+
+
+def _cut(begun: Begun, piece: Piece) -> Iterator[Block]:
+    """A piece as blocks on the host, BLOCK_BYTES at a time."""
+    start, data = flat(begun, piece)
+    file = begun.places[piece.name].file
     for first in range(0, data.numel(), form.BLOCK_BYTES):
         block = data[first : first + form.BLOCK_BYTES].cpu()
-        yield Block(place.file, start + first, block.numpy().data)
+        yield Block(file, start + first, block.numpy().data)
 
 
 def _counted(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]:

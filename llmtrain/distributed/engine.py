@@ -71,11 +71,13 @@ class Engine(Protocol):
         """Moments of zero for every trainable parameter, before any step."""
         ...
 
-    def pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """The ranges of weights and moments that this rank holds, in the order of the spec.
 
         writing: only those that it shall write, so that all ranks together write each element once.
-        Else the memory is to be filled, and `filled` called behind the last piece.
+        Else the memory is to be filled, and `filled` called behind the last piece. dealt: of
+        parameters and moments that every rank holds each writes a share, and not rank 0 all.
+        Buffers are rank 0's in any case: another's may differ.
         """
         ...
 
@@ -194,11 +196,22 @@ class TorchEngine:
         """As Engine.create_state."""
         state.create_state(self._optimizer, steps=0)
 
-    def pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """As Engine.pieces: of replicas one writes, and of what nobody splits rank 0."""
+        rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
+        if writing and dealt and not self._sharding:
+            yield from self._dealt(spec, rank, ranks)
+            return
         shards = self._counts or not writing
-        whole = self._accelerator.process_index == 0 or not writing
+        whole = rank == 0 or not writing
         yield from state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
+
+    def _dealt(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
+        buffers = {name for name, _ in self._bare.named_buffers()}
+        held = state.pieces(self._bare, self._optimizer, spec)
+        own = [piece for piece in held if rank == 0 or piece.name not in buffers]
+        names = {piece.name for piece in own} - buffers
+        return state.dealt(own, names, rank, of)
 
     def filled(self, steps: int) -> None:
         """As Engine.filled."""

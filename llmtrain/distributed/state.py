@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -73,6 +73,27 @@ def pieces(
             tensor = tensors[name].detach()
             if shards if isinstance(tensor, DTensor) else whole:
                 yield piece(name, tensor)
+
+
+def dealt(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
+    """Of whole tensors that every rank holds, this rank's share: as many bytes for each of `of`.
+
+    names: those that are dealt, equal on all ranks, as is the order; the others are given as they
+    are. Tensors are cut where a share ends: one matrix may be most of a model.
+    """
+    pieces = list(held)
+    total = sum(piece.data.nbytes for piece in pieces if piece.name in names)
+    first, end = total * rank // of, total * (rank + 1) // of
+    offset = 0  # of the piece, in bytes of all that is dealt
+    for piece in pieces:
+        if piece.name not in names:
+            yield piece
+            continue
+        item, count = piece.data.element_size(), piece.data.numel()
+        start, stop = (min(max(-(-(at - offset) // item), 0), count) for at in (first, end))
+        if start < stop:
+            yield Piece(piece.name, piece.start + start, piece.data[start:stop])
+        offset += piece.data.nbytes
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -93,9 +93,11 @@ class DeepSpeedEngine:
         """As Engine.create_state; without it DeepSpeed has moments only after its first step."""
         zero_state.create_state(self._zero)
 
-    def pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """As Engine.pieces: ranges of the fp32 masters and of their moments."""
-        return zero_state.pieces(self._held, self._zero, spec, writing=writing)
+        if not (writing and dealt):
+            return zero_state.pieces(self._held, self._zero, spec, writing=writing)
+        return zero_state.dealt(self._held, self._zero, spec)
 
     def filled(self, steps: int) -> None:
         """Collective: the copies that are computed with are made again from the masters."""

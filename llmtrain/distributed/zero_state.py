@@ -12,7 +12,7 @@ The private names of DeepSpeed 0.19 stand in this file and in `zero_engine.overf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmtrain.distributed.state import MOMENTS
+from llmtrain.distributed.state import dealt as shares
 from llmtrain.types import Piece, Spec
 
 
@@ -121,11 +122,19 @@ def optimizer_steps(optimizer: Any) -> int:
     return counts.pop() if counts else 0
 
 
-def pieces(held: Held, optimizer: Any, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+def pieces(
+    held: Held,
+    optimizer: Any,
+    spec: Spec,
+    *,
+    writing: bool,
+    everywhere: Container[str] = frozenset(),
+) -> Iterator[Piece]:
     """This rank's ranges in the order of the spec: views of the masters and moments themselves.
 
-    writing: together the ranks yield each element once. Else each yields all that it must know, and
-    what is rounded is made from what was read when the next piece is asked for.
+    writing: together the ranks yield each element once, but those of `everywhere` on every rank.
+    Else each yields all that it must know, and what is rounded is made from what was read when the
+    next piece is asked for.
     """
     for part in spec.values():
         for name in part:
@@ -138,8 +147,23 @@ def pieces(held: Held, optimizer: Any, spec: Spec, *, writing: bool) -> Iterator
             if owner in held.trained:
                 if (master := _master(optimizer, name, parameter, moment)) is not None:
                     yield master
+            elif name in everywhere:
+                yield Piece(name, *_frozen_copy(parameter))
             else:
                 yield from _frozen(held, name, parameter, writing=writing)
+
+
+def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
+    """As `pieces` for writing, but frozen parameters that all ranks hold exactly are shared out."""
+    same = frozenset(
+        name
+        for name, parameter in held.parameters.items()
+        if name not in held.trained
+        and not hasattr(parameter, "ds_tensor")
+        and _dtype(parameter) == torch.float32
+    )
+    own = pieces(held, optimizer, spec, writing=True, everywhere=same)
+    return shares(own, same, dist.get_rank(), dist.get_world_size())
 
 
 def renew_copies(optimizer: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
+from llmtrain.checkpoint import collect, write
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import write
 from llmtrain.types import Alone, Piece, Ranks, Spec, TensorSpec, Vote, failure
 
 T = TypeVar("T")
@@ -88,6 +89,25 @@ def whole(spec: Spec, values: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
     return (Piece(name, 0, values[name].view(-1)) for part in spec.values() for name in part)
 
 
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[Spec, dict[str, torch.Tensor], list[list[Piece]]]:
+    """A spec, and for each of up to four ranks the ranges of its tensors that it writes."""
+    dtypes = draw(st.lists(st.sampled_from(list(TORCH)), min_size=1, max_size=5))
+    dtypes.sort(key=lambda dtype: -form.DTYPES[dtype][0])
+    shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+    part = {f"t{i}": TensorSpec(dtype, draw(shapes)) for i, dtype in enumerate(dtypes)}
+    spec = {"a.safetensors": part, "b.safetensors": {"u": TensorSpec("F32", draw(shapes))}}
+    values = tensors(spec, draw(st.integers(0, 9)))
+    ranks: list[list[Piece]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    for name, value in values.items():
+        count = value.numel()
+        cuts = sorted(draw(st.sets(st.integers(0, count), max_size=3)) | {0, count})
+        for start, end in zip(cuts, [*cuts[1:], count], strict=True):
+            piece = Piece(name, start, value.view(-1)[start:end])
+            draw(st.sampled_from(ranks)).append(piece)
+    return spec, values, ranks
+
+
 def save(
     root: Path,
     step: int,
@@ -98,8 +118,12 @@ def save(
     loss: float | None = None,
     run_id: str = RUN,
     ranks: Ranks | None = None,
+    collected: bool = False,
 ) -> write.Committed | write.Failed:
-    """begin, pieces, commit: `pieces` defaults to random tensors drawn from `step`."""
+    """begin, pieces, commit: `pieces` defaults to random tensors drawn from `step`.
+
+    collected: rank 0 writes what all hold.
+    """
     ranks = ranks or Alone()
     evaluation = None if loss is None else {"loss": loss}
     state = {"format": 1, "run_id": run_id, "step": step, "evaluation": evaluation}
@@ -111,7 +135,8 @@ def save(
     try:
         if pieces is None:
             pieces = whole(spec, tensors(spec, step)) if ranks.rank == 0 else ()
-        extents = write.pieces(begun, pieces)
+        put = (lambda *given: collect.pieces(*given, ranks)) if collected else write.pieces
+        extents = put(begun, pieces)
     except Exception as caught:
         error = caught
     return write.commit(begun, extents, error, ranks)

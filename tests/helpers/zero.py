@@ -22,7 +22,7 @@ from helpers.ranks import Server, free_port
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.checkpoint import read, write
+from llmtrain.checkpoint import collect, read, write
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed import state
@@ -44,7 +44,8 @@ class Case:
     """model: tied, odd or frozen · forbid: at `bad_step` one rank's loss is NaN, its gradient is
     NaN, its data failed or no rank has a trained token · load, save: checkpoint directories; a
     loaded state is of `start` steps · save_halfway: after half of the steps, and training goes on ·
-    factors: of the learning rate, over and over.
+    factors: of the learning rate, over and over · writers: as `checkpoint.writers`, "" = all that
+    hold a part, and rank 0 what all hold.
     """
 
     strategy: str = "zero2"
@@ -60,6 +61,7 @@ class Case:
     load: str = ""
     save: str = ""
     save_halfway: str = ""
+    writers: str = ""
     evaluate: bool = False
     discard: bool = False
     fused: bool = True
@@ -149,7 +151,7 @@ def train(case: Case) -> dict[str, Any]:
         update(fake, forbidden(fake, batch, case.forbid) if bad else batch, factor(case, step))
         fake.data_failed = False
         if case.save_halfway and 2 * (step + 1 - case.start) == case.steps:
-            save(launched, spec, Path(case.save_halfway), step + 1)
+            save(launched, spec, Path(case.save_halfway), step + 1, case.writers)
     result = {
         "numbers": [numbers(sums, norm) for sums, norm in sent],
         "evaluations": evaluations,
@@ -157,7 +159,7 @@ def train(case: Case) -> dict[str, Any]:
         "other_moments": other_moments(spec, bare),
     }
     if case.save:
-        save(launched, spec, Path(case.save), case.start + case.steps)
+        save(launched, spec, Path(case.save), case.start + case.steps, case.writers)
     return result
 
 
@@ -245,13 +247,17 @@ def other_moments(spec: Spec, bare: nn.Module) -> list[str]:
     return sorted(moments ^ {f"{name}.exp_avg" for name in trained})
 
 
-def save(launched: Launched, spec: Spec, root: Path, step: int) -> None:
+def save(launched: Launched, spec: Spec, root: Path, step: int, writers: str) -> None:
     """A checkpoint, as a run writes it."""
     state_file = {"format": 1, "run_id": RUN, "step": step, "evaluation": None}
     small = {"config.json": b"{}", "trainer_state.json": json.dumps(state_file).encode() + b"\n"}
     begun = write.begin(root, step, spec, small, launched.ranks, RUN)
     assert not isinstance(begun, write.Failed), begun
-    extents = write.pieces(begun, launched.engine.pieces(spec, writing=True))
+    pieces = launched.engine.pieces(spec, writing=True, dealt=writers == "all")
+    if writers == "rank0":
+        extents = collect.pieces(begun, pieces, launched.ranks)
+    else:
+        extents = write.pieces(begun, pieces)
     done = write.commit(begun, extents, None, launched.ranks)
     assert not isinstance(done, write.Failed), done
 

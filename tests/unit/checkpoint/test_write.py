@@ -13,16 +13,15 @@ import torch
 from helpers.checkpoints import (
     RUN,
     SPEC,
-    TORCH,
     Killed,
     broken_disk,
+    divided,
     on_ranks,
     save,
     tensors,
     whole,
 )
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -69,25 +68,6 @@ def test_the_manifest_names_every_file_but_itself(tmp_path):
     manifest = json.loads((directory / form.MANIFEST).read_bytes())
     assert manifest["files"].keys() == files(directory).keys()
     assert (manifest["format"], manifest["run_id"], manifest["step"]) == (1, RUN, 300)
-
-
-@st.composite
-def divided(draw):
-    """A spec, and for each of up to three ranks the ranges of its tensors that it writes."""
-    dtypes = draw(st.lists(st.sampled_from(list(TORCH)), min_size=1, max_size=5))
-    dtypes.sort(key=lambda dtype: -form.DTYPES[dtype][0])
-    shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
-    part = {f"t{i}": TensorSpec(dtype, draw(shapes)) for i, dtype in enumerate(dtypes)}
-    spec = {"a.safetensors": part, "b.safetensors": {"u": TensorSpec("F32", draw(shapes))}}
-    values = tensors(spec, draw(st.integers(0, 9)))
-    ranks = [[] for _ in range(draw(st.integers(1, 3)))]
-    for name, value in values.items():
-        count = value.numel()
-        cuts = sorted(draw(st.sets(st.integers(0, count), max_size=3)) | {0, count})
-        for start, end in zip(cuts, [*cuts[1:], count], strict=True):
-            piece = Piece(name, start, value.view(-1)[start:end])
-            draw(st.sampled_from(ranks)).append(piece)
-    return spec, values, ranks
 
 
 @settings(deadline=None)

@@ -3,12 +3,14 @@ import json
 import pytest
 import torch
 from helpers.checkpoints import RUN, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmtrain.checkpoint import read
 from llmtrain.distributed import state
-from llmtrain.types import Alone, TensorSpec
+from llmtrain.types import Alone, Piece, TensorSpec
 
 LLAMA = LlamaConfig(
     vocab_size=61,
@@ -294,3 +296,31 @@ def test_what_no_checkpoint_holds_is_refused():
     state.create_state(optimizer, 0)
     with pytest.raises(ValueError, match="weight is not contiguous"):
         list(state.pieces(model, optimizer, state.spec(model, optimizer, LARGE)))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.int64]))),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_what_all_ranks_hold_is_dealt_once_and_evenly(shapes, ranks, data):
+    held = [
+        Piece(f"t{i}", 0, torch.arange(count, dtype=dtype))
+        for i, (count, dtype) in enumerate(shapes)
+    ]
+    names = data.draw(st.sets(st.sampled_from([piece.name for piece in held]))) if held else set()
+    shares = [list(state.dealt(held, names, rank, ranks)) for rank in range(ranks)]
+    for piece in held:
+        parts = [part for share in shares for part in share if part.name == piece.name]
+        if piece.name not in names:
+            assert [part.data.data_ptr() for part in parts] == [piece.data.data_ptr()] * ranks
+            continue
+        joined = torch.cat([piece.data[:0], *(part.data for part in parts)])
+        assert torch.equal(joined, piece.data)
+        assert all(part.start == int(part.data[0]) for part in parts)
+    order = [piece.name for piece in held]
+    for share in shares:
+        assert [part.name for part in share] == [n for n in order if n in {p.name for p in share}]
+    sizes = [sum(part.data.nbytes for part in share if part.name in names) for share in shares]
+    assert max(sizes) - min(sizes) <= 2 * 8  # cut between elements

@@ -1,0 +1,108 @@
+"""A save that rank 0 writes alone although the ranks hold parts: the parts are sent to it.
+
+Tensor by tensor every rank sends what it holds, some MiB at a time, and rank 0 writes what comes:
+
+    round of 16 MiB, 2 ranks     rank 0: a[0, 8)   rank 1: a[20, 28)
+                                 rank 0: a[8, 16)  rank 1: a[28, 36)  …
+
+All ranks make as many exchanges, so a rank that fails goes on with empty messages, and its error
+comes at the end. The files are those that the ranks would have written themselves.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from llmtrain import pulse
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import write
+from llmtrain.checkpoint.format import Extents
+from llmtrain.checkpoint.write import Begun, Block
+from llmtrain.types import Piece, Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Part = tuple[int, Tensor]  # offset in the file, bytes as uint8
+
+ROUND_BYTES = 16 << 20  # of all ranks together; rank 0 holds about three times as much
+_HEAD = struct.Struct("<QQ")  # offset in the file, bytes
+
+
+def pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
+    """As `write.pieces`, but rank 0 writes everybody's. Collective; extents stand at rank 0 alone.
+
+    Raises what failed on this rank, behind the last exchange.
+    """
+    failed: list[Exception] = []
+    own: dict[str, list[Part]] = {}
+    try:
+        for piece in pieces:
+            own.setdefault(piece.name, []).append(write.flat(begun, piece))
+    except Exception as caught:  # raised below
+        failed.append(caught)
+    blocks = _exchanged(begun, {} if failed else own, ranks, failed)
+    found: Extents = {}
+    try:
+        if ranks.rank == 0:
+            total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
+            found = write.blocks(begun, blocks, total)
+    except Exception as caught:  # as above
+        failed.append(caught)
+    for _ in blocks:  # the others send in any case
+        continue
+    if failed:
+        raise failed[0]
+    return found
+
+
+def _exchanged(
+    begun: Begun, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
+) -> Iterator[Block]:
+    """Everybody's bytes at rank 0, each round in the order of the file; elsewhere nothing."""
+    room = -(-ROUND_BYTES // ranks.world_size)
+    for name, place in begun.places.items():
+        pulse.beat(f"sending {name} to rank 0")
+        mine = _messages(own.get(name, []), room)
+        # As many rounds as if one rank held all of it: how it is split, the others do not know.
+        for _ in range(-(-form.tensor_bytes(place.tensor) // room)):
+            heard = ranks.gather(_next(mine, failed))
+            blocks = [Block(place.file, *part) for body in heard for part in _parts(body)]
+            yield from sorted(blocks, key=lambda block: block.offset)
+
+
+def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
+    """The next message; an empty one behind the last, or when it cannot be made."""
+    try:
+        return next(messages, b"")
+    except Exception as caught:  # raised by `pieces`
+        failed.append(caught)
+        return b""
+
+
+def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:
+    """Parts as messages that carry `room` bytes each, the last one less."""
+    message: list[bytes] = []
+    left = room
+    for offset, data in parts:
+        first = 0
+        while first < data.numel():
+            part = data[first : first + left]
+            message += [_HEAD.pack(offset + first, part.numel()), part.cpu().numpy().tobytes()]
+            first, left = first + part.numel(), left - part.numel()
+            if not left:
+                yield b"".join(message)
+                message, left = [], room
+    if message:
+        yield b"".join(message)
+
+
+def _parts(body: bytes) -> Iterator[tuple[int, memoryview]]:
+    """What a message carries."""
+    view = memoryview(body)
+    while view.nbytes:
+        offset, size = _HEAD.unpack_from(view)
+        yield offset, view[_HEAD.size : _HEAD.size + size]
+        view = view[_HEAD.size + size :]

@@ -1,0 +1,46 @@
+"""Who writes a checkpoint changes no byte of it, under any strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import zero
+from helpers.ranks import Server
+from helpers.zero import Case
+
+TWO = (
+    ("ddp", "fp32", "odd"),
+    ("fsdp2", "fp32", "odd"),
+    ("zero2", "fp32", "frozen"),
+    ("zero3", "bf16", "odd"),
+)
+THREE = (("ddp", "fp32", "odd"), ("zero2", "bf16", "odd"))
+
+
+@pytest.mark.parametrize(("world_size", "forms"), [(2, TWO), (3, THREE)])
+def test_one_writer_and_all_write_the_same_files(
+    server: Server, tmp_path: Path, world_size: int, forms: tuple[tuple[str, str, str], ...]
+) -> None:
+    models = sorted({model for _, _, model in forms})
+    first = [Case("ddp", model=m, steps=2, save=str(tmp_path / m)) for m in models]
+    zero.run(server, tmp_path / "first", world_size, first)
+    cases = {
+        (writers, *form): Case(
+            form[0],
+            form[1],
+            model=form[2],
+            steps=0,
+            start=2,
+            load=str(tmp_path / form[2]),
+            save=str(tmp_path / "-".join((writers, *form))),
+            writers=writers,
+        )
+        for form in forms
+        for writers in ("rank0", "all")
+    }
+    zero.run(server, tmp_path / "again", world_size, list(cases.values()))
+    for named, case in cases.items():
+        expected = zero.files(tmp_path / case.model)
+        assert len(expected) == 2
+        assert zero.files(Path(case.save)) == expected, named
