@@ -27,6 +27,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from llmtrain import pulse
 from llmtrain.data import token_cache
 from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.readers import Reader, Reading
@@ -211,6 +212,7 @@ def prepare(
     starts: list[int] = []
     size, end = 0, len(ids)
     for text, document in in_turn(streams, max_documents):
+        pulse.beat("tokenizing the held-out documents")
         mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
         ids.append(document)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from llmtrain import pulse
 from llmtrain.data.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.readers import Reader
@@ -65,6 +66,7 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
 
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
+    pulse.beat("looking into the files of the data")
     kind, compression = file_format(source.files[file].name) or ("", None)
     try:
         if source.cached:

@@ -18,6 +18,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llmtrain import pulse
 from llmtrain.config.schema import Config
 from llmtrain.data.ahead import Range, Ranges
 from llmtrain.data.cache import Cache, cache_root
@@ -117,6 +118,7 @@ class Reader:
         of it, so it is not left out now. Raises UserError for a bad file or line unless they are
         skipped, RunError for what the machine did.
         """
+        pulse.beat("reading a unit of the data")
         expected = self._expected.pop((source.where(unit.file), unit), [])
         if needed:
             return self._rows(source, unit)

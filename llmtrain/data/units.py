@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
+from llmtrain import pulse
 from llmtrain.config.meaning import changes, data_values, refused, way_out
 from llmtrain.config.schema import Config, DataConfig, SourceConfig
 from llmtrain.data import heldout
@@ -136,6 +137,7 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
         for source, order in zip(survey.sources, orders, strict=True):
             for u in order[turn : turn + 1]:
                 for text in heldout.training_texts(source, u, survey.seed, reader):
+                    pulse.beat("training a tokenizer")
                     yield text
                     size += len(text.encode())
                     if size >= limit_bytes:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llmtrain import pulse
 from llmtrain.distributed import state
 
 _SENT = 64 << 20  # bytes that are under way at once
@@ -48,6 +49,7 @@ def _receive(
         sent = torch.empty(min(step, size - first), dtype=into.dtype, device=device)
         if given is not None:
             sent.copy_(given[first : first + len(sent)])
+        pulse.beat("sending the weights to all processes")
         dist.broadcast(sent.view(torch.uint8), src=0)
         low, high = max(first, start), min(first + len(sent), start + into.numel())
         if low < high:

@@ -1,9 +1,17 @@
-"""What ends a run that goes wrong numerically."""
+"""What is said of a run that goes wrong numerically, and what ends it.
+
+A loss is a spike where it is above the median of the last steps by six of their standard
+deviations, which are estimated from the median of the distances to that median, since spikes
+themselves would widen any other measure.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import assert_never
 
 from llmtrain.config.schema import TrainingConfig
@@ -13,17 +21,34 @@ from llmtrain.types import Numbers
 _log = logging.getLogger(__name__)
 
 _NAMED = 5  # of what differs, in a message; the log has all
+_WINDOW = 128  # steps
+_ENOUGH = 64  # steps: of 32, pure noise is a spike in 4 of 100,000 cases, of 64 in none
+_DEVIATIONS = 6
+_NORMAL = 1.4826  # σ of normal noise over the median of its distances
+_LEAST_DEVIATION = 0.01  # nats: a loss that hardly moves has no noise to measure a spike by
+
+Tell = Callable[..., object]  # event, step, details
 
 
 class Guards:
     """Looks at every step's numbers; equal on all ranks, so all of them raise or none."""
 
-    def __init__(self, config: TrainingConfig, skipped_in_a_row: int) -> None:
+    def __init__(self, config: TrainingConfig, skipped_in_a_row: int, tell: Tell) -> None:
+        """tell: takes an event. Losses of an earlier start are not known: spikes begin anew."""
         self._config = config
+        self._tell = tell
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._spiking = False
         self.skipped_in_a_row = skipped_in_a_row
 
+    def median_seconds(self) -> float:
+        """Of the last steps, from any thread; 0 before the first one."""
+        return median(tuple(self._seconds) or (0.0,))
+
     def check(self, numbers: Numbers) -> None:
-        """Count skipped updates; raise when there are too many, or none may be."""
+        """Count skipped updates; raise when there are too many, or none may be. Tell of spikes."""
+        self._seconds.append(numbers.seconds)
         if numbers.step_tokens == 0 and (numbers.ended or numbers.padding_only):
             return  # nothing was left to train on: no sign of divergence
         if numbers.step_tokens == 0:
@@ -34,6 +59,7 @@ class Guards:
             )
         if not numbers.skipped:
             self.skipped_in_a_row = 0
+            self._look_for_a_spike(numbers)
             return
         self.skipped_in_a_row += 1
         match self._config.on_nonfinite:
@@ -45,13 +71,28 @@ class Guards:
             case _:
                 assert_never(self._config.on_nonfinite)
 
+    def _look_for_a_spike(self, numbers: Numbers) -> None:
+        """Compare a loss with those before it; a loss that stays high is one spike."""
+        usual, sigma = _spread(self._losses) if len(self._losses) >= _ENOUGH else (math.inf, 0.0)
+        above = numbers.loss > usual + _DEVIATIONS * sigma
+        if above and not self._spiking:
+            values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
+            self._tell("loss_spike", numbers.step, **values)
+        self._spiking = above
+        self._losses.append(numbers.loss)
 
-def check_replicas(
-    differing: Mapping[str, Sequence[int]], step: int, tell: Callable[..., object]
-) -> None:
+
+def _spread(losses: Sequence[float]) -> tuple[float, float]:
+    """Median and standard deviation, both blind to a minority of outliers."""
+    middle = median(losses)
+    distance = median(abs(loss - middle) for loss in losses)
+    return middle, max(_NORMAL * distance, _LEAST_DEVIATION)
+
+
+def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:
     """Raise RunError (75) where replicas came apart, so that neither of them is saved.
 
-    differing: as of `Engine.unequal_replicas`, the same on all ranks · tell: event, step, details.
+    differing: as of `Engine.unequal_replicas`, the same on all ranks · tell: takes an event.
     """
     if not differing:
         return

@@ -44,6 +44,7 @@ class Journal:
         self.run_dir = run_dir
         self.rank = rank
         self.step = 0
+        self.exit_code: int | None = None  # once the end was recorded
         self._lines = Lines(run_dir) if rank == 0 else None
         self._progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
@@ -116,6 +117,7 @@ class Journal:
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
         """The last line and the last status of this start."""
         if self._lines is None:
+            self.exit_code = exit_code
             return
         seconds = time.perf_counter() - self._started
         self.sync()
@@ -130,6 +132,7 @@ class Journal:
         )
         self.sync()
         self.status(state=state, exit_code=exit_code, reason=reason, step=self.step)
+        self.exit_code = exit_code
         # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
         # new process group, which waits for peers, once ours is gone.
         if self._trackers is not None:

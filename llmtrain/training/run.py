@@ -54,6 +54,7 @@ from llmtrain.training.opening import ModelSide, Processes
 from llmtrain.training.place import Auto, Place, claim
 from llmtrain.training.planning import Planned
 from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.watchdog import watching
 from llmtrain.types import Batch, Cursor, Flags, Spec, StepVector
 
 if TYPE_CHECKING:
@@ -269,6 +270,8 @@ def open_run(config: Config) -> Iterator[Run]:
             marks.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
         signals.before_exit = partial(marks.write, run_dir, rank)
         journal = stack.enter_context(closing(Journal(run_dir, rank)))
+        timeout = config.distributed.timeout_minutes
+        watchdog = stack.enter_context(watching(journal, rank, timeout))
         if place is not None:
             journal.step = place.step
             logfile.open(run_dir)
@@ -296,6 +299,7 @@ def open_run(config: Config) -> Iterator[Run]:
             heed_a_stop(ranks, signals, journal)
             same = found is None or opening.fill_state(config, processes, model, found)
             run = _assemble(config, processes, found, data, model, journal, signals)
+            watchdog.follow(run.guards.median_seconds)
             announce(run, time.perf_counter() - started)
             tell_what_changed(run, place, processes, found, same_randomness=same)
             run.due.ask(agreed_stop(ranks, run.flags()))
@@ -349,7 +353,7 @@ def _assemble(
         meter=_meter(config, launched, data, saved.get("sources", {})),
         journal=journal,
         log=RunLog(journal, due, launched.device, evaluation, _expected(processes, model, first)),
-        guards=Guards(config.training, saved.get("skipped_in_a_row", 0)),
+        guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=signals,
         auto=processes.auto,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from llmtrain import pulse
 from llmtrain.distributed.engine import Engine
 from llmtrain.distributed.ranks import ControlGroup
 from llmtrain.errors import Problem, UserError
@@ -60,6 +61,7 @@ def fitting_micro_batch(
         return candidates[0]
     states = rng.capture(device)
     for micro_batch_size in candidates:
+        pulse.beat("trying a micro-batch")
         failed = 0
         try:
             for _ in range(2):

@@ -132,9 +132,9 @@ def test_di_26_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
     codes = ranks.wait()
     seconds = time.monotonic() - cut
     assert codes == [75, 75], (tmp_path / "output.txt").read_text()
-    assert TIMEOUT_SECONDS - 1 < seconds < 2 * TIMEOUT_SECONDS
+    assert 0.9 * TIMEOUT_SECONDS - 1 < seconds < 2 * TIMEOUT_SECONDS
     assert status(run_dir)["exit_code"] == 75
-    assert "a peer process is gone" in status(run_dir)["reason"]
+    assert "no progress for" in status(run_dir)["reason"]
 
 
 def test_di_27_a_link_that_comes_back_changes_nothing(

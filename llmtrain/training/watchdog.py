@@ -1,0 +1,142 @@
+"""Notices that this process comes no further, says where it stands, and ends it in time.
+
+A thread that compares `pulse.read()` once a second, from the start of a run to its end. It counts
+its own looks and no clock, so a machine or a process that was suspended is no hang.
+
+    no progress ──300 s or 20 steps──► stacks and phase in logs/rank-R.log, event `no_progress`
+                ──10 s before distributed.timeout_minutes──► status, mark, exit code 75
+
+At that time-out the peers give up waiting, and NCCL then aborts processes without a word. The trap:
+what hangs may be the disk, or a thread that holds a lock of `logging`; so everything is written by
+a thread of its own, which is left alone after a few seconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmtrain import pulse
+from llmtrain.errors import RESTARTABLE
+from llmtrain.training.journal import Journal
+
+_TICK_SECONDS = 1.0
+_REPORT_SECONDS = 300.0
+_REPORT_STEPS = 20
+_BEFORE_SECONDS = 10.0
+_LATEST_SHARE = 0.9  # of a short time-out: data that does not come is given up after 0.8 of it
+_WRITING_SECONDS = 3.0
+# One call of a library, minutes long where models or texts are large: told later, never ended. Who
+# waits for it has a time-out, and the rendezvous has one too.
+_LONG = ("joining the other processes", "building the model", "training a tokenizer")
+
+
+class Watchdog:
+    """Counts looks without progress; `look` is called once a second."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        rank: int,
+        timeout_minutes: float,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        """leave: ends this process with a code."""
+        timeout = 60 * timeout_minutes
+        self._end_after = max(timeout - _BEFORE_SECONDS, _LATEST_SHARE * timeout)
+        self._most = timeout / 2
+        self._journal = journal
+        self._rank = rank
+        self._leave = leave
+        self._median: Callable[[], float] | None = None
+        self._seen = pulse.read()[0]
+        self._still = 0
+        self._reported = False
+
+    def follow(self, median_seconds: Callable[[], float]) -> None:
+        """The start is over. median_seconds: of the last steps, 0 without one."""
+        self._median = median_seconds
+
+    def look(self) -> None:
+        """One tick: report a hang once, and end the process before its peers give up."""
+        count, phase = pulse.read()
+        if count != self._seen:
+            self._seen, self._still, self._reported = count, 0, False
+            return
+        self._still += 1
+        long = any(one in phase for one in _LONG)
+        if self._still >= self._end_after and not long:
+            self._end(phase)
+        elif not self._reported and self._still >= self._report_after(long):
+            self._reported = True
+            self._report(phase)
+
+    def _report_after(self, long: bool) -> float:
+        if self._median is None and self._rank:
+            return self._end_after  # it waits for rank 0, which may have minutes of work by itself
+        if long:
+            return self._most
+        steps = _REPORT_STEPS * self._median() if self._median else 0.0
+        return min(max(_REPORT_SECONDS, steps), self._most)
+
+    def _report(self, phase: str) -> None:
+        said = f"no progress for {self._still} s: {phase}"
+        detail = {"seconds": self._still, "phase": phase, "rank": self._rank}
+        _aside(lambda: _stacks(self._log_file(), said))
+        _aside(lambda: self._journal.event("no_progress", self._journal.step, **detail))
+
+    def _end(self, phase: str) -> None:
+        said = f"no progress for {self._still} s: {phase}"
+        code = self._journal.exit_code  # of a run that is over, and hangs while it closes
+        _aside(lambda: _stacks(self._log_file(), said))
+        if code is None:
+            code = RESTARTABLE
+            _aside(lambda: self._journal.end("failed", RESTARTABLE, said))
+        _aside(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
+        self._leave(code)
+
+    def _log_file(self) -> Path:
+        return self._journal.run_dir / "logs" / f"rank-{self._rank}.log"
+
+
+@contextmanager
+def watching(journal: Journal, rank: int, timeout_minutes: float) -> Iterator[Watchdog]:
+    """A watchdog over what is done inside. timeout_minutes: when peers give up waiting."""
+    watchdog = Watchdog(journal, rank, timeout_minutes)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_TICK_SECONDS):
+            watchdog.look()
+
+    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield watchdog
+    finally:
+        over.set()
+        thread.join()
+
+
+def _stacks(log_file: Path, said: str) -> None:
+    """Write where all threads are behind what the log says, to stderr where there is none."""
+    try:
+        file = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError:
+        file = os.dup(2)
+    try:
+        os.write(file, f"{said}; the stacks of all threads:\n".encode())
+        faulthandler.dump_traceback(file=file, all_threads=True)
+    finally:
+        os.close(file)
+
+
+def _aside(work: Callable[[], object]) -> None:
+    """Do it, or have it done by whoever can while this thread goes on."""
+    thread = threading.Thread(target=work, name="watchdog writes", daemon=True)
+    thread.start()
+    thread.join(_WRITING_SECONDS)
