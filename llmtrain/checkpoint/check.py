@@ -17,6 +17,8 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest
 from llmtrain.types import TensorSpec
 
+_MAX_HEADER_BYTES = 100 << 20  # safetensors refuses a longer one
+
 
 def file(path: Path, name: str, manifest: Manifest) -> None:
     """DamagedError unless the file is there, of the right size, and (tensors) can be opened."""
@@ -49,6 +51,7 @@ def extent(path: Path, name: str, extent: Extent) -> None:
 
 def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
     """What a tensor file holds, in the order of its bytes; DamagedError for an unsound header."""
+    _read_header(path / name)
     try:
         with safetensors.safe_open(path / name, "np") as opened:
             views = {key: opened.get_slice(key) for key in opened.offset_keys()}
@@ -61,3 +64,10 @@ def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
     if other := {tensor.dtype for tensor in found.values()} - form.DTYPES.keys():
         raise DamagedError(name, f"holds tensors of {min(other)}")
     return found
+
+
+def _read_header(path: Path) -> None:
+    """Read what safetensors maps: a disk that fails under a map kills the process."""
+    with path.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        opened.read(min(size, _MAX_HEADER_BYTES))

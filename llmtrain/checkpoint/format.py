@@ -62,13 +62,18 @@ class DamagedError(Exception):
         self.reason = reason
 
 
-class NewerFormatError(Exception):
-    """An intact checkpoint of a later llmtrain."""
+class OtherFormatError(Exception):
+    """An intact checkpoint of another llmtrain: its format and the run that it is of."""
 
-    def __init__(self, found: int, run_id: object) -> None:
+    def __init__(self, found: object, run_id: object) -> None:
         super().__init__(f"format {found}")
         self.found = found
         self.run_id = run_id
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a later llmtrain wrote it."""
+        return isinstance(self.found, int) and self.found > FORMAT
 
 
 class Extent(NamedTuple):
@@ -227,16 +232,16 @@ def build(manifest: Manifest) -> bytes:
 def parse(body: bytes) -> Manifest:
     """The manifest of these bytes.
 
-    Raises DamagedError if any byte is not as `build` made it, NewerFormatError for an intact one of
-    a later format (`self` and its rule are the same in every format, so that a flipped bit in the
-    number is told from a later llmtrain).
+    Raises DamagedError if any byte is not as `build` made it, OtherFormatError for an intact one of
+    another format (`self` and its rule are the same in every format, so that a flipped bit in the
+    number is told from another llmtrain).
     """
     found = _json_object(MANIFEST, body)
     rest = {key: value for key, value in found.items() if key != "self"}
     if found.get("self") != xxh3_128_hexdigest(canonical(rest)) or canonical(found) != body:
         raise DamagedError(MANIFEST, "its own digest differs")
-    if isinstance(found.get("format"), int) and found["format"] > FORMAT:
-        raise NewerFormatError(found["format"], found.get("run_id"))
+    if found.get("format") != FORMAT:
+        raise OtherFormatError(found.get("format"), found.get("run_id"))
     return _manifest(found)
 
 
@@ -278,7 +283,7 @@ def _manifest(found: dict[str, Any]) -> Manifest:
 def load(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory, without a look at the other files.
 
-    Raises DamagedError (a missing one too), NewerFormatError, OSError if the disk does not answer.
+    Raises DamagedError (a missing one too), OtherFormatError, OSError if the disk does not answer.
     """
     manifest = parse(small_file(directory, MANIFEST, MAX_MANIFEST_BYTES))
     if step_of(directory.name) not in (None, manifest.step):

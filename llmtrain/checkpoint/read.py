@@ -12,29 +12,27 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec
 
-from llmtrain import durable, faults, pulse
-from llmtrain.checkpoint import check
+from llmtrain import faults, pulse
+from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, NewerFormatError, Place
+from llmtrain.checkpoint.candidates import Aside, Candidate
+from llmtrain.checkpoint.format import DamagedError, Extent, OtherFormatError, Place
+from llmtrain.checkpoint.patience import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Failure, Piece, Ranks, Spec, TensorSpec, failure
 
-Wait = Callable[[float], object]
 P = ParamSpec("P")
-T = TypeVar("T")
-Reason = tuple[str, str]  # name of a checkpoint, what is wrong with it
+Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
-TRIES = 3
-WAIT_SECONDS = 15.0
 READ_BYTES = form.EXTENT_BYTES
-_DAMAGED = ".damaged"
+_PATIENCE = Patience()
 logger = logging.getLogger(__name__)
 
 
@@ -48,34 +46,42 @@ class Found:
     state: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The newest valid checkpoint, if any, and those set aside on the way: (name, reason)."""
-
-    found: Found | None
-    quarantined: tuple[Reason, ...]
-
-
-def find(root: Path, run_id: str | None, ranks: Ranks, wait: Wait = time.sleep) -> Search:
+def find(
+    root: Path,
+    run_id: str | None,
+    ranks: Ranks,
+    *,
+    resume: str = "auto",
+    verify: Literal["full", "sizes"] = "full",
+    supersede: bool = False,
+    log: Log = lambda event, detail: None,
+    patience: Patience = _PATIENCE,
+) -> Found | None:
     """The newest valid checkpoint of this run (None: of any) in `root`, agreed on all ranks.
 
-    DamagedError ones are renamed by rank 0. Collective. Raises UserError for a newer format and if
-    nothing but damaged ones is left, RunError 74 if the disk does not answer.
+    resume: `auto`, or the name of one · verify: `sizes` compares the digests of small files alone ·
+    supersede: what is newer than the one that is named is set aside · log: hears on every rank of
+    what rank 0 has renamed (`checkpoint_quarantined`, `checkpoint_superseded`).
+
+    Collective. Raises UserError for what a person must decide (another format, nothing but damaged
+    ones, a name that cannot be used), RunError 74 if the disk does not answer, StoppedError.
     """
-    aside: list[Reason] = []
-    damage: Reason | None = None
+    damage: str | None = None
+    offer: dict[str, Any] = {}
     while True:
-        offer = _from_rank_0(ranks, _offer, root, run_id, damage, wait)
-        aside += [(name, reason) for name, reason in offer["aside"]]
-        _refuse_newer(root, offer["newer"])
+        before = (offer["name"], damage) if damage else None
+        look = partial(_offer, root, run_id, resume, before, supersede=supersede)
+        offer = _from_rank_0(ranks, patience, log, look)
         if offer["name"] is None:
-            _refuse_all_damaged(root, offer["lost"])
-            return Search(None, tuple(aside))
+            return None
         path = root / offer["name"]
-        damage = _verify_together(path, offer["manifest"], ranks, wait)
+        damage = _verify_together(path, offer["extents"], verify, ranks, patience)
         if damage is None:
-            found = Found(path, path.name, form.step_of(path.name) or 0, offer["state"])
-            return Search(found, tuple(aside))
+            break
+    if offer["newer"]:
+        make_way = partial(_make_way, root, offer["newer"], offer["name"])
+        _from_rank_0(ranks, patience, log, make_way)
+    return Found(path, path.name, form.step_of(path.name) or 0, offer["state"])
 
 
 def verify(
@@ -91,8 +97,8 @@ def verify(
         manifest = form.load(path)
     except DamagedError as error:
         return [_as_problem(path, error)]
-    except NewerFormatError as error:
-        raise UserError(_newer(path, error.found)) from error
+    except OtherFormatError as error:
+        raise UserError(candidates.other_format(path, error)) from error
     wrong: dict[str, DamagedError] = {}  # the first thing of each file
     with ThreadPoolExecutor(jobs) as pool:
         for name in manifest.files:
@@ -113,14 +119,20 @@ def verify(
 
 
 def fill(
-    found: Found, spec: Spec, pieces: Iterable[Piece], ranks: Ranks, wait: Wait = time.sleep
+    found: Found,
+    spec: Spec,
+    pieces: Iterable[Piece],
+    ranks: Ranks,
+    *,
+    patience: Patience = _PATIENCE,
 ) -> None:
     """Read a checkpoint's tensors into the memory of this rank's pieces.
 
     `spec` is the model's and optimizer's; files may be cut otherwise on disk. Collective. Raises
-    UserError if names, dtypes or shapes differ, RunError 74 if the disk does not answer.
+    UserError if names, dtypes or shapes differ, RunError 74 if the disk does not answer,
+    StoppedError (the pieces are filled in part then).
     """
-    answer = _from_rank_0(ranks, _tried, wait, _stored, found.path)
+    answer = _from_rank_0(ranks, patience, _unheard, partial(_stored, found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, (dtype, shape)) in answer["places"].items()
@@ -129,95 +141,67 @@ def fill(
     error: Exception | None = None
     try:
         for piece in pieces:
-            _read_piece(found.path, stored[piece.name], piece, wait)
+            _read_piece(found.path, stored[piece.name], piece, patience)
     except Exception as caught:  # the vote's edge: all ranks fail together
         error = _noted(caught)
-    if failures := ranks.vote(error).failures:
-        raise _trouble(found.path, failures)
+    _raise_trouble(found.path, ranks.vote(error).failures)
 
 
-def _offer(root: Path, run_id: str | None, damage: Reason | None, wait: Wait) -> dict[str, Any]:
-    """Rank 0: set the damaged one aside, then look for the next candidate."""
-    aside: list[Reason] = []
-    if damage:
-        aside.append(_tried(wait, _set_aside, root, *damage))
-    offer: dict[str, Any] = {"name": None, "newer": None, "lost": [], "aside": aside}
-    offer |= _tried(wait, _look, root, run_id, aside)
-    if offer["name"] is None and offer["newer"] is None:
-        offer["lost"] = _tried(wait, _set_aside_before, root)
-    return offer
+def _offer(
+    root: Path,
+    run_id: str | None,
+    resume: str,
+    damaged: tuple[str, str] | None,
+    aside: list[Aside],
+    *,
+    supersede: bool,
+) -> dict[str, Any]:
+    """Rank 0: the next candidate. damaged: what was offered before, and what is wrong with it."""
+    if resume != "auto":
+        if damaged:
+            raise UserError(candidates.unusable(*damaged))
+        return _as_json(candidates.named(root, resume, run_id, supersede=supersede))
+    if damaged and (root / damaged[0]).exists():
+        aside.append(candidates.set_aside(root, damaged[0], candidates.DAMAGED, damaged[1]))
+    return _as_json(candidates.newest(root, run_id, aside))
 
 
-def _look(root: Path, run_id: str | None, aside: list[Reason]) -> dict[str, Any]:
-    """The newest candidate that looks whole from outside; others are set aside on the way."""
-    faults.hit("load.scan", path=root)
-    for name in form.complete_names(root):
-        path = root / name
-        try:
-            manifest = form.load(path)
-            if run_id not in (None, manifest.run_id):
-                continue
-            for file in manifest.files:
-                check.file(path, file, manifest)
-            return {"name": name, "manifest": _as_json(manifest), "state": form.state(path)}
-        except NewerFormatError as error:
-            if run_id in (None, error.run_id):
-                return {"newer": [name, error.found]}
-        except DamagedError as error:
-            if not _is_foreign(path, run_id):
-                aside.append(_set_aside(root, name, str(error)))
+def _make_way(root: Path, newer: list[str], used: str, aside: list[Aside]) -> dict[str, Any]:
+    """Rank 0: what is newer than the one that was named goes on under another name."""
+    reason = f"a start was told to go on from {used}"
+    for name in newer:
+        if (root / name).exists():
+            aside.append(candidates.set_aside(root, name, candidates.SUPERSEDED, reason))
     return {}
 
 
-def _is_foreign(path: Path, run_id: str | None) -> bool:
-    """Whether a checkpoint without an intact manifest still says that it is another run's."""
-    try:
-        return run_id is not None and form.state(path).get("run_id", run_id) != run_id
-    except DamagedError:
-        return False
-
-
-def _set_aside(root: Path, name: str, reason: str) -> Reason:
-    """Rename a damaged checkpoint to `.damaged`, `.damaged-2`, …; nothing is deleted."""
-    taken = set(form.names(root))
-    target, count = f"{name}{_DAMAGED}", 1
-    while target in taken:
-        count += 1
-        target = f"{name}{_DAMAGED}-{count}"
-    (root / name).rename(root / target)
-    durable.sync_directory(root)
-    logger.warning("set %s aside as %s: %s", name, target, reason)
-    return name, reason
-
-
-def _set_aside_before(root: Path) -> list[Reason]:
-    """All checkpoints that were ever set aside here, each with what is wrong with it."""
-    return [
-        (name, _what_is_wrong(root / name) or "nothing is wrong with it: rename it back")
-        for name in form.names(root)
-        if _DAMAGED in name and form.step_of(name.partition(_DAMAGED)[0]) is not None
-    ]
-
-
-def _verify_together(path: Path, files: dict[str, Any], ranks: Ranks, wait: Wait) -> Reason | None:
+def _verify_together(
+    path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
+) -> str | None:
     """Each rank hashes its share of the extents; None, or what was found damaged.
 
-    Raises RunError if the disk does not answer on some rank.
+    Raises RunError if the disk does not answer on some rank, StoppedError.
     """
-    extents = [(name, Extent(*extent)) for name in sorted(files) for extent in files[name]]
+    extents = [
+        (name, Extent(*extent))
+        for name in sorted(files)
+        for extent in files[name]
+        if verify == "full" or not name.endswith(form.TENSORS)
+    ]
     error: Exception | None = None
     try:
         for name, extent in extents[ranks.rank :: ranks.world_size]:
-            _tried(wait, check.extent, path, name, extent)
+            patience.tried(check.extent, path, name, extent)
     except Exception as caught:  # the vote's edge
         error = _noted(caught)
     failures = ranks.vote(error).failures
-    if other := tuple(failed for failed in failures if failed.kind != DamagedError.__name__):
-        raise _trouble(path, other)
-    return (path.name, "; ".join(failed.text for failed in failures)) if failures else None
+    pulse.beat("looking for a checkpoint")
+    damaged = [failed for failed in failures if failed.kind == DamagedError.__name__]
+    _raise_trouble(path, tuple(failed for failed in failures if failed not in damaged))
+    return "; ".join(failed.text for failed in damaged) if damaged else None
 
 
-def _stored(path: Path) -> dict[str, Any]:
+def _stored(path: Path, _aside: list[Aside]) -> dict[str, Any]:
     """Where each tensor of a checkpoint lies, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
@@ -256,12 +240,12 @@ def _shown(tensor: TensorSpec | None) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "absent"
 
 
-def _read_piece(path: Path, place: Place, piece: Piece, wait: Wait) -> None:
+def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> None:
     """The bytes of one piece into its memory."""
     item = form.DTYPES[place.tensor.dtype][0]
     start = place.offset + piece.start * item
     for offset, block in _memory(piece):
-        _tried(wait, _read_into, path / place.file, start + offset, block)
+        patience.tried(_read_into, path / place.file, start + offset, block)
 
 
 def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
@@ -293,38 +277,59 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
             block = block[count:]
 
 
-def _tried(wait: Wait, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work`, which has three tries if the disk does not answer."""
-    for _ in range(TRIES - 1):
-        try:
-            return work(*args, **kwargs)
-        except OSError as error:
-            logger.warning("reading failed, next try in %s s: %s", WAIT_SECONDS, error)
-            wait(WAIT_SECONDS)
-    return work(*args, **kwargs)
+def _unheard(_event: str, _detail: Mapping[str, object]) -> None:
+    """For work that renames nothing."""
 
 
 def _from_rank_0(
-    ranks: Ranks, work: Callable[P, dict[str, Any]], *args: P.args, **kwargs: P.kwargs
+    ranks: Ranks,
+    patience: Patience,
+    log: Log,
+    work: Callable[[list[Aside]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What rank 0's work returned, as JSON, on all ranks; RunError on all if it failed."""
+    """What rank 0's work returned, as JSON, on all ranks, which raise alike if it failed.
+
+    The work is given a list for what it sets aside. `log` hears of it whatever the end is.
+    """
+    aside: list[Aside] = []
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
-            answer = work(*args, **kwargs)
+            answer = patience.tried(work, aside)
+        except UserError as refused:
+            answer = {"problems": [_plain(one) for one in refused.problems]}
         except Exception as caught:  # the vote's edge
             answer = {"failure": asdict(failure(0, _noted(caught)))}
+    answer["aside"] = [asdict(one) for one in aside]
     answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))
+    pulse.beat("looking for a checkpoint")
+    _tell(log, [Aside(**one) for one in answer["aside"]])
+    if "problems" in answer:
+        raise UserError(*(Problem(**one) for one in answer["problems"]))
     if "failure" in answer:
         failed = Failure(**answer["failure"])
-        raise _trouble(Path(failed.file or "the checkpoints"), (failed,))
+        _raise_trouble(Path(failed.file or "the checkpoints"), (failed,))
     return answer
 
 
-def _trouble(path: Path, failures: tuple[Failure, ...]) -> RunError:
-    """What is raised on all ranks if the disk does not answer (74) or our own code failed (1)."""
+def _tell(log: Log, aside: list[Aside]) -> None:
+    for one in aside:
+        damaged = candidates.DAMAGED in one.now
+        event = "checkpoint_quarantined" if damaged else "checkpoint_superseded"
+        log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})
+
+
+def _raise_trouble(path: Path, failures: tuple[Failure, ...]) -> None:
+    """Raise, on all ranks, what their failed votes mean.
+
+    A stop ends the start whatever else there was: the next start finds it again.
+    """
+    if stopped := [failed for failed in failures if failed.kind == StoppedError.__name__]:
+        raise StoppedError(stopped[0].text)
+    if not failures:
+        return
     disk = all(failed.errno is not None or failed.kind == "OSError" for failed in failures)
-    return RunError(
+    raise RunError(
         f"could not read {path.name}: " + "; ".join(map(str, failures)),
         DISK_FAILED if disk else 1,
         "see that every node can read the run directory, then start again: nothing was changed"
@@ -333,22 +338,9 @@ def _trouble(path: Path, failures: tuple[Failure, ...]) -> RunError:
     )
 
 
-def _refuse_newer(root: Path, newer: tuple[str, int] | None) -> None:
-    if newer:
-        raise UserError(_newer(root / newer[0], newer[1]))
-
-
-def _newer(path: Path, found: int) -> Problem:
-    return Problem(
-        str(path),
-        f"format {found}",
-        f"format {form.FORMAT}, the newest that this llmtrain reads",
-        "use the llmtrain that wrote it, or move it away to go on from an older one",
-    )
-
-
-def _what_is_wrong(path: Path) -> str:
-    return "; ".join(f"{problem.key}: {problem.value}" for problem in verify(path))
+def _plain(problem: Problem) -> dict[str, object]:
+    value = None if problem.value is None else str(problem.value)
+    return {**asdict(problem), "value": value}
 
 
 def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
@@ -365,19 +357,17 @@ def _as_problem(path: Path, error: DamagedError) -> Problem:
     return Problem(error.file, error.reason, "what was written", remedy)
 
 
-def _refuse_all_damaged(root: Path, lost: list[Reason]) -> None:
-    if lost:
-        expected = "at least one valid checkpoint; nothing was deleted"
-        remedy = "repair one, or begin anew in another run.dir"
-        raise UserError(*(Problem(str(root / name), why, expected, remedy) for name, why in lost))
-
-
-def _as_json(manifest: Manifest) -> dict[str, Any]:
-    return {name: list(entry.extents) for name, entry in manifest.files.items()}
+def _as_json(candidate: Candidate | None) -> dict[str, Any]:
+    if candidate is None:
+        return {"name": None}
+    extents = {name: list(entry.extents) for name, entry in candidate.manifest.files.items()}
+    found = {"name": candidate.name, "state": candidate.state, "newer": list(candidate.newer)}
+    return {**found, "extents": extents}
 
 
 def _noted(error: Exception) -> Exception:
-    """The same error, in this rank's log; with its traceback unless it is plain damage."""
-    traceback = None if isinstance(error, DamagedError) else error
+    """The same error, in this rank's log; with its traceback where it was not to be expected."""
+    expected = isinstance(error, DamagedError | StoppedError)
+    traceback = None if expected else error
     logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
     return error

@@ -153,7 +153,7 @@ def _is_of_run(path: Path, run_id: str) -> bool:
     """Whether an intact manifest names this run; anything else is not for retention to touch."""
     try:
         return not path.is_symlink() and form.load(path).run_id == run_id
-    except (form.DamagedError, form.NewerFormatError, OSError) as error:
+    except (form.DamagedError, form.OtherFormatError, OSError) as error:
         logger.warning("retention leaves %s alone: %s", path.name, error)
         return False
 

@@ -13,6 +13,7 @@ from llmtrain.config.meaning import binding_values, changes
 from llmtrain.distributed.ranks import on_rank_zero
 from llmtrain.training.opening import Processes
 from llmtrain.training.place import Place
+from llmtrain.training.schedule import learning_rate_factor
 
 if TYPE_CHECKING:
     from llmtrain.training.run import Run
@@ -30,6 +31,7 @@ def announce(run: Run, seconds: float) -> None:
     journal.write(
         "start",
         first,
+        run_id=run.run_id,
         world_size=run.ranks.world_size,
         strategy=run.strategy,
         device=_device_name(run.device),
@@ -71,8 +73,31 @@ def tell_what_changed(
     keys = [change.key for change in changes(saved, binding_values(run.config))]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
+    if place is not None and place.steps not in (None, run.steps):
+        _tell_other_length(run, place.steps)
     if run.data.heldout is None:
         event("nothing_held_out", first)
+
+
+def _tell_other_length(run: Run, before: int) -> None:
+    """Most schedules follow the length of the run: the next step has another learning rate."""
+    config, step = run.config.optimizer, run.first_step + 1
+    old, new = (
+        config.learning_rate * learning_rate_factor(config, steps, min(step, steps))
+        for steps in (before, run.steps)
+    )
+    run.journal.event(
+        "length_changed",
+        run.first_step,
+        steps_before=before,
+        steps=run.steps,
+        learning_rate_before=old,
+        learning_rate=new,
+    )
+    _log.info(
+        "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
+        *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),
+    )
 
 
 def _summary(run: Run, trainable: int, seconds: float) -> list[str]:

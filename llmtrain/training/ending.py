@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.checkpoint.patience import StoppedError
 from llmtrain.distributed.ranks import ControlGroup, lost_peer, peer_lost, refuse
 from llmtrain.errors import RESTARTABLE, PeerError, RunError
 from llmtrain.training import marks, saving
@@ -65,6 +66,12 @@ def end_without_data(run: Run, step: int) -> None:
     refuse(vote, run.data_error)
 
 
+def asked_to_stop(signals: Signals) -> str | None:
+    """Why this rank was asked to stop, as a stop is named in the record."""
+    reason = signals.reason
+    return reason if reason in (None, "launcher_lost") else "signal"
+
+
 def heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None:
     """Between the stages of a start, which take their time: a stop that any rank was asked for."""
     reason = signals.reason
@@ -76,12 +83,15 @@ def heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None
 
 @contextmanager
 def stoppable(ranks: ControlGroup, signals: Signals, journal: Journal) -> Iterator[None]:
-    """Where a stop cut the waiting for the Hub short, it is the reason; rank 0 waits for all.
+    """Where a stop cut short the waiting for the Hub, or the reading of a checkpoint, it is why.
 
-    Its failure is one of all ranks (`agreed`), so all of them can say whether they were stopped.
+    Either failure is one of all ranks, so all of them can say whether they were stopped.
     """
     try:
         yield
+    except StoppedError as stopped:
+        heed_a_stop(ranks, signals, journal)  # which of several reasons outranks the others
+        raise StoppedEarlyError(stopped.reason, journal.step) from stopped
     except RunError as error:
         if error.exit_code == RESTARTABLE:
             heed_a_stop(ranks, signals, journal)

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
@@ -25,11 +24,11 @@ import torch
 from torch import nn
 
 from llmtrain import pulse
-from llmtrain.checkpoint import read, retention
-from llmtrain.checkpoint.read import Found, Search
+from llmtrain.checkpoint import retention
+from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.checks import check_batch
-from llmtrain.config.meaning import binding_values, changes, config_digest_values, refused
+from llmtrain.config.meaning import config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.distributed import accelerator as launching
 from llmtrain.distributed import state as tensors
@@ -38,18 +37,16 @@ from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.launch import family, verify_launch
 from llmtrain.distributed.meeting import meet
 from llmtrain.distributed.plan import largest_block
-from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
+from llmtrain.distributed.ranks import agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
 from llmtrain.model import recompute
 from llmtrain.model.build import resolve_revision
 from llmtrain.training import building, rng
 from llmtrain.training.isolation import hiding_attention
-from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.place import Auto, Place
 from llmtrain.training.planning import FROZEN, Planned, launch_kind, plan_start
-from llmtrain.training.rng import States
 from llmtrain.training.shared import check_shared
 from llmtrain.training.trial import discarded_pass, fitting_micro_batch
 from llmtrain.types import Ranks, Spec
@@ -148,29 +145,6 @@ def start_processes(
     return Processes(launched, planned, run_id, auto, versions, anew)
 
 
-def find_checkpoint(
-    config: Config, ranks: ControlGroup, run_id: str, place: Place | None, journal: Journal
-) -> Found | None:
-    """The newest valid checkpoint, the same on all ranks; damaged ones are set aside and said."""
-    pulse.beat("looking for a checkpoint")
-    root = run_directory(config) / "checkpoints"
-    on_rank_zero(ranks, lambda: retention.clean(root))
-    start = time.perf_counter()
-    search = read.find(root, run_id, ranks)
-    for name, reason in search.quarantined:
-        journal.event("checkpoint_quarantined", 0, checkpoint=name, reason=reason)
-    known = place.checkpoint if place else None
-    agreed(ranks, lambda: _refuse_silent_restart(search, known, root))
-    found = search.found
-    agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
-    if found is None:
-        _log.info("a new run in %s", run_directory(config))
-        return None
-    seconds = time.perf_counter() - start
-    _log.info("resuming at step %s from %s (verified in %.1f s)", found.step, found.name, seconds)
-    return found
-
-
 def build_model(
     config: Config, processes: Processes, found: Found | None, revision: str | None
 ) -> ModelSide:
@@ -194,24 +168,6 @@ def build_model(
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's own buffers
         discarded_pass(prepared, launched.engine, launched.device, shape, hiding)
     return ModelSide(bare, prepared, spec, micro_batch_size, held_before)
-
-
-def fill_state(config: Config, processes: Processes, model: ModelSide, found: Found) -> bool:
-    """Weights, optimizer state and random states of the checkpoint.
-
-    Returns whether the random states continue (same number of processes, same kind of device).
-    """
-    pulse.beat("loading the checkpoint")
-    ranks, device = processes.launched.ranks, processes.launched.device
-    engine = processes.launched.engine
-    read.fill(found, model.spec, engine.pieces(model.spec, writing=False), ranks)
-    engine.filled(found.state["optimizer_steps"])
-    same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
-    if same:
-        rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)
-    else:
-        rng.seed_rank(config.run.seed, ranks.rank, found.step)
-    return same
 
 
 def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
@@ -299,25 +255,6 @@ def _threads() -> int:
     """This machine's cores, shared by its ranks (the launcher would give each rank one)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _refuse_silent_restart(search: Search, known: str | None, root: Path) -> None:
-    if search.found is None and known is not None:
-        raise UserError(
-            Problem(
-                str(root),
-                "no checkpoint",
-                f"{known}, which status.json names",
-                "put it back, or begin anew in another run.dir",
-            )
-        )
-
-
-def _refuse_other_run(found: Found, config: Config) -> None:
-    """The checkpoint must be one of this config, whatever became of config.yaml."""
-    changed = changes(found.state["config"], binding_values(config))
-    if problems := refused(changed, config, f"as in {found.name}"):
-        raise UserError(*problems)
 
 
 def _check_room(config: Config, spec: Spec) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +28,24 @@ from llmtrain.metrics import jsonl
 from llmtrain.metrics.status import read_status, start_status
 from llmtrain.training import marks
 
+# Set for the processes of a restart: by torch's launcher and by `llmtrain supervise`.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """checkpoint: the newest that the record names · takeover: whose stale lock was taken."""
+    """checkpoint: the newest that the record names · takeover: whose stale lock was taken.
+
+    begun: an earlier start came as far as the first step · steps: how long it said that the run is.
+    """
 
     run_dir: Path
     run_id: str
     step: int
     checkpoint: str | None
     takeover: Takeover | None
+    begun: bool = False
+    steps: int | None = None
 
 
 @contextmanager
@@ -49,28 +57,66 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
     """
     run_dir = Path(str(config.run.dir))
     _make_writable(run_dir)
-    known = read_status(run_dir)
-    run_id = str(known.get("run_id") or _run_of_checkpoints(run_dir) or uuid.uuid4().hex)
+    known, run_id = read_status(run_dir), _run_of(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
         record = jsonl.read(run_dir / jsonl.FILE_NAME)
-        begun = any(line["kind"] == "start" for line in record)
-        _belongs(run_dir, config, begun=begun or bool(_run_of_checkpoints(run_dir)))
-        marks.clear(run_dir, 0, world_size)
-        start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
+        started = [line for line in record if line["kind"] == "start"]
         saved = [line["name"] for line in record if line["kind"] == "checkpoint"]
         newest = known.get("checkpoint") or (saved[-1] if saved else None)
-        yield Place(run_dir, run_id, int(known.get("step") or 0), newest, lock.takeover)
+        stored = _stored(run_dir)
+        if asked_resume(config, os.environ) == "never":
+            _refuse_used(run_dir, bool(started), newest, stored)
+        _belongs(run_dir, config, begun=bool(started) or _run_of_checkpoints(run_dir) is not None)
+        marks.clear(run_dir, 0, world_size)
+        start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
+        steps = started[-1].get("steps") if started else None
+        step = int(known.get("step") or 0)
+        yield Place(run_dir, run_id, step, newest, lock.takeover, bool(started), steps)
+
+
+def asked_resume(config: Config, environ: Mapping[str, str]) -> str:
+    """`checkpoint.resume`, which is for the first start of a launch: a restart goes on from there.
+
+    A supervisor or the launcher gives the same command again after a crash. Doing again what it
+    says would throw away, each time, what was trained since.
+    """
+    restarts = (environ.get(name, "0") for name in _RESTARTS)
+    return config.checkpoint.resume if all(count == "0" for count in restarts) else "auto"
+
+
+def _run_of(run_dir: Path) -> str | None:
+    """The run that lives here, from what says so first: its status, its record, a checkpoint."""
+    if known := read_status(run_dir).get("run_id"):
+        return str(known)
+    for line in reversed(jsonl.read(run_dir / jsonl.FILE_NAME)):
+        if line["kind"] == "start" and line.get("run_id"):
+            return str(line["run_id"])
+    return _run_of_checkpoints(run_dir)
 
 
 def _run_of_checkpoints(run_dir: Path) -> str | None:
-    """The run that the newest checkpoint belongs to, for when `status.json` is lost."""
+    """The run that the newest intact manifest names, for when `status.json` is lost."""
     root = run_dir / "checkpoints"
     for name in form.complete_names(root):
         try:
             return form.load(root / name).run_id
-        except (form.DamagedError, form.NewerFormatError):
+        except (form.DamagedError, form.OtherFormatError):
             continue  # the search for a checkpoint says what is wrong with it
     return None
+
+
+def _stored(run_dir: Path) -> list[str]:
+    """Checkpoints of any kind: complete ones and those that were set aside."""
+    return [name for name in form.names(run_dir / "checkpoints") if name.startswith("step-")]
+
+
+def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[str]) -> None:
+    """`checkpoint.resume: never` is for a directory in which nothing was trained."""
+    there = newest or (stored[-1] if stored else "its metrics.jsonl" if begun else None)
+    if there:
+        expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
+        remedy = "checkpoint.resume=auto to go on from there, or another run.dir"
+        raise UserError(Problem("checkpoint.resume", "never", expected, remedy))
 
 
 def _make_writable(run_dir: Path) -> None:

@@ -35,13 +35,14 @@ from llmtrain.distributed.ranks import (
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.model.attention import backend
-from llmtrain.training import data_side, marks, opening, rng, saving, stop
+from llmtrain.training import data_side, marks, opening, resuming, rng, saving, stop
 from llmtrain.training.announce import announce, tell_what_changed
 from llmtrain.training.data_side import DataSide
 from llmtrain.training.documents import document_tensors, on
 from llmtrain.training.due import Due, agreed_stop
 from llmtrain.training.ending import (
     Result,
+    asked_to_stop,
     end_without_data,
     heed_a_stop,
     recorded,
@@ -284,7 +285,10 @@ def open_run(config: Config) -> Iterator[Run]:
                 logfile.open(run_dir)
                 stack.enter_context(signals.stacks_in(logfile.descriptor))
             ranks = processes.launched.ranks
-            found = opening.find_checkpoint(config, ranks, processes.run_id, place, journal)
+            asked = partial(asked_to_stop, signals)
+            with stoppable(ranks, signals, journal):
+                run_id = processes.run_id
+                found = resuming.find_checkpoint(config, ranks, run_id, place, journal, asked)
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             heed_a_stop(ranks, signals, journal)
@@ -297,7 +301,8 @@ def open_run(config: Config) -> Iterator[Run]:
             heed_a_stop(ranks, signals, journal)
             model = opening.build_model(config, processes, found, revision)
             heed_a_stop(ranks, signals, journal)
-            same = found is None or opening.fill_state(config, processes, model, found)
+            with stoppable(ranks, signals, journal):
+                same = not found or resuming.fill_state(config, processes, model, found, asked)
             run = _assemble(config, processes, found, data, model, journal, signals)
             watchdog.follow(run.guards.median_seconds)
             announce(run, time.perf_counter() - started)

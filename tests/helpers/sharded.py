@@ -220,7 +220,7 @@ def described(run: Any, optimizer: Any) -> dict[str, Any]:
 
 def loaded(root: Path, spec: Any, launched: Launched) -> None:
     """The newest checkpoint, by every rank's pieces."""
-    found = read.find(root, RUN, launched.ranks).found
+    found = read.find(root, RUN, launched.ranks)
     assert found is not None
     read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
     launched.engine.filled(found.state["optimizer_steps"])

@@ -264,7 +264,7 @@ def save(launched: Launched, spec: Spec, root: Path, step: int, writers: str) ->
 
 def load(launched: Launched, spec: Spec, root: Path, steps: int) -> None:
     """The newest checkpoint into the engine."""
-    found = read.find(root, RUN, launched.ranks).found
+    found = read.find(root, RUN, launched.ranks)
     assert isinstance(found, Found)
     read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
     launched.engine.filled(steps)

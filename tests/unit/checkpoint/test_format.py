@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 from xxhash import xxh3_128_hexdigest
 
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.format import DamagedError, Entry, Extent, Manifest, NewerFormatError
+from llmtrain.checkpoint.format import DamagedError, Entry, Extent, Manifest, OtherFormatError
 from llmtrain.types import TensorSpec
 
 MANIFEST = Manifest("run", 300, {"a/b.json": Entry(5, form.extents_of(b"12345"))})
@@ -123,7 +123,7 @@ def signed(**fields):
 
 
 def test_an_intact_manifest_of_a_newer_format_is_no_damage():
-    with pytest.raises(NewerFormatError) as caught:
+    with pytest.raises(OtherFormatError) as caught:
         form.parse(signed(format=2, files="something else"))
     assert (caught.value.found, caught.value.run_id) == (2, "run")
 

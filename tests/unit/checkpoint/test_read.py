@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from xxhash import xxh3_128_hexdigest
 
 from llmtrain.checkpoint import check, read
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.patience import Patience
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Alone, Piece, TensorSpec
 
@@ -47,21 +49,41 @@ DAMAGES = {
 }
 
 
-def found(root, world_size=1, run_id=RUN):
-    searches = on_ranks(world_size, lambda ranks: read.find(root, run_id, ranks, wait=waited([])))
+@dataclass(frozen=True)
+class Search:
+    """What `find` gave, and the events that it told: (event, checkpoint, reason)."""
+
+    found: read.Found | None
+    events: list[tuple[str, str, str]]
+
+    @property
+    def quarantined(self):
+        assert all(event == "checkpoint_quarantined" for event, _, _ in self.events)
+        return [(name, reason) for _, name, reason in self.events]
+
+
+def found(root, world_size=1, run_id=RUN, **asked):
+    """The same on every rank."""
+
+    def find(ranks):
+        heard = []
+
+        def log(event, detail):
+            heard.append((event, detail["checkpoint"], detail["reason"]))
+
+        quick = {"patience": Patience(wait=lambda seconds: None), **asked}
+        return Search(read.find(root, run_id, ranks, log=log, **quick), heard)
+
+    searches = on_ranks(world_size, find)
     assert all(search == searches[0] for search in searches)
     return searches[0]
-
-
-def waited(times):
-    return times.append
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_newest_is_found_by_number_on_all_ranks(root, world_size):
     os.utime(root / "step-00000004", (2e9, 2e9))
     search = found(root, world_size)
-    assert search.quarantined == ()
+    assert search.quarantined == []
     assert (search.found.name, search.found.step) == (NEWEST, 8)
     assert search.found.path == root / NEWEST
     assert search.found.state["run_id"] == RUN
@@ -72,7 +94,7 @@ def test_nothing_is_found_in_a_new_run(tmp_path, make):
     root = tmp_path / "checkpoints"
     if make:
         root.mkdir()
-    assert found(root, 2) == read.Search(None, ())
+    assert found(root, 2) == Search(None, [])
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -186,9 +208,9 @@ def failing(monkeypatch, error, times, only=MODEL):
 def test_a_disk_that_answers_at_the_third_try_is_no_trouble(root, monkeypatch, error):
     failing(monkeypatch, error, times=2)
     times = []
-    search = read.find(root, RUN, Alone(), wait=waited(times))
-    assert (search.found.step, search.quarantined) == (8, ())
-    assert times == [15.0, 15.0]
+    search = found(root, patience=Patience(wait=times.append))
+    assert (search.found.step, search.quarantined) == (8, [])
+    assert sum(times) == 30.0
 
 
 @pytest.mark.parametrize("file", [MODEL, form.MANIFEST])
@@ -305,7 +327,9 @@ def test_a_disk_that_does_not_answer_while_filling_ends_all_ranks(root, monkeypa
     with pytest.raises(RunError, match="Input/output error") as caught:
         on_ranks(
             2,
-            lambda ranks: read.fill(search.found, SPEC, whole(SPEC, into), ranks, wait=waited([])),
+            lambda ranks: read.fill(
+                search.found, SPEC, whole(SPEC, into), ranks, patience=Patience(wait=lambda _: None)
+            ),
         )
     assert caught.value.exit_code == 74
 
@@ -326,7 +350,7 @@ from llmtrain.checkpoint import format, lock, read, retention
 from llmtrain.types import Alone
 root = Path(sys.argv[1])
 assert read.verify(root / "step-00000008") == []
-assert read.find(root, None, Alone()).found.step == 8
+assert read.find(root, None, Alone()).step == 8
 retention.apply(root, retention.Policy(2, 0, 1), "x", None)
 print([name for name in ("torch", "transformers", "accelerate") if name in sys.modules])
 """

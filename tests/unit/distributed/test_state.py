@@ -73,7 +73,7 @@ def resumed(root, model, optimizer, steps):
     """The checkpoint's tensors in a new model and optimizer."""
     state.create_state(optimizer, steps)
     spec = state.spec(model, optimizer, LARGE)
-    found = read.find(root, RUN, Alone()).found
+    found = read.find(root, RUN, Alone())
     read.fill(found, spec, state.pieces(model, optimizer, spec), Alone())
 
 

@@ -1,0 +1,209 @@
+"""Rank 0's look at the directory of checkpoints: what a start goes on from, what is set aside.
+
+    step-00000400              complete; the number is the order
+    step-00000400.damaged      its bytes are not those written; `why.txt` in it says how
+    step-00000400.superseded   newer than the one that a start was told to go on from
+
+Setting aside is renaming: nothing is ever deleted here. The trap: a checkpoint of another run, or
+of another format, may lie beside ours. It is no candidate and keeps its name.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain import durable, faults
+from llmtrain.checkpoint import check
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.format import DamagedError, Manifest, OtherFormatError
+from llmtrain.errors import Problem, UserError
+
+DAMAGED = ".damaged"
+SUPERSEDED = ".superseded"
+WHY = "why.txt"
+_SHOWN = 8  # names in a message
+_AUTO = "checkpoint.resume=auto goes on from the newest valid one"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A checkpoint that was renamed: its name, what it is called now, and why."""
+
+    name: str
+    now: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that looks whole from outside. newer: what must make way before it is used."""
+
+    name: str
+    manifest: Manifest
+    state: dict[str, Any]
+    newer: tuple[str, ...] = ()
+
+
+def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | None:
+    """The newest candidate of this run (None: of any); damaged ones are set aside on the way.
+
+    Raises UserError for a format that is not ours, and if nothing but damaged ones is left.
+    """
+    faults.hit("load.scan", path=root)
+    for name in form.complete_names(root):
+        if _is_foreign(root / name, run_id):
+            continue
+        try:
+            return Candidate(name, *_outside(root / name))
+        except OtherFormatError as error:
+            raise UserError(other_format(root / name, error)) from error
+        except DamagedError as error:
+            aside.append(set_aside(root, name, DAMAGED, str(error)))
+    _refuse_all_damaged(root, run_id)
+    return None
+
+
+def named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Candidate:
+    """The checkpoint that a start was told to go on from. Nothing is renamed yet.
+
+    Raises UserError if it is not there, damaged, of another run or format, or if newer ones of
+    this run are there and `supersede` is false.
+    """
+    faults.hit("load.scan", path=root)
+    own = [one for one in form.complete_names(root) if not _is_foreign(root / one, run_id)]
+    if not (root / name).is_dir():
+        raise UserError(_absent(root, name, own))
+    try:
+        manifest, state = _outside(root / name)
+    except OtherFormatError as error:
+        raise UserError(other_format(root / name, error)) from error
+    except DamagedError as error:
+        raise UserError(unusable(name, str(error))) from error
+    if run_id not in (None, manifest.run_id):
+        raise UserError(_of_another_run(name, manifest.run_id, run_id))
+    newer = tuple(one for one in own if (form.step_of(one) or 0) > manifest.step)
+    if newer and not supersede:
+        raise UserError(_newer_exist(name, newer))
+    return Candidate(name, manifest, state, newer)
+
+
+def set_aside(root: Path, name: str, suffix: str, reason: str) -> Aside:
+    """Rename a checkpoint to `.damaged`, `.damaged-2`, … and leave the reason in it."""
+    taken = set(form.names(root))
+    target, count = f"{name}{suffix}", 1
+    while target in taken:
+        count += 1
+        target = f"{name}{suffix}-{count}"
+    (root / name).rename(root / target)
+    logger.warning("set %s aside as %s: %s", name, target, reason)
+    durable.sync_directory(root)
+    try:
+        (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
+    except OSError as error:  # the name says it already
+        logger.warning("could not note in %s why it was set aside: %s", target, error)
+    return Aside(name, target, reason)
+
+
+def unusable(name: str, reason: str) -> Problem:
+    """What a person reads who asked for a checkpoint that is damaged."""
+    remedy = f"repair it, name another one, or {_AUTO}"
+    return Problem("checkpoint.resume", name, f"a whole checkpoint; {reason}", remedy)
+
+
+def other_format(path: Path, error: OtherFormatError) -> Problem:
+    """What a person reads whose checkpoint was written in another format."""
+    wrote = _writer(path)
+    what = "the newest" if error.is_newer else "the only one"
+    return Problem(
+        str(path),
+        f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else ""),
+        f"format {form.FORMAT}, {what} that this llmtrain reads",
+        f"use llmtrain {wrote or 'as it was then'}, or move it away to go on from an older one",
+    )
+
+
+def _outside(path: Path) -> tuple[Manifest, dict[str, Any]]:
+    """Manifest and state, with a look at every file's size and header."""
+    manifest = form.load(path)
+    for name in manifest.files:
+        check.file(path, name, manifest)
+    state = form.state(path)
+    if state.get("format") != form.FORMAT:
+        raise OtherFormatError(state.get("format"), manifest.run_id)
+    return manifest, state
+
+
+def _is_foreign(path: Path, run_id: str | None) -> bool:
+    """Whether a checkpoint says that it is another run's, in its manifest or else in its state."""
+    if run_id is None:
+        return False
+    try:
+        owner: object = form.load(path).run_id
+    except OtherFormatError as error:
+        owner = error.run_id
+    except DamagedError:
+        try:
+            owner = form.state(path).get("run_id", run_id)
+        except DamagedError:
+            return False
+    return owner != run_id
+
+
+def _writer(path: Path) -> str | None:
+    """The llmtrain that wrote a checkpoint, where it still says so."""
+    try:
+        versions = form.state(path).get("versions")
+    except DamagedError:
+        return None
+    return str(versions["llmtrain"]) if isinstance(versions, dict) and versions else None
+
+
+def _absent(root: Path, name: str, own: list[str]) -> Problem:
+    there = f"there are {_listed(own)}" if own else "there is none"
+    expected = f"a checkpoint of this run; {name} is not in {root}, {there}"
+    return Problem("checkpoint.resume", name, expected, _AUTO)
+
+
+def _of_another_run(name: str, found: str, run_id: str | None) -> Problem:
+    expected = f"a checkpoint of this run ({run_id}); that one is of run {found}"
+    remedy = f"model.from=…/{name} in another run.dir takes its weights alone"
+    return Problem("checkpoint.resume", name, expected, remedy)
+
+
+def _newer_exist(name: str, newer: tuple[str, ...]) -> Problem:
+    expected = f"the newest checkpoint of this run; newer are {_listed(newer)}"
+    remedy = f"checkpoint.supersede=true sets those aside and deletes nothing, or {_AUTO}"
+    return Problem("checkpoint.resume", name, expected, remedy)
+
+
+def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
+    """Where every checkpoint of this run was ever set aside as damaged there is no going on."""
+    lost = [
+        name
+        for name in form.names(root)
+        if form.step_of(name.partition(DAMAGED)[0]) is not None
+        and DAMAGED in name
+        and not _is_foreign(root / name, run_id)
+    ]
+    expected = "at least one valid checkpoint; nothing was deleted"
+    remedy = f"repair one and take {DAMAGED} off its name, or begin anew in another run.dir"
+    if lost:
+        problems = [Problem(str(root / n), _reason(root / n), expected, remedy) for n in lost]
+        raise UserError(*problems)
+
+
+def _reason(path: Path) -> str:
+    """Why a checkpoint was set aside."""
+    try:
+        return (path / WHY).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return "set aside as damaged (`llmtrain checkpoints verify` says why)"
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
