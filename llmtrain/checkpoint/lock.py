@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a run directory. boot_id and started are None where the system does not tell."""
+    """Who holds a run directory. boot_id and started are None where the system does not tell.
+
+    since: ISO 8601, UTC; for people, since clocks are never compared.
+    """
 
     host: str
     boot_id: str | None
@@ -43,6 +47,7 @@ class Holder:
     started: str | None
     run_id: str
     beat: int = 0
+    since: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,8 @@ class RunLock:
         if not _flock(self._descriptor):
             raise _in_use(self._path, read(self._path))
         other = read(self._path)
-        self._holder = replace(self._holder, started=start_time(os.getpid()))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._holder = replace(self._holder, started=start_time(os.getpid()), since=now)
         if other is not None:
             reason = self._why_left(other)
             if reason is None:
@@ -241,7 +247,8 @@ def _flock(descriptor: int) -> bool:
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:
-    who = f"in use by pid {holder.pid} on host {holder.host}" if holder else "in use"
+    since = f" since {holder.since}" if holder and holder.since else ""
+    who = f"in use by pid {holder.pid} on host {holder.host}{since}" if holder else "in use"
     remedy = "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
     expected = f"a run directory that no other process uses; this one is {who}"
     return UserError(Problem("run.dir", path.parent, expected, remedy))

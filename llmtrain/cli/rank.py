@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from llmtrain.config import secrets
 from llmtrain.errors import PeerError, RunError, UserError
 from llmtrain.tools.mark import leave
 
@@ -85,22 +86,25 @@ def _report(run_dir: Path) -> str:
     try:
         print(write_report(run_dir))
     except UserError as error:
-        return f"the run is complete, its report is not: {error}"
+        return secrets.hider(os.environ)(f"the run is complete, its report is not: {error}")
     return ""
 
 
 def described(error: Exception, log: Path | None = None) -> tuple[int, str]:
     """The exit code of an error and what to say about it ("": nothing). A defect is shown at once.
 
+    Nothing that is shown holds a secret.
+
     log: the log file of this process, if it has one. What a person can put right is the same on
     every rank, or told to all (a `RunError` with the same code), and is said by rank 0 alone.
     """
     who = f"rank {_rank()}: " if _rank() else ""
+    hide = secrets.hider(os.environ)
     if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
-        return error.exit_code, "" if who else f"error: {error}"
+        return error.exit_code, "" if who else hide(f"error: {error}")
     if isinstance(error, RunError):
-        return error.exit_code, f"{who}error: {error}"
-    traceback.print_exception(error)
+        return error.exit_code, hide(f"{who}error: {error}")
+    print(hide("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     where = f"; more in {log}" if log is not None and log.is_file() else ""
     return 1, (
         f"{who}error: {type(error).__name__}: a defect of llmtrain or of a library\n"
@@ -126,6 +130,9 @@ def _tell_launcher(error: Exception) -> None:
         error.__suppress_context__ = True
         error.__traceback__ = None
     get_error_handler().record_exception(error)
+    written = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    text = written.read_text(encoding="utf-8")
+    written.write_text(secrets.hider(os.environ)(text), encoding="utf-8")
 
 
 def _leave(code: int, message: str) -> NoReturn:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.config import secrets
 from llmtrain.config.duration import GRAMMAR, seconds
 from llmtrain.errors import Problem
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         Config,
         DataConfig,
+        EvaluationConfig,
         ModelConfig,
         OptimizerConfig,
         TrainingConfig,
@@ -32,6 +34,7 @@ _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name
 def check(config: Config) -> list[Problem]:
     """Everything that a valid schema leaves open, for a Config that was not read from a file."""
     return [
+        *secrets.problems(secrets.in_config(config.model_dump(by_alias=True))),
         *check_model(config.model),
         *check_length(config.model, config.data),
         *check_packing(config.data),
@@ -39,6 +42,7 @@ def check(config: Config) -> list[Problem]:
         *check_micro_batch(config.training),
         *check_warmup(config.optimizer),
         *check_retention(config.checkpoint),
+        *check_best(config.checkpoint, config.data, config.evaluation),
         *check_stop_after(config.checkpoint),
         *check_resume(config.checkpoint),
         *check_accepted(config.checkpoint),
@@ -138,6 +142,23 @@ def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
         return []
     expected = f"a multiple of checkpoint.every_steps {every}, or 0"
     return [Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))]
+
+
+def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
+    """Whether there is anything that the run is measured on."""
+    return data.heldout > 0 or bool(evaluation.sources)
+
+
+def check_best(
+    checkpoint: CheckpointConfig, data: DataConfig, evaluation: EvaluationConfig
+) -> list[Problem]:
+    """The best checkpoints, asked for by name, where nothing says which are best."""
+    asked = "keep_best" in checkpoint.model_fields_set and checkpoint.keep_best
+    if not asked or evaluates(data, evaluation):
+        return []
+    expected = "0 without an evaluation: data.heldout is 0, evaluation.sources is empty"
+    remedy = "checkpoint.keep_best=0, or data.heldout=0.005"
+    return [Problem("checkpoint.keep_best", checkpoint.keep_best, expected, remedy)]
 
 
 def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:

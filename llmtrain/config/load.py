@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from llmtrain.config import checks, yaml12
+from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
 from llmtrain.config.names import guess
 from llmtrain.config.schema import Config, Section
@@ -32,7 +32,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """Read a config file and apply `section.key=value` overrides to it.
 
     An override's value is read as YAML, a number in its key is a place in a list
-    (`data.sources.0.weight=0.7`). `run.dir` becomes `runs/<file stem>` where it is null.
+    (`data.sources.0.weight=0.7`). `run.dir` becomes `runs/<file stem>` where it is null; where
+    nothing is evaluated no best checkpoints are kept.
     Raises UserError with every problem of the file and the overrides.
     """
     document = yaml12.parse(_text(Path(path)))
@@ -40,13 +41,20 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for override in overrides:
         _override(tree, override, document)
     config, found = _validate(tree, document.source)
-    problems = [*document.problems, *found]
+    problems = secrets.cleared([*document.problems, *found], secrets.in_config(tree))
     if problems or config is None:
         raise UserError(*problems, where=str(path))
-    if config.run.dir is not None:
-        return config
-    run = config.run.model_copy(update={"dir": f"runs/{Path(path).stem}"})
-    return config.model_copy(update={"run": run})
+    return _completed(config, Path(path).stem)
+
+
+def _completed(config: Config, name: str) -> Config:
+    """With what follows from the file's name and from other sections."""
+    run, checkpoint = config.run, config.checkpoint
+    if run.dir is None:
+        run = run.model_copy(update={"dir": f"runs/{name}"})
+    if not checks.evaluates(config.data, config.evaluation):
+        checkpoint = checkpoint.model_copy(update={"keep_best": 0})
+    return config.model_copy(update={"run": run, "checkpoint": checkpoint})
 
 
 def _text(path: Path) -> str:
@@ -171,6 +179,7 @@ def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
         (checks.check_micro_batch, ("training",)),
         (checks.check_warmup, ("optimizer",)),
         (checks.check_retention, ("checkpoint",)),
+        (checks.check_best, ("checkpoint", "data", "evaluation")),
         (checks.check_stop_after, ("checkpoint",)),
         (checks.check_resume, ("checkpoint",)),
         (checks.check_accepted, ("checkpoint",)),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from llmtrain import durable
+from llmtrain.config import secrets
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ def too_many(source: str, last: UnreadableError | None) -> UserError:
 
 
 def _facts(reason: str, now: float) -> dict[str, object]:
-    return {"reason": reason, "time": round(now, 3)}
+    return {"reason": secrets.hider(os.environ)(reason), "time": round(now, 3)}
 
 
 def _parsed(line: bytes) -> LeftOut | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config import secrets
 from llmtrain.errors import DISK_FAILED, RunError
 
 FILE_NAME = "metrics.jsonl"
@@ -34,6 +35,7 @@ class Lines:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
+        self._hide = secrets.hider(os.environ)
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             _end_torn_line(self._file, self._path)
@@ -41,10 +43,13 @@ class Lines:
             raise _disk_failed(self._path, error) from error
 
     def write(self, kind: str, step: int, **fields: object) -> None:
-        """Append one line. Numbers that are not finite become null."""
+        """Append one line, without secrets. Numbers that are not finite become null."""
         # A time stamp, not a duration.
         head = {"kind": kind, "time": round(time.time(), 3), "step": step}  # noqa: TID251
-        line = _encode(head | fields) + "\n"
+        line = _encode(head | fields)
+        if self._hide(line) != line:  # seldom: most lines are looked at as they are
+            line = _encode(secrets.hidden(head | fields, self._hide))
+        line += "\n"
         try:
             _write_all(self._file, line.encode())
         except OSError as error:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -25,6 +26,7 @@ class LogFile:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._hide = secrets.hider(os.environ)
         self._root = logging.getLogger()
         self._ours = logging.getLogger("llmtrain")
         self._levels = (self._root.level, self._ours.level)
@@ -44,7 +46,7 @@ class LogFile:
         directory = run_dir / "logs"
         directory.mkdir(parents=True, exist_ok=True)
         self._file = logging.FileHandler(directory / f"rank-{self._rank}.log", encoding="utf-8")
-        self._file.setFormatter(logging.Formatter(_FORMAT))
+        self._file.setFormatter(_Formatter(self._hide))
         self._buffer.setTarget(self._file)
         self._buffer.flush()
         self._root.removeHandler(self._buffer)
@@ -59,7 +61,7 @@ class LogFile:
 
     def show(self, note: Callable[[str], None]) -> None:
         """Show llmtrain's own lines through `note` (rank 0's terminal)."""
-        self._screen = _Screen(note)
+        self._screen = _Screen(lambda text: note(self._hide(text)))
         self._ours.addHandler(self._screen)
 
     def close(self) -> None:
@@ -82,6 +84,17 @@ def _asked_level() -> int:
         expected = f"one of {', '.join(sorted(levels, key=lambda level: levels[level]))}"
         raise UserError(Problem("LLMTRAIN_LOG_LEVEL", name, expected))
     return levels[name]
+
+
+class _Formatter(logging.Formatter):
+    """Lines and tracebacks without secrets: a library may log an address or what it was given."""
+
+    def __init__(self, hide: secrets.Hide) -> None:
+        super().__init__(_FORMAT)
+        self._hide = hide
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._hide(super().format(record))
 
 
 class _Screen(logging.Handler):

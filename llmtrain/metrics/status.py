@@ -7,11 +7,13 @@ Written by rank 0 alone, which holds the lock of the run directory.
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from llmtrain import durable
+from llmtrain.config import secrets
 from llmtrain.errors import DISK_FAILED, RunError
 
 FILE_NAME = "status.json"
@@ -74,7 +76,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
-    fields = {**fields, "updated": datetime.now(UTC).isoformat(timespec="milliseconds")}
+    fields = {
+        **secrets.hidden(fields, secrets.hider(os.environ)),
+        "updated": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }
     path = run_dir / FILE_NAME
     try:
         durable.write(path, (json.dumps(fields, indent=2) + "\n").encode())

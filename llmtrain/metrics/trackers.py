@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import re
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, assert_never
 
+from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
 
 FILE_NAME = "trackers.json"
@@ -26,14 +27,6 @@ Name = Literal["tensorboard", "wandb"]
 Report = Callable[[str, Mapping[str, object]], None]
 
 _log = logging.getLogger(__name__)
-
-_SECRET_NAME = re.compile(r"(^|[_\W])(token|password|passwd|secret|key|apikey|credentials?|auth)$")
-_SECRET_TEXT = re.compile(
-    r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|(?<=://)[^/\s@]+(?=@)|(?<=[?&])[^=&\s]*(?:sig|signature|token|key|credential)=[^&\s]+",
-    re.IGNORECASE,
-)
-_HIDDEN = "***"
 
 
 class Tracker(Protocol):
@@ -102,12 +95,14 @@ class _Guarded:
 class Trackers:
     """All trackers of a run."""
 
-    def __init__(self, trackers: Sequence[_Guarded]) -> None:
+    def __init__(self, trackers: Sequence[_Guarded], hide: secrets.Hide) -> None:
         self._trackers = trackers
+        self._hide = hide
 
     def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
         """Send what a line of `metrics.jsonl` holds: its numbers, and the text of a sample."""
-        values = _flat(kind, fields)
+        flat = _flat(kind, fields)
+        values = {k: self._hide(v) if isinstance(v, str) else v for k, v in flat.items()}
         if values:
             for tracker in self._trackers:
                 tracker.log(values, step)
@@ -142,30 +137,15 @@ def open_trackers(
     """
     check_installed(names)
     ids = _ids(names, run_dir)
-    secretless = without_secrets(config)
+    hide = secrets.hider(os.environ)
+    secretless = secrets.hidden(config, hide)
     trackers = [
         _Guarded(name, _opener(name, run_dir, ids[name], secretless, step), report)
         for name in names
     ]
     for tracker in trackers:
         tracker.open()
-    return Trackers(trackers)
-
-
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which secrets are `***`: texts under a name that ends in token, key, password …,
-    and in any text what looks like a token, a password in an address or a signed query."""
-    return {key: _hidden(key, value) for key, value in values.items()}
-
-
-def _hidden(key: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    if isinstance(value, (list, tuple)):
-        return [_hidden(key, inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    return _HIDDEN if _SECRET_NAME.search(key.lower()) else _SECRET_TEXT.sub(_HIDDEN, value)
+    return Trackers(trackers, hide)
 
 
 def _ids(names: Sequence[Name], run_dir: Path) -> dict[str, str]:

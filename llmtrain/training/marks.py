@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmtrain.checkpoint.lock import start_time
+from llmtrain.config import secrets
 from llmtrain.config.meaning import config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, UserError
@@ -68,7 +69,8 @@ def write(
     A disk that refuses is logged: the end of the rank goes on.
     """
     host, launcher, attempt = _this_start()
-    mark = Mark(rank, code, reason, lost_peer, host, launcher, attempt, config)
+    said = secrets.hider(os.environ)(reason)
+    mark = Mark(rank, code, said, lost_peer, host, launcher, attempt, config)
     path = _path(run_dir, rank)
     partial = path.with_suffix(".partial")
     try:

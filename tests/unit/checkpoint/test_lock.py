@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,15 @@ def left_by(run_dir, **fields):
     (run_dir / "lock").write_text(json.dumps(said | fields))
 
 
-def test_a_second_process_is_refused_with_pid_and_host(tmp_path, holder):
+def test_bad_input_26_a_run_directory_in_use_names_host_pid_and_since_when(tmp_path, holder):
     with pytest.raises(UserError) as caught, RunLock(tmp_path, "ours"):
         pass
-    assert f"in use by pid {holder.pid} on host {socket.gethostname()}" in str(caught.value)
+    since = lock.read(tmp_path / "lock").since
+    began = datetime.fromisoformat(since).timestamp() - (tmp_path / "lock").stat().st_mtime
+    assert -10 < began <= 0
+    named = f"in use by pid {holder.pid} on host {socket.gethostname()} since {since}"
+    assert named in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
     holder.communicate()
     assert holder.returncode == 0
     with RunLock(tmp_path, "ours") as held:

@@ -2,6 +2,7 @@ import pytest
 from helpers.config import loaded, problems
 
 from llmtrain.config.checks import check, check_batch
+from llmtrain.config.meaning import dump
 from llmtrain.config.schema import Config
 
 
@@ -100,9 +101,65 @@ def test_a_warmup_longer_than_the_run_is_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(("every", "keep", "fine"), [(5, 0, True), (5, 10, True), (5, 12, False)])
-def test_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every, keep, fine):
+def test_bad_input_17_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every, keep, fine):
     overrides = (f"checkpoint.every_steps={every}", f"checkpoint.keep_every={keep}")
-    assert (problems(tmp_path, *overrides) == {}) == fine
+    found = problems(tmp_path, *overrides)
+    assert (found == {}) == fine
+    if not fine:
+        said = found["checkpoint.keep_every"]
+        assert "checkpoint.keep_every = 12" in said
+        assert "a multiple of checkpoint.every_steps 5, or 0" in said
+        assert "10 or 15" in said
+
+
+@pytest.mark.parametrize("keep", [1, 0, -1])
+def test_bad_input_15_a_run_keeps_at_least_two_checkpoints(tmp_path, keep):
+    said = problems(tmp_path, f"checkpoint.keep_last={keep}")["checkpoint.keep_last"]
+    assert f"checkpoint.keep_last = {keep}\n    expected: a whole number ≥ 2" in said
+
+
+@pytest.mark.parametrize("every", [0, -5])
+def test_bad_input_16_a_period_is_positive(tmp_path, every):
+    said = problems(tmp_path, f"checkpoint.every_steps={every}")["checkpoint.every_steps"]
+    assert f"checkpoint.every_steps = {every}\n    expected: a whole number ≥ 1" in said
+
+
+def test_bad_input_18_the_best_of_what_is_never_evaluated_is_refused(tmp_path):
+    said = problems(tmp_path, "data.heldout=0", "checkpoint.keep_best=2")["checkpoint.keep_best"]
+    assert "checkpoint.keep_best = 2" in said
+    assert "0 without an evaluation: data.heldout is 0, evaluation.sources is empty" in said
+    assert "checkpoint.keep_best=0, or data.heldout=0.005" in said
+
+
+def test_the_best_is_kept_where_something_is_evaluated(tmp_path):
+    own = "evaluation.sources=[{path: sample}]"
+    config = loaded(tmp_path, "data.heldout=0", "checkpoint.keep_best=2", own)
+    assert config.checkpoint.keep_best == 2
+
+
+def test_without_an_evaluation_the_default_is_no_best_and_the_written_config_loads(tmp_path):
+    config = loaded(tmp_path, "data.heldout=0")
+    assert config.checkpoint.keep_best == 0
+    assert loaded(tmp_path, text=dump(config)) == config
+    assert loaded(tmp_path).checkpoint.keep_best == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("checkpoint.stop_after=4 hours", "days, hours, minutes and seconds in this order"),
+        ("checkpoint.stop_after=3m2h", "as 3h50m, 90m or 45s"),
+        ("checkpoint.stop_after=14400", 'put it in quotes: "14400"'),
+        ("checkpoint.shard_gb=4GB", "a number > 0"),
+        ("checkpoint.shard_gb=0", "a number > 0"),
+    ],
+)
+def test_bad_input_35_what_does_not_parse_is_answered_with_the_grammar(tmp_path, override, says):
+    key, _, value = override.partition("=")
+    said = problems(tmp_path, override)
+    assert list(said) == [key]
+    assert value in said[key]
+    assert says in said[key]
 
 
 def test_a_config_made_in_python_is_checked_alike():
