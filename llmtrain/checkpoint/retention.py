@@ -78,9 +78,12 @@ def reasons(
     losses: step → its held-out loss, for all checkpoints of the run · resumed_from: as in `apply`.
     """
     newest = sorted(losses, reverse=True)[: policy.keep_last]
-    # Two of one evaluation: the older one is that whose weights were measured.
-    ranked = sorted((loss, step) for step, loss in losses.items() if loss is not None)
-    best = [step for _, step in ranked[: policy.keep_best]]
+    # Of those that carry one evaluation the oldest has the weights that were measured.
+    measured: dict[float, int] = {}
+    for step, loss in sorted(losses.items()):
+        if loss is not None:
+            measured.setdefault(loss, step)
+    best = [step for _, step in sorted(measured.items())[: policy.keep_best]]
     resumed = form.step_of(resumed_from) if resumed_from else None
     young = resumed is not None and sum(step > resumed for step in losses) < 2
     return {
@@ -105,11 +108,14 @@ def loss_in(state: Mapping[str, Any]) -> float | None:
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
-def space_needed(root: Path, policy: Policy, steps: int, checkpoint_bytes: int) -> int:
+def space_needed(
+    root: Path, policy: Policy, steps: int, checkpoint_bytes: int, run_id: str | None = None
+) -> int:
     """Bytes that must be free for a run of `steps`: what the policy keeps, the one being written,
-    the one being deleted, less what is there already; never less than one checkpoint.
+    the one being deleted, less what is there already of this run (None: of any); never less than
+    one checkpoint.
     """
-    return _missing(root, policy, steps) * checkpoint_bytes
+    return _missing(root, policy, steps, run_id) * checkpoint_bytes
 
 
 def most_at_once(policy: Policy, steps: int) -> int:
@@ -121,18 +127,24 @@ def most_at_once(policy: Policy, steps: int) -> int:
 
 
 def check_space(
-    root: Path, policy: Policy, steps: int, checkpoint_bytes: int, checkpoint_files: int
+    root: Path,
+    policy: Policy,
+    steps: int,
+    checkpoint_bytes: int,
+    checkpoint_files: int,
+    run_id: str | None = None,
 ) -> None:
     """UserError with what is needed and what is free if the disk has no room for the policy.
 
-    Counts bytes and, where the file system has a limit, files. `root` need not exist yet.
+    Counts bytes and, where the file system has a limit, files. `root` need not exist yet. run_id:
+    as in `space_needed`.
     """
     disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
     needed, free = (
-        space_needed(root, policy, steps, checkpoint_bytes),
+        space_needed(root, policy, steps, checkpoint_bytes, run_id),
         disk.f_bavail * disk.f_frsize,
     )
-    files = _missing(root, policy, steps) * (checkpoint_files + 2)
+    files = _missing(root, policy, steps, run_id) * (checkpoint_files + 2)
     remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
     problems = []
     if free < needed:
@@ -193,9 +205,14 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
     return gone
 
 
-def _missing(root: Path, policy: Policy, steps: int) -> int:
-    """How many checkpoints' room the run still needs."""
-    return max(1, most_at_once(policy, steps) - len(form.complete_names(root)))
+def _missing(root: Path, policy: Policy, steps: int, run_id: str | None) -> int:
+    """How many checkpoints' room the run still needs: another's will not be deleted for it."""
+    there = [
+        name
+        for name in form.complete_names(root)
+        if run_id is None or _is_of_run(root / name, run_id)
+    ]
+    return max(1, most_at_once(policy, steps) - len(there))
 
 
 def _size(count: float) -> str:

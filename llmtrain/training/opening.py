@@ -157,7 +157,7 @@ def build_model(
     recompute.apply(bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(bare, config.optimizer)
     spec = tensors.spec(bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
-    on_rank_zero(ranks, lambda: _check_room(config, spec))
+    on_rank_zero(ranks, lambda: _check_room(config, spec, processes.run_id))
     prepared = building.prepared(model, launched, optimizer)
     rng.seed_rank(config.run.seed, ranks.rank)
     launched.engine.create_state()
@@ -257,11 +257,11 @@ def _threads() -> int:
     return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _check_room(config: Config, spec: Spec) -> None:
+def _check_room(config: Config, spec: Spec, run_id: str) -> None:
     """Refuse to start what the disk cannot hold."""
     root = run_directory(config) / "checkpoints"
     size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
-    retention.check_space(root, policy(config), total_steps(config), size, files)
+    retention.check_space(root, policy(config), total_steps(config), size, files, run_id)
 
 
 def _micro_batch_size(

@@ -132,7 +132,7 @@ def _tell_what_is_missing(
     if place is None:
         return
     if found is None and place.begun:
-        journal.event("started_over", 0, reason="no earlier start had saved a checkpoint")
+        journal.event("begun_again", 0, reason="no checkpoint was committed before")
     known = form.step_of(place.checkpoint) if place.checkpoint else None
     if found and known and known > found.step and resume == "auto":
         journal.event(

@@ -127,7 +127,19 @@ def disk(monkeypatch, **fields):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**said))
 
 
-def test_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
+def test_three_of_one_evaluation_count_as_one_of_the_best(tmp_path):
+    filled(tmp_path, {2: 1.0, 4: 1.0, 6: 1.0, 8: 3.0, 10: 2.0, 12: 4.0, 14: 5.0})
+    retention.apply(tmp_path, Policy(2, 0, 2), RUN, None)
+    assert steps(tmp_path) == [2, 10, 12, 14]
+
+
+def test_checkpoints_of_another_run_make_no_room_for_ours(tmp_path):
+    filled(tmp_path, dict.fromkeys([2, 4]))
+    save(tmp_path, 99, run_id="another")
+    assert retention.space_needed(tmp_path, Policy(3, 0, 1), 1000, 10, RUN) == 40
+
+
+def test_bad_input_23_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
     disk(monkeypatch, f_bavail=5000)
     root = tmp_path / "not" / "there" / "yet"
     retention.check_space(root, Policy(2, 0, 0), 100, 1250, 12)
@@ -137,7 +149,7 @@ def test_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch)
     assert caught.value.problems[0].key == "run.dir"
 
 
-def test_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
+def test_bad_input_24_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
     disk(monkeypatch, f_favail=55)
     with pytest.raises(UserError, match=r"56 files \(inodes\), not 55"):
         retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)
