@@ -128,6 +128,7 @@ def run_of(case: Case, launched: Launched, sent: list[tuple[float, float]]) -> A
         data_failed=False,
         flags=Flags,
         meter=SimpleNamespace(send=send),
+        checkpoints=SimpleNamespace(wait_snapshot=lambda: None),
         sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
     )
     run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"
 
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
 
 class _Grouped(TyperGroup):
     """Help with the commands under the headings of their `rich_help_panel`."""
@@ -78,10 +85,7 @@ def doctor(
     config: Annotated[
         str | None, typer.Argument(metavar="CONFIG", help="A YAML file; without: the machine.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    overrides: Overrides = None,
     accelerate: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The config of accelerate to launch with."),
@@ -89,7 +93,7 @@ def doctor(
     skip: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave a check out; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look at everything that a start and a run rely on; exit code 2 if anything is an error."""
     from llmtrain.cli.doctor import show
@@ -99,11 +103,8 @@ def doctor(
 
 @app.command(rich_help_panel="Start", help="memory, strategy and speed before you pay for them")
 def plan(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     devices: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices of a node; as there are here.")
     ] = None,
@@ -118,7 +119,7 @@ def plan(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the config for accelerate launch.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Reckon what a run needs on some devices, and how fast it would be; exit 2: fits nowhere."""
     from llmtrain.cli.plan import show_plan
@@ -129,11 +130,8 @@ def plan(
 
 @app.command(rich_help_panel="Train", help="run a config; the same command resumes")
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     accelerate: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Start accelerate launch with this file."),

@@ -19,6 +19,7 @@ import torch
 from helpers import uneven
 from helpers.ranks import until
 from helpers.sharded_models import build, build_from
+from helpers.updates import run_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,15 +30,12 @@ from llmtrain.config.schema import DdpConfig, DistributedConfig, OptimizerConfig
 from llmtrain.distributed import fsdp, state, weights
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.launch import family
-from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.errors import UserError
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule
 from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run import Run
 from llmtrain.training.step import update
-from llmtrain.types import Flags, StepVector
 
 RUN = "0123456789abcdef"
 
@@ -130,26 +128,16 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     data = SimpleNamespace(seq_len=uneven.SEQ_LEN, packing="bestfit", document_mask=job.hiding)
     asked = SimpleNamespace(data=data)
     hiding_attention(bare, prepared, asked, job.precision, launched)  # before any other forward
-    run = SimpleNamespace(
-        config=asked,
-        ranks=launched.ranks,
-        device=launched.device,
-        engine=launched.engine,
-        model=prepared,
-        unwrapped=bare,
-        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
+    sent: list[Any] = []
+    run = run_of(
+        launched,
+        prepared,
+        bare,
+        lambda sums, norm: sent.append((sums, norm)),
         micro_batch_size=job.micro,
-        max_grad_norm=1.0,
-        labels=("all",),
-        data_failed=False,
-        flags=Flags,
-        sent=[],
-        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
+        seq_len=uneven.SEQ_LEN,
     )
-    run.meter = SimpleNamespace(send=lambda sums, norm: run.sent.append((sums, norm)))
-    run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
-    run.micro_batches = lambda batch: Run.micro_batches(run, batch)
-    run.documents = lambda starts: Run.documents(run, starts)
+    run.sent = sent
     return launched, spec, run, optimizer
 
 

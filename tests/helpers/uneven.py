@@ -8,23 +8,21 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from helpers.updates import run_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.accelerator import close, make_accelerator
-from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run import Run
 from llmtrain.training.step import update
-from llmtrain.types import Batch, Flags, StepVector
+from llmtrain.types import Batch
 
 STEPS, ROWS, SEQ_LEN, VOCABULARY = 20, 8, 16, 64
 RATE = 1e-2
@@ -77,25 +75,14 @@ def train(
     prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
     launched.engine.create_state()
     sent: list[Any] = []
-    run = SimpleNamespace(
-        ranks=launched.ranks,
-        device=launched.device,
-        engine=launched.engine,
-        model=prepared,
-        unwrapped=bare,
-        config=SimpleNamespace(data=SimpleNamespace(seq_len=SEQ_LEN)),
-        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
+    run = run_of(
+        launched,
+        prepared,
+        bare,
+        lambda sums, norm: sent.append((sums, float(norm))),
         micro_batch_size=int(micro_batch_size),
-        max_grad_norm=1.0,
-        labels=("all",),
-        data_failed=False,
-        flags=Flags,
-        meter=SimpleNamespace(send=lambda sums, norm: sent.append((sums, float(norm)))),
-        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
+        seq_len=SEQ_LEN,
     )
-    run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
-    run.micro_batches = lambda batch: Run.micro_batches(run, batch)
-    run.documents = lambda starts: Run.documents(run, starts)
     for step in range(STEPS):
         if launched.ranks.rank == int(nan_rank) and step == int(nan_step):
             poison(bare)

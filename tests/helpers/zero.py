@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 import xxhash
 from helpers import uneven
 from helpers.ranks import Server, free_port
+from helpers.updates import run_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,13 +27,11 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed import state
 from llmtrain.distributed.accelerator import Launched, close, make_accelerator
-from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run import Run
 from llmtrain.training.step import update
-from llmtrain.types import Batch, Flags, Spec, StepVector
+from llmtrain.types import Batch, Spec, StepVector
 
 RUN = "0123456789abcdef"
 LIMIT = 0.2  # of the gradient norm, which is above it in every step
@@ -137,7 +135,15 @@ def train(case: Case) -> dict[str, Any]:
     prepared = engine.prepare(LossModule(bare), bare, optimizer)
     engine.create_state()
     sent: list[Any] = []
-    fake = fake_run(launched, prepared, bare, case, sent)
+    fake = run_of(
+        launched,
+        prepared,
+        bare,
+        lambda sums, norm: sent.append((sums, float(norm))),
+        micro_batch_size=case.micro,
+        seq_len=uneven.SEQ_LEN,
+        max_grad_norm=case.max_grad_norm,
+    )
     if case.discard:
         discard(fake)
     if case.load:
@@ -165,32 +171,6 @@ def train(case: Case) -> dict[str, Any]:
 
 def factor(case: Case, step: int) -> float:
     return case.factors[step % len(case.factors)] if case.factors else 1.0
-
-
-def fake_run(
-    launched: Launched, prepared: nn.Module, bare: nn.Module, case: Case, sent: list[Any]
-) -> Any:
-    """What `update` asks of a run."""
-    fake = SimpleNamespace(
-        ranks=launched.ranks,
-        device=launched.device,
-        engine=launched.engine,
-        model=prepared,
-        unwrapped=bare,
-        config=SimpleNamespace(data=SimpleNamespace(seq_len=uneven.SEQ_LEN)),
-        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
-        micro_batch_size=case.micro,
-        max_grad_norm=case.max_grad_norm,
-        labels=("all",),
-        data_failed=False,
-        flags=Flags,
-        meter=SimpleNamespace(send=lambda sums, norm: sent.append((sums, float(norm)))),
-        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
-    )
-    fake.trained_tokens = lambda batch: Run.trained_tokens(fake, batch)
-    fake.micro_batches = lambda batch: Run.micro_batches(fake, batch)
-    fake.documents = lambda starts: Run.documents(fake, starts)
-    return fake
 
 
 def forbidden(fake: Any, batch: Batch, why: str) -> Batch:
