@@ -56,6 +56,14 @@ def host_bytes() -> int:
     return there if limit is None else min(there, limit)
 
 
+def free_host_bytes() -> int:
+    """Memory of this machine that is free now, within what control groups leave to this process."""
+    import psutil
+
+    free, limit = int(psutil.virtual_memory().available), limit_bytes()
+    return free if limit is None else min(free, max(0, limit - resident_bytes()))
+
+
 def limit_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int | None:
     """The memory that this process's control groups leave it; None = no limit is known."""
     if not own.is_file():

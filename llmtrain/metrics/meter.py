@@ -77,6 +77,7 @@ class Meter:
         # Those of before stay counted where the sources have been exchanged.
         self.sources = {**sources, **{label: sources.get(label, 0) for label in self._labels}}
         self.stream_digest = stream_digest
+        self.step_seconds = 0.0  # of the last step whose numbers have arrived
         self._pending: list[_Sent] = []
 
     @property
@@ -118,6 +119,7 @@ class Meter:
         if sent.arrived is not None and sent.started is not None:
             sent.arrived.synchronize()
             seconds = sent.started.elapsed_time(sent.arrived) / 1000
+        self.step_seconds = seconds
         values = sent.host.tolist()
         slots = dict(zip(SLOTS, values, strict=False))
         tokens = [round(value) for value in values[len(SLOTS) : -1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from llmtrain.distributed.ranks import on_rank_zero
 from llmtrain.training.opening import Processes
 from llmtrain.training.place import Place
 from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.stop import grace_warning
 
 if TYPE_CHECKING:
     from llmtrain.training.run import Run
@@ -62,6 +64,8 @@ def tell_what_changed(
     event, first = run.journal.event, run.first_step
     if place is not None and place.takeover is not None:
         event("lock_taken_over", first, reason=place.takeover.reason)
+    if place is not None and place.pace is not None:
+        warn_of_grace(run, *place.pace)
     if not same_randomness:
         event("rng_reseeded", first, world_size=run.ranks.world_size)
     if processes.decided_anew:
@@ -98,6 +102,14 @@ def _tell_other_length(run: Run, before: int) -> None:
         "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
         *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),
     )
+
+
+def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
+    """Say once, on rank 0, that the launcher will not wait for the save of a stop."""
+    text = grace_warning(save_seconds, step_seconds, os.environ)
+    if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
+        run.checkpoints.grace_told = True
+        _log.warning(text)
 
 
 def _summary(run: Run, trainable: int, seconds: float) -> list[str]:

@@ -25,7 +25,10 @@ class Due:
         self._log_every = config.logging.every_steps
         self._first = first + 1
         self._evaluated = evaluated
-        self._saved = first
+        self._saved = {first}
+        self._asked = False
+        self._in_flight = False
+        self._written = False
         self._heldout = heldout
         self.data_ended = ended
         self.stop_reason: str | None = None
@@ -34,6 +37,8 @@ class Due:
         """Hear what all ranks said at a step."""
         self.ask(numbers.stops)
         self.data_ended = self.data_ended or numbers.ended
+        self._asked = self._asked or numbers.save
+        self._written = numbers.written
 
     def ask(self, stops: tuple[str, ...]) -> None:
         """Take up a stop that all ranks know of."""
@@ -45,9 +50,17 @@ class Due:
         """An evaluation of `step` was completed."""
         self._evaluated = step
 
-    def saved(self, step: int) -> None:
-        """The state of `step` is on disk."""
-        self._saved = step
+    def begun(self, step: int) -> None:
+        """The state of `step` is being saved; what was asked for is served."""
+        self._saved.add(step)
+        self._asked = self._written = False
+        self._in_flight = True
+
+    def ended(self, step: int, *, saved: bool) -> None:
+        """What was begun for `step` is on disk, or is not: then the next due step tries again."""
+        self._in_flight = self._written = False
+        if not saved:
+            self._saved.remove(step)
 
     def stop(self, step: int) -> bool:
         """Whether no step may follow `step`."""
@@ -60,13 +73,23 @@ class Due:
         return wanted and missing and self.stop_reason is None
 
     def checkpoint(self, step: int) -> bool:
-        """Whether the state of `step` must be on disk before the next one."""
-        wanted = step % self._save_every == 0 or self.stop(step)
+        """Whether a save begins at `step`, or one that is in flight has been written."""
+        return self.begins(step) or (self._in_flight and self._written)
+
+    def begins(self, step: int) -> bool:
+        """Whether to save the state of `step`: period, wish, the end of this start."""
+        wanted = step % self._save_every == 0 or self._asked or self.stop(step)
         return wanted and self.unsaved(step)
 
+    def reason(self, step: int) -> str:
+        """Why `step` is saved: its period, a wish, the end, or what stops the run."""
+        if self.stop(step):
+            return self.stop_reason or "end"
+        return "period" if step % self._save_every == 0 else "asked"
+
     def unsaved(self, step: int) -> bool:
-        """Whether the state of `step` is on no disk yet."""
-        return self._saved != step
+        """Whether the state of `step` is neither on disk nor on its way there."""
+        return step not in self._saved
 
     def anything(self, step: int) -> bool:
         """Whether a decision of `step` is needed at once, instead of one step later."""

@@ -59,8 +59,10 @@ def end_without_data(run: Run, step: int) -> None:
     run.put_back(step)
     curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
     stops = agreed_stop(run.ranks, run.flags())
+    saving.commit(run)  # of an earlier step, which no failure of this one can harm
     if curable and run.due.unsaved(run.step):
-        saving.save(run, run.step, stops[0] if stops else "data_failed")
+        saving.begin(run, run.step, stops[0] if stops else "data_failed")
+        saving.commit(run)
     if curable and stops:
         raise StoppedEarlyError(stops[0], run.step)
     refuse(vote, run.data_error)

@@ -36,7 +36,8 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 class Place:
     """checkpoint: the newest that the record names · takeover: whose stale lock was taken.
 
-    begun: an earlier start came as far as the first step · steps: how long it said that the run is.
+    begun: an earlier start came as far as the first step · steps: how long it said that the run is
+    · pace: seconds of the last save and the last step, None before there are both.
     """
 
     run_dir: Path
@@ -46,6 +47,7 @@ class Place:
     takeover: Takeover | None
     begun: bool = False
     steps: int | None = None
+    pace: tuple[float, float] | None = None
 
 
 @contextmanager
@@ -71,7 +73,8 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         steps = started[-1].get("steps") if started else None
         step = int(known.get("step") or 0)
-        yield Place(run_dir, run_id, step, newest, lock.takeover, bool(started), steps)
+        begun, pace = bool(started), _pace(record)
+        yield Place(run_dir, run_id, step, newest, lock.takeover, begun, steps, pace)
 
 
 def asked_resume(config: Config, environ: Mapping[str, str]) -> str:
@@ -92,6 +95,12 @@ def _run_of(run_dir: Path) -> str | None:
         if line["kind"] == "start" and line.get("run_id"):
             return str(line["run_id"])
     return _run_of_checkpoints(run_dir)
+
+
+def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
+    last = {line["kind"]: line["seconds"] for line in record if "seconds" in line}
+    found = last.get("checkpoint"), last.get("train")
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def _run_of_checkpoints(run_dir: Path) -> str | None:

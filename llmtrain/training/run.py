@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,8 @@ from llmtrain.training.journal import Expected, Journal, RunLog
 from llmtrain.training.opening import ModelSide, Processes
 from llmtrain.training.place import Auto, Place, claim
 from llmtrain.training.planning import Planned
+from llmtrain.training.requests import Requests
+from llmtrain.training.run_state import documents_met
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.watchdog import watching
 from llmtrain.types import Batch, Cursor, Flags, Spec, StepVector
@@ -108,10 +110,10 @@ class Run:
     first_step: int
     step: int
     full_step: Tensor  # () fp32: trained tokens of a step whose blocks are all full
-    stop_file: Path
+    requests: Requests
+    checkpoints: saving.Saves
     cursors: dict[int, tuple[Cursor, ...]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    failed_saves: int = 0
     data_error: Exception | None = None
     before: deque[Before] = field(default_factory=lambda: deque(maxlen=2))
 
@@ -142,7 +144,7 @@ class Run:
         return self.data_error is not None
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_dir(self) -> Path:
         """Where checkpoints lie."""
         return self.run_dir / "checkpoints"
 
@@ -207,13 +209,8 @@ class Run:
         return StepVector(sum_over_ranks(vector.data))
 
     def flags(self) -> Flags:
-        """What this rank has to say to the others; files are looked at by rank 0 alone."""
-        reason = self.signals.reason
-        return Flags(
-            signal=reason is not None and reason != "launcher_lost",
-            stop_file=self.ranks.rank == 0 and self.stop_file.exists(),
-            lost_launcher=reason == "launcher_lost",
-        )
+        """What this rank has to say to the others."""
+        return replace(self.requests.flags(self.signals.reason), **self.checkpoints.flags())
 
     def advance(self, step: int, batch: Batch) -> None:
         """A step is done: its blocks count as consumed."""
@@ -233,9 +230,12 @@ class Run:
         rng.restore(before.rng, self.device)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the state after `step`."""
-        ends = "end" if self.due.stop(step) else "period"
-        saving.save(self, step, self.due.stop_reason or ends)
+        """Complete the checkpoint in flight, then save the state after `step` if that is due."""
+        saving.commit(self)
+        if self.due.begins(step):
+            saving.begin(self, step, self.due.reason(step))
+        if self.due.stop(step):  # nothing follows beside which it could be written
+            saving.commit(self)
 
     def finish(self) -> Result:
         """The end line and the last status."""
@@ -243,11 +243,10 @@ class Run:
         state = "finished" if finished else "stopped"
         ended = "data_ended" if self.due.data_ended else None
         reason = ended if finished else self.due.stop_reason
-        for label, met in saving.documents_met(self).items():
+        for label, met in documents_met(self).items():
             if any(met.get(name) for name in ("dropped", "replaced", "skipped")):
                 self.journal.event("dropped_documents", self.step, source=label, **met)
-        if self.ranks.rank == 0:
-            self.stop_file.unlink(missing_ok=True)
+        self.requests.stopped()
         self.journal.end(state, 0, reason)
         _log.info("%s at step %d%s", state, self.step, f" ({reason})" if reason else "")
         return Result(self.run_dir, state, 0, reason, self.step)
@@ -369,7 +368,8 @@ def _assemble(
         full_step=torch.tensor(
             float(config.training.global_batch_size * config.data.seq_len), device=launched.device
         ),
-        stop_file=journal.run_dir / "STOP",
+        requests=Requests(journal.run_dir, config.checkpoint, launched.ranks.rank, signals.started),
+        checkpoints=saving.opened(config, launched, journal.run_dir),
     )
 
 

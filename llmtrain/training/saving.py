@@ -1,198 +1,235 @@
-"""A run's state as a checkpoint: which files, and what stands in `trainer_state.json`.
+"""Checkpoints of a run: begun at one boundary, complete at this one or at a later one.
 
-Collective: every rank calls `save`, rank 0 writes. What the disk refuses is an event, and training
-goes on; three failures in a row, or one at the last step, end the run.
+    begin     replicas compared, state gathered, files made: in line, on all ranks
+    write     each rank its ranges: in line, or beside the training out of a copy
+    commit    vote, manifest, rename, what the policy keeps
+
+What is in flight is committed at the first boundary at which every rank says that it has written
+its part, before the next save, and at every agreed end; an exception leaves it unfinished. What the
+disk refuses is an event, and training goes on; three failures in a row, or one at the last step,
+end the run.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from llmtrain.checkpoint import retention, write
+from llmtrain.checkpoint import collect, retention, store, write
+from llmtrain.checkpoint.background import Writer
 from llmtrain.checkpoint.format import Extents
-from llmtrain.config.meaning import binding_values
-from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
-from llmtrain.distributed import state
+from llmtrain.config.schema import Config
+from llmtrain.distributed.accelerator import Launched
+from llmtrain.distributed.launch import family
+from llmtrain.distributed.ranks import from_rank_zero
 from llmtrain.errors import DISK_FAILED, RunError
-from llmtrain.training import rng
+from llmtrain.metrics import memory
+from llmtrain.training.announce import warn_of_grace
+from llmtrain.training.guards import check_replicas
 from llmtrain.training.opening import policy
-from llmtrain.types import Failure
+from llmtrain.training.run_state import gathered, note_cursors, small_files
+from llmtrain.types import Failure, Piece
 
 if TYPE_CHECKING:
     from llmtrain.training.run import Run
 
-FORMAT = 1
 _FAILURES_IN_A_ROW = 3
+_SPARE = 1.1  # of the host memory that a copy takes: the training goes on beside it
 
 
-def save(run: Run, step: int, reason: str) -> None:
-    """Write the state after `step` and keep what the policy keeps."""
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A checkpoint between begin and commit.
+
+    heard: what only each rank knows, at rank 0 · blocked: seconds that the training has waited for
+    it so far, but for those that its writer counts · extents, error: of one written in line.
+    """
+
+    step: int
+    reason: str
+    begun: write.Begun
+    heard: list[dict[str, Any]]
+    blocked: float
+    beside: bool
+    extents: Extents = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Saves:
+    """How this start writes checkpoints, and the one that is in flight.
+
+    writer: None where all is written in line · sent: rank 0 writes what the others hold parts of,
+    which takes collectives and so is done in line · dealt: what all hold is shared out.
+    """
+
+    writer: Writer | None
+    sent: bool
+    dealt: bool
+    flight: Flight | None = None
+    failed_in_a_row: int = 0
+    has_room: bool = False
+    grace_told: bool = False
+
+    def wait_snapshot(self) -> None:
+        """Until what is saved was copied: an update may not change it before."""
+        if self.writer is not None:
+            self.writer.wait_snapshot()
+
+    def flags(self) -> dict[str, bool]:
+        """What this rank's writer has to say in the step's vector."""
+        state = self.writer.state if self.writer and self.flight and self.flight.beside else "idle"
+        return {"writer_ready": state == "ready", "writer_failed": state == "failed"}
+
+
+def begin(run: Run, step: int, reason: str) -> None:
+    """Save the state after `step`: complete when this returns, or in flight. Collective."""
+    assert run.checkpoints.flight is None, "what is in flight is committed first"
+    started = time.perf_counter()
+    check_replicas(run.engine.unequal_replicas(), step, run.journal.event)
+    run.due.begun(step)
+    run.requests.save_begins()
     run.journal.sync()  # no manifest is newer than the numbers that led to it
-    heard = _gathered(run, step)
-    done = _write(run, step, heard)
-    if isinstance(done, write.Failed):
-        return _failed(run, step, done.failures)
-    run.failed_saves = 0
-    run.due.saved(step)
-    run.journal.write(
-        "checkpoint",
-        step,
-        name=done.name,
-        bytes=done.bytes,
-        seconds=done.seconds,
-        blocked_seconds=done.seconds,
-        reason=reason,
-    )
-    run.journal.status(checkpoint=done.name, step=step)
-    run.journal.show_checkpoint(step)
-    if run.ranks.rank == 0:
-        _note_cursors(run, step, heard)
-        retention.apply(run.checkpoints, policy(run.config), run.run_id, run.resumed_from)
+    heard = gathered(run, step)
+    begun = _begun(run, step, heard)
+    if isinstance(begun, write.Failed):
+        run.due.ended(step, saved=False)
+        return _failed(run, step, begun.failures)
+    pieces = run.engine.pieces(run.spec, writing=True, dealt=run.checkpoints.dealt)
+    writer = _writer(run, step)
+    if writer is None:
+        extents, error = _written(run, begun, pieces)
+        blocked = time.perf_counter() - started
+        run.checkpoints.flight = Flight(step, reason, begun, heard, blocked, False, extents, error)
+        return commit(run)
+    blocked = time.perf_counter() - started
+    run.checkpoints.flight = Flight(step, reason, begun, heard, blocked, True)
+    writer.submit(begun, pieces, _changed_by_forward(run))
     return None
 
 
-def _write(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Committed | write.Failed:
-    """Each rank writes what it holds; what one cannot do is a failed vote, the same on all."""
+def commit(run: Run) -> None:
+    """Make what is in flight a checkpoint, waiting for whoever still writes. Collective."""
+    saves = run.checkpoints
+    flight, saves.flight = saves.flight, None
+    if flight is None:
+        return None
+    error, extents, blocked = flight.error, flight.extents, flight.blocked
+    if flight.beside:
+        assert saves.writer is not None
+        error, extents = saves.writer.finish()
+        blocked += saves.writer.release()
+    started = time.perf_counter()
+    done = write.commit(flight.begun, extents, error, run.ranks)
+    run.due.ended(flight.step, saved=isinstance(done, write.Committed))
+    if isinstance(done, write.Failed):
+        return _failed(run, flight.step, done.failures)
+    _saved(run, flight, done, blocked + time.perf_counter() - started)
+    return None
+
+
+def opened(config: Config, launched: Launched, run_dir: Path) -> Saves:
+    """How a start writes: by its config, its strategy and what its run lies on."""
+    keep, kind = config.checkpoint, family(launched.strategy)
+    nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    writers = store.resolved(keep.writers, kind, nodes, store.network(run_dir))
+    sent = writers == "rank0" and kind != "ddp"
+    wanted = launched.device.type == "cuda" if keep.background == "auto" else keep.background
+    return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")
+
+
+def _begun(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Begun | write.Failed:
+    """Small files, headers, room; what one rank cannot do is a failed vote, the same on all."""
     small: dict[str, bytes] = {}
-    extents: Extents = {}
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
-        small = _small_files(run, step, heard) if heard else {}
-    except Exception as caught:  # told to all ranks, here and below
+        small = small_files(run, step, heard) if heard else {}
+    except Exception as caught:  # told to all ranks
         error = caught
     if failures := run.ranks.vote(error).failures:
         return write.Failed(failures)
-    begun = write.begin(run.checkpoints, step, run.spec, small, run.ranks, run.run_id)
-    if isinstance(begun, write.Failed):
-        return begun
+    return write.begin(run.checkpoint_dir, step, run.spec, small, run.ranks, run.run_id)
+
+
+def _written(
+    run: Run, begun: write.Begun, pieces: Iterable[Piece]
+) -> tuple[Extents, Exception | None]:
+    """This rank's part, written in line."""
     try:
-        extents = write.pieces(begun, run.engine.pieces(run.spec, writing=True))
-    except Exception as caught:
-        error = caught
-    return write.commit(begun, extents, error, run.ranks)
+        if run.checkpoints.sent:
+            return collect.pieces(begun, pieces, run.ranks), None
+        return write.pieces(begun, pieces), None
+    except Exception as caught:  # a failed vote of the commit
+        return {}, caught
+
+
+def _writer(run: Run, step: int) -> Writer | None:
+    """What writes beside the training; None where that is not wanted, or there is no memory."""
+    saves = run.checkpoints
+    if saves.writer is None or saves.has_room:  # its buffers are used again
+        return saves.writer
+    pieces = run.engine.pieces(run.spec, writing=True, dealt=saves.dealt)
+    needed = sum(piece.data.nbytes for piece in pieces)
+    mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
+    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
+    short = from_rank_zero(run.ranks, lambda: json.dumps(short_of_memory(heard)).encode())
+    if hosts := json.loads(short):
+        saves.writer = None
+        run.journal.event("saving_in_line", step, reason="no memory for a copy", hosts=hosts)
+    saves.has_room = not hosts
+    return saves.writer
+
+
+def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
+    """The hosts whose ranks need more for their copies than is free there."""
+    hosts = {one["host"] for one in heard}
+    needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}
+    free = {host: min(one["free"] for one in heard if one["host"] == host) for host in hosts}
+    return sorted(host for host in hosts if needed[host] * _SPARE > free[host])
+
+
+def _changed_by_forward(run: Run) -> frozenset[str]:
+    """Buffers, which unlike weights and moments are not safe until the next update."""
+    return frozenset(name for name, _ in run.unwrapped.named_buffers())
+
+
+def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:
+    """A checkpoint is complete: say so, and keep what the policy keeps."""
+    run.checkpoints.failed_in_a_row = 0
+    run.requests.saved(done.seconds)
+    run.journal.write(
+        "checkpoint",
+        flight.step,
+        name=done.name,
+        bytes=done.bytes,
+        seconds=done.seconds,
+        blocked_seconds=blocked,
+        reason=flight.reason,
+    )
+    run.journal.status(checkpoint=done.name, step=run.journal.step)
+    run.journal.show_checkpoint(flight.step)
+    warn_of_grace(run, done.seconds, run.meter.step_seconds)
+    if run.ranks.rank == 0:
+        note_cursors(run, flight.step, flight.heard)
+        retention.apply(run.checkpoint_dir, policy(run.config), run.run_id, run.resumed_from)
 
 
 def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:
-    run.failed_saves += 1
+    """An event; an error when it was the third in a row, or no later save can make up for it."""
+    run.checkpoints.failed_in_a_row += 1
     texts = "; ".join(str(failure) for failure in failures)
     run.journal.event("save_failed", step, failures=texts)
-    if run.failed_saves >= _FAILURES_IN_A_ROW or step == run.steps or run.due.stop(step):
+    last = step == run.step and run.due.stop(step)
+    if last or run.checkpoints.failed_in_a_row >= _FAILURES_IN_A_ROW:
         raise RunError(
             f"step {step} could not be saved: {texts}",
             DISK_FAILED,
             "make room or repair the disk, then give the same command again: it resumes from the "
             "newest checkpoint",
         )
-
-
-def _gathered(run: Run, step: int) -> list[dict[str, Any]]:
-    """What only each rank knows, at rank 0; an empty list elsewhere."""
-    before = run.data.state
-    cursors = contribution(
-        run.cursors,
-        before.cursors.shape[:2],
-        first_block=before.next_block,
-        next_block=step * run.config.training.global_batch_size,
-        rank=run.ranks.rank,
-        world_size=run.ranks.world_size,
-    )
-    states = rng.capture(run.device).to_json()
-    mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.counts}
-    return [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
-
-
-def _data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
-    """The stream behind the blocks of `step`, from every rank's part."""
-    before = run.data.state
-    next_block = step * run.config.training.global_batch_size
-    parts = [np.array(one["cursors"], np.int64) for one in heard]
-    first = before.next_block
-    return before.after(
-        next_block,
-        merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
-        run.meter.stream_digest,
-        _added(before.counts, [one["counts"] for one in heard]),
-    )
-
-
-def _note_cursors(run: Run, step: int, heard: list[dict[str, Any]]) -> None:
-    """The stream's state at every save, which outlives the checkpoints that are deleted."""
-    state = {"step": step, "weights": run.data.manifest.weights}
-    line = _encoded({**state, **_data_state(run, step, heard).to_json()})
-    try:
-        with (run.run_dir / "cursors.jsonl").open("ab") as file:
-            file.write(line)
-    except OSError as error:  # the checkpoint itself is complete
-        run.journal.event("cursors_not_noted", step, reason=str(error))
-
-
-def _small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
-    """Every file that is no tensor file."""
-    bound = binding_values(run.config)
-    trainer_state = {
-        "format": FORMAT,
-        "run_id": run.run_id,
-        "step": step,
-        "tokens": run.meter.tokens,
-        "sources": dict(run.meter.sources),
-        "data": _data_state(run, step, heard).to_json(),
-        "weights": run.data.manifest.weights,
-        "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
-        "config": bound,
-        "strategy": run.strategy,
-        "world_size": run.ranks.world_size,
-        "device": run.device.type,
-        "rng": [one["rng"] for one in heard],
-        "optimizer_steps": run.engine.optimizer_steps(),
-        "evaluation": run.log.last_evaluation,
-        "skipped_in_a_row": run.guards.skipped_in_a_row,
-        "patience": None,
-        "ended": run.due.data_ended,
-        "auto": json.loads(run.auto.to_bytes()),
-        "versions": run.versions,
-    }
-    return {
-        "trainer_state.json": _encoded(trainer_state),
-        **state.index(run.spec),
-        **model_files(run.unwrapped),
-        **_tokenizer_files(run.run_dir / "tokenizer"),
-    }
-
-
-def model_files(model: Any) -> dict[str, bytes]:
-    """What `from_pretrained` needs beside the weights."""
-    files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
-    if model.can_generate() and model.generation_config is not None:
-        text = model.generation_config.to_json_string(use_diff=True)
-        files["generation_config.json"] = text.encode()
-    return files
-
-
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
-
-
-def _encoded(value: Any) -> bytes:
-    return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
-
-
-def documents_met(run: Run) -> dict[str, dict[str, int]]:
-    """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
-    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.counts).encode())]
-    return _added(run.data.state.counts, heard) if heard else {}
-
-
-def _added(start: Counts, parts: list[Counts]) -> dict[str, dict[str, int]]:
-    total = {label: dict(counts) for label, counts in start.items()}
-    for part in parts:
-        for label, counts in part.items():
-            into = total.setdefault(label, {})
-            for name, count in counts.items():
-                into[name] = into.get(name, 0) + count
-    return total

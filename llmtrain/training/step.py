@@ -37,6 +37,7 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     pulse.beat("the reduction of a step")
     sums = run.sum(step_vector(run, batch, loss_sum))  # fp64, the one reduction
     run.engine.clip(sums, run.max_grad_norm)  # on the device, as is the skip below
+    run.checkpoints.wait_snapshot()  # what is saved may still be copied from these weights
     run.engine.step(factor, sums)  # a non-finite update is never applied
     run.meter.send(sums, run.engine.norm(sums))  # received at the next boundary
 

@@ -41,12 +41,63 @@ def test_what_a_stop_cut_off_is_evaluated_by_the_next_start() -> None:
 def test_a_checkpoint_is_due_at_the_period_the_end_and_a_stop_but_never_twice() -> None:
     one = due()
     assert [step for step in range(51) if one.checkpoint(step)] == [15, 30, 45, 50]
-    one.saved(30)
+    one.begun(30)
+    one.ended(30, saved=True)
     assert not one.checkpoint(30)
     assert not due(first=30).checkpoint(30)
     one.learn(numbers(36, "signal"))
     assert one.checkpoint(37)
     assert one.stop(37)
+
+
+def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written() -> None:
+    one = due()
+    one.begun(15)
+    one.learn(numbers(16))
+    assert not one.checkpoint(17)
+    assert not one.anything(17)
+    one.learn(replace(numbers(17), written=True))
+    assert one.checkpoint(18)
+    assert one.anything(18), "the vector of this step still says that it was written"
+    assert not one.begins(18)
+    one.ended(15, saved=True)
+    assert not one.checkpoint(18)
+
+
+def test_nothing_is_committed_that_is_not_in_flight() -> None:
+    one = due()
+    one.learn(replace(numbers(17), written=True))
+    assert not one.checkpoint(18)
+
+
+def test_a_save_that_failed_leaves_its_step_unsaved() -> None:
+    one = due(first=12)
+    one.begun(15)
+    assert not one.unsaved(15)
+    one.ended(15, saved=False)
+    assert one.unsaved(15)
+    assert not one.unsaved(12), "this start resumed from it"
+    assert not one.checkpoint(16)
+    assert one.checkpoint(30)
+
+
+def test_a_wish_is_served_once_at_the_next_boundary() -> None:
+    one = due()
+    one.learn(replace(numbers(6), save=True))
+    assert one.checkpoint(7)
+    assert one.reason(7) == "asked"
+    one.begun(7)
+    one.ended(7, saved=True)
+    assert not one.checkpoint(8)
+    assert not one.stop(8)
+
+
+def test_the_reason_of_a_save_is_what_ends_the_run_before_its_period() -> None:
+    assert due().reason(15) == "period"
+    assert due().reason(50) == "end"
+    one = due()
+    one.learn(numbers(14, "stop_after"))
+    assert one.reason(15) == "stop_after"
 
 
 def test_a_stop_suppresses_evaluations_and_asks_for_the_last_line() -> None:

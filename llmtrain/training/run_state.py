@@ -1,0 +1,131 @@
+"""What stands in a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
+
+All of the run's state that decides its future and is no tensor, gathered at rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmtrain.config.meaning import binding_values
+from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
+from llmtrain.distributed import state
+from llmtrain.training import rng
+
+if TYPE_CHECKING:
+    from llmtrain.training.run import Run
+
+FORMAT = 1
+
+
+def gathered(run: Run, step: int) -> list[dict[str, Any]]:
+    """What only each rank knows, at rank 0; an empty list elsewhere."""
+    before = run.data.state
+    cursors = contribution(
+        run.cursors,
+        before.cursors.shape[:2],
+        first_block=before.next_block,
+        next_block=step * run.config.training.global_batch_size,
+        rank=run.ranks.rank,
+        world_size=run.ranks.world_size,
+    )
+    states = rng.capture(run.device).to_json()
+    mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.counts}
+    return [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
+
+
+def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
+    """The stream behind the blocks of `step`, from every rank's part."""
+    before = run.data.state
+    next_block = step * run.config.training.global_batch_size
+    parts = [np.array(one["cursors"], np.int64) for one in heard]
+    first = before.next_block
+    return before.after(
+        next_block,
+        merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
+        run.meter.stream_digest,
+        _added(before.counts, [one["counts"] for one in heard]),
+    )
+
+
+def note_cursors(run: Run, step: int, heard: list[dict[str, Any]]) -> None:
+    """The stream's state at every save, which outlives the checkpoints that are deleted."""
+    state = {"step": step, "weights": run.data.manifest.weights}
+    line = _encoded({**state, **data_state(run, step, heard).to_json()})
+    try:
+        with (run.run_dir / "cursors.jsonl").open("ab") as file:
+            file.write(line)
+    except OSError as error:  # the checkpoint itself is complete
+        run.journal.event("cursors_not_noted", step, reason=str(error))
+
+
+def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
+    """Every file that is no tensor file."""
+    bound = binding_values(run.config)
+    trainer_state = {
+        "format": FORMAT,
+        "run_id": run.run_id,
+        "step": step,
+        "tokens": run.meter.tokens,
+        "sources": dict(run.meter.sources),
+        "data": data_state(run, step, heard).to_json(),
+        "weights": run.data.manifest.weights,
+        "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
+        "config": bound,
+        "strategy": run.strategy,
+        "world_size": run.ranks.world_size,
+        "device": run.device.type,
+        "rng": [one["rng"] for one in heard],
+        "optimizer_steps": run.engine.optimizer_steps(),
+        "evaluation": run.log.last_evaluation,
+        "skipped_in_a_row": run.guards.skipped_in_a_row,
+        "patience": None,
+        "ended": run.due.data_ended,
+        "auto": json.loads(run.auto.to_bytes()),
+        "versions": run.versions,
+    }
+    return {
+        "trainer_state.json": _encoded(trainer_state),
+        **state.index(run.spec),
+        **model_files(run.unwrapped),
+        **_tokenizer_files(run.run_dir / "tokenizer"),
+    }
+
+
+def model_files(model: Any) -> dict[str, bytes]:
+    """What `from_pretrained` needs beside the weights."""
+    files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
+    if model.can_generate() and model.generation_config is not None:
+        text = model.generation_config.to_json_string(use_diff=True)
+        files["generation_config.json"] = text.encode()
+    return files
+
+
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def _encoded(value: Any) -> bytes:
+    return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def documents_met(run: Run) -> dict[str, dict[str, int]]:
+    """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
+    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.counts).encode())]
+    return _added(run.data.state.counts, heard) if heard else {}
+
+
+def _added(start: Counts, parts: list[Counts]) -> dict[str, dict[str, int]]:
+    total = {label: dict(counts) for label, counts in start.items()}
+    for part in parts:
+        for label, counts in part.items():
+            into = total.setdefault(label, {})
+            for name, count in counts.items():
+                into[name] = into.get(name, 0) + count
+    return total
