@@ -21,12 +21,13 @@ import hashlib
 import os
 import shlex
 import signal
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny
+from helpers import launcher, tiny
 from helpers.ranks import Ranks, Server, until
 
 from llmtrain.checkpoint import format as form
@@ -36,6 +37,7 @@ from llmtrain.checkpoint.lock import RunLock
 STEPS = 24
 EVERY = 4
 KILLED = -signal.SIGKILL
+PLAIN = {"distributed_type": "MULTI_GPU"}
 DROPOUT = {
     "model_type": "gpt2",
     "n_embd": 32,
@@ -87,17 +89,21 @@ class Launch:
 
 @dataclass
 class FaultyRun:
-    """A run in `folder`: `run/` is its directory, `config.yaml` and `output.txt` lie beside it."""
+    """A run in `folder`: `run/` is its directory, `config.yaml` and `output.txt` lie beside it.
+
+    view: where this process sees the run's file system, if it is not its own (`small_disk`).
+    """
 
     server: Server
     folder: Path
     world_size: int
     config: dict[str, Any]
     launches: list[Launch] = field(default_factory=list)
+    view: Path = Path("/")
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.config["run"]["dir"])
+        return self.view / self.config["run"]["dir"].lstrip("/")
 
     @property
     def checkpoints(self) -> Path:
@@ -109,13 +115,17 @@ class FaultyRun:
         *overrides: str,
         world_size: int | None = None,
         env: Mapping[str, str] | None = None,
+        through: Sequence[str] = ("train",),
     ) -> Ranks:
-        """Start every rank with these faults, and return at once. See `wait`."""
+        """Start every rank with these faults, and return at once. See `wait`.
+
+        through: what the rank server runs in place of `train`, see `small_disk.through`.
+        """
         path = tiny.write_config(self.folder, self.config)
         self.launches.append(Launch(faults, overrides))
         asked = {**(env or {}), **({"LLMTRAIN_FAULTS": faults} if faults else {})}
         size = world_size or self.world_size
-        return self.server.start(["train", str(path), *overrides], size, self.folder, asked)
+        return self.server.start([*through, str(path), *overrides], size, self.folder, asked)
 
     def wait(self, ranks: Ranks) -> list[int]:
         """Exit codes of the ranks that `start` made; negative: the signal that ended one.
@@ -135,9 +145,23 @@ class FaultyRun:
         *overrides: str,
         world_size: int | None = None,
         env: Mapping[str, str] | None = None,
+        through: Sequence[str] = ("train",),
     ) -> list[int]:
         """Start every rank with these faults and wait; the exit codes by rank."""
-        return self.wait(self.start(faults, *overrides, world_size=world_size, env=env))
+        ranks = self.start(faults, *overrides, world_size=world_size, env=env, through=through)
+        return self.wait(ranks)
+
+    def accelerate(self, faults: str = "", *overrides: str) -> subprocess.CompletedProcess[str]:
+        """The same through a real `accelerate launch`, which takes seconds to import."""
+        path = tiny.write_config(self.folder, self.config)
+        file = launcher.launch_file(self.folder, {"num_processes": self.world_size} | PLAIN)
+        command = [*launcher.ACCELERATE, "--config_file", file, launcher.SCRIPT, str(path)]
+        env = {"LLMTRAIN_FAULTS": faults} if faults else {}
+        ended = launcher.run([*command, *overrides], self.folder, **env)
+        self.launches.append(Launch(faults, overrides, [ended.returncode]))
+        with (self.folder / "output.txt").open("a", encoding="utf-8") as output:
+            output.write(ended.stdout + ended.stderr)
+        return ended
 
     def outcome(self) -> Outcome:
         """Of a run that has ended."""
