@@ -11,12 +11,12 @@ its failed vote, never raised past it, so that all ranks come to the same end to
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -26,14 +26,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from xxhash import xxh3_128
 
-from llmtrain import durable, faults, pulse
+from llmtrain import durable, faults
+from llmtrain.checkpoint import disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
 from llmtrain.checkpoint.retention import remove_partials
 from llmtrain.types import Failure, Piece, Ranks, Spec, failure
 
 BEAT_BYTES = 64 << 20  # written between two signs of life
-_APPEARS_SECONDS = 30  # that another client of a network file system may need to see a new file
 
 Error = TypeVar("Error", bound=BaseException)
 logger = logging.getLogger(__name__)
@@ -124,9 +124,16 @@ def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
     """As `pieces`, of what is cut already. share: bytes of all blocks."""
     found: dict[str, tuple[Extent, ...]] = {}
     counted = _counted(begun, blocks, share)
+    before: disk.Wait | None = None
     for file, group in itertools.groupby(counted, key=lambda block: block.file):
-        written = _write_ranges(begun, file, group)
+        descriptor, written = _write_ranges(begun.partial / file, group)
         found[file] = found.get(file, ()) + written
+        disk.alive(f"fsync of {file} of step {begun.step}")
+        if before:  # the file before went to the disk while this one was copied
+            before()
+        before = disk.beside(functools.partial(_sync, begun, file, descriptor))
+    if before:
+        before()
     return found
 
 
@@ -181,17 +188,17 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     partial = root / form.partial_name(step)
     partial.mkdir()
     faults.hit("save.mkdir", step=step, path=partial)
-    extents: dict[str, tuple[Extent, ...]] = {}
-    for file, part in spec.items():
-        head = form.header(part)
-        _write_new(partial / file, head, form.file_bytes(part))
-        faults.hit("save.create", step=step, path=partial / file)
-        extents[file] = form.extents_of(head)
-    for file, body in small.items():
-        (partial / file).parent.mkdir(parents=True, exist_ok=True)
-        _write_new(partial / file, body, len(body))
-        faults.hit("save.small", step=step, path=partial / file)
-        extents[file] = form.extents_of(body)
+    headers = {file: form.header(part) for file, part in spec.items()}
+    sizes = {file: form.file_bytes(part) for file, part in spec.items()}
+    with disk.syncing() as sync:
+        for file, head in headers.items():
+            sync(disk.new(partial / file, head, sizes[file]))
+            faults.hit("save.create", step=step, path=partial / file)
+        for file, body in small.items():
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            sync(disk.new(partial / file, body, len(body)))
+            faults.hit("save.small", step=step, path=partial / file)
+    extents = {file: form.extents_of(body) for file, body in (*headers.items(), *small.items())}
     durable.sync_directory(*form.parents(partial, extents))
     return extents
 
@@ -203,37 +210,6 @@ def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
         wrong.append(f"{min(twice)} is written twice")
     if wrong:
         raise ValueError("; ".join(wrong))
-
-
-def _write_new(path: Path, body: bytes, size: int) -> None:
-    """A new file of `size` bytes that begins with `body`: durable, its room taken."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        if size > len(body):
-            _allocate(descriptor, size)
-        _write_at(descriptor, memoryview(body), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _allocate(descriptor: int, size: int) -> None:
-    """Take the room for a file, so that a full disk shows before the writing."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            return os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            # This file system cannot promise room.
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-    return os.ftruncate(descriptor, size)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data` at `offset`; the system may take less at a time."""
-    while data.nbytes:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
@@ -269,23 +245,19 @@ def _counted(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Bloc
         path = begun.partial / block.file
         struck = faults.hit("save.write", step=begun.step, path=path, written=written, of=share)
         if written - beaten >= BEAT_BYTES:
-            _alive(f"writing {block.file} of step {begun.step}")
+            disk.alive(f"writing {block.file} of step {begun.step}")
             beaten = written
         yield block._replace(data=block.data[: block.data.nbytes // 2]) if struck else block
 
 
-def _alive(doing: str) -> None:
-    """A sign of life. Beside the training the phase stays the training's."""
-    beside = threading.current_thread() is not threading.main_thread()
-    pulse.beat(pulse.read()[1] if beside else doing)
+def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Extent, ...]]:
+    """Blocks into a file that was made; what follows on without a gap becomes one extent.
 
-
-def _write_ranges(begun: Begun, file: str, blocks: Iterable[Block]) -> tuple[Extent, ...]:
-    """Blocks into a file that was made; what follows on without a gap becomes one extent."""
-    path = begun.partial / file
+    Returns the file too, which is still open.
+    """
     found: list[Extent] = []
     hasher, start, length = xxh3_128(), 0, 0
-    descriptor = _opened(path)
+    descriptor = disk.opened(path)
     try:
         for _, offset, block in blocks:
             if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
@@ -293,37 +265,23 @@ def _write_ranges(begun: Begun, file: str, blocks: Iterable[Block]) -> tuple[Ext
                 hasher, length = xxh3_128(), 0
             if not length:
                 start = offset
-            _write_at(descriptor, block, offset)
-            hasher.update(block)
+            hasher.update(block)  # first: the copy then reads it from the processor's cache
+            disk.write_at(descriptor, block, offset)
             length += block.nbytes
-        _alive(f"fsync of {file} of step {begun.step}")
-        faults.hit("save.fsync", step=begun.step, path=path)
-        os.fsync(descriptor)
-    finally:
+    except BaseException:
         os.close(descriptor)
-    return (*found, Extent(start, length, hasher.hexdigest()))
+        raise
+    return descriptor, (*found, Extent(start, length, hasher.hexdigest()))
 
 
-def _opened(path: Path) -> int:
-    """A descriptor of a file that rank 0 made, which this machine may not see at once."""
-    until = time.monotonic() + _APPEARS_SECONDS
-    while True:
-        try:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > until:
-                raise
-        _alive(f"waiting for {path.parent.name} to appear")
-        time.sleep(0.2)
-        _look_again(path.parent.parent)
-
-
-def _look_again(root: Path) -> None:
-    """NFS remembers that a name is absent until its directory is read anew."""
+def _sync(begun: Begun, file: str, descriptor: int) -> None:
+    """As `disk.durable`, of what a rank has written."""
     try:
-        list(root.iterdir())
-    except OSError as error:
-        logger.debug("%s cannot be listed: %s", root, error)
+        faults.hit("save.fsync", step=begun.step, path=begun.partial / file)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    disk.durable(descriptor)
 
 
 def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
@@ -337,7 +295,7 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
             raise ValueError(f"{name}: has {size} bytes instead of {entry.size}")
     manifest = form.build(Manifest(begun.run_id, begun.step, files))
     temporary = begun.partial / f"{form.MANIFEST}.tmp"
-    _write_new(temporary, manifest, len(manifest))
+    disk.durable(disk.new(temporary, manifest, len(manifest)))
     faults.hit("save.manifest", step=begun.step, path=temporary)
     temporary.rename(begun.partial / form.MANIFEST)
     faults.hit("save.dirsync", step=begun.step, path=begun.partial)
