@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from llmtrain.cli import data
+from llmtrain.cli import checkpoints, data
 
 if TYPE_CHECKING:
     from llmtrain.tools.launch import Ended
@@ -167,6 +167,12 @@ def report(
 
 app.add_typer(
     data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"
+)
+app.add_typer(
+    checkpoints.app,
+    name="checkpoints",
+    rich_help_panel="Look after",
+    help="list · verify · prune · rehearse",
 )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
@@ -58,11 +59,13 @@ def launch(
     accelerate_file: Path | None = None,
     processes: int | None = None,
     env: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
 ) -> Ended:
     """Train in several processes, and wait for them.
 
     accelerate_file: a config of accelerate; None = this machine, GPUs if it has any · processes: in
-    place of the file's number · env: the environment of the ranks, None = this process's.
+    place of the file's number · env: the environment of the ranks, None = this process's · output:
+    where all that they print goes, None = where this process's goes.
     Raises UserError before anything is started.
     """
     env = dict(os.environ if env is None else env)
@@ -83,7 +86,7 @@ def launch(
             met = meeting(file.rendezvous, str(file.values["main_process_ip"]))
             options, env = met.options, {**met.env, **env}
         command = _command(file, options, config_file, overrides)
-        return run_launcher(command, env, mark, run_dir)
+        return run_launcher(command, env, mark, run_dir, output)
 
 
 def _refuse_nested(env: Mapping[str, str]) -> None:
@@ -142,7 +145,11 @@ def _command(
 
 
 def run_launcher(
-    command: Sequence[str], env: Mapping[str, str], mark: Path, run_dir: Path
+    command: Sequence[str],
+    env: Mapping[str, str],
+    mark: Path,
+    run_dir: Path,
+    output: IO[bytes] | None = None,
 ) -> Ended:
     """Start a launcher, wait for it and for ranks that outlive it, and say how the run ended.
 
@@ -153,7 +160,12 @@ def run_launcher(
         # A session of its own: Ctrl-C reaches the launcher once, through us, and not a second time
         # from the terminal.
         child = subprocess.Popen(
-            command, env=env, start_new_session=True, preexec_fn=_follow_parent
+            command,
+            env=env,
+            start_new_session=True,
+            preexec_fn=_follow_parent,
+            stdout=output,
+            stderr=output,
         )
         forward.child = child
         if forward.asked is not None:

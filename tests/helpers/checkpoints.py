@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from helpers.runs import start_line, status, write_run
 from hypothesis import strategies as st
 
 from llmtrain.checkpoint import collect, write
@@ -140,6 +141,30 @@ def save(
     except Exception as caught:
         error = caught
     return write.commit(begun, extents, error, ranks)
+
+
+CONFIG = """\
+model: {config: {model_type: llama}, tokenizer: sample}
+data: {sources: [{path: sample}]}
+training: {steps: 100}
+checkpoint: {every_steps: 4, keep_last: 2, keep_every: 8, keep_best: 1}
+"""
+
+
+def saved_run(folder: Path) -> Path:
+    """A run directory with checkpoints 4 … 24, resumed from 20; 12 is the best of them."""
+    lines = [start_line(0), start_line(20, "step-00000020")]
+    run_dir = write_run(folder / "run", lines, status(run_id=RUN), CONFIG)
+    for step, loss in {4: 4.0, 8: 3.5, 12: 2.5, 16: 3.25, 20: 3.0, 24: None}.items():
+        save(run_dir / "checkpoints", step, loss=loss)
+    return run_dir
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change one bit of a file."""
+    body = bytearray(path.read_bytes())
+    body[offset] ^= 1
+    path.write_bytes(body)
 
 
 class Killed(BaseException):

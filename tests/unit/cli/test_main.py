@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.checkpoints import saved_run
 from helpers.config import written
 
 from llmtrain.cli import main as module
@@ -14,6 +15,8 @@ ROOT = Path(__file__).parents[3]
 # What costs a third of a second or more to import (benchmarks/startup.py measures the commands).
 HEAVY = {"torch", "numpy", "rich", "accelerate", "transformers", "pyarrow", "datasets", "bokeh"}
 DATA = ["data", "data inspect", "data which", "data tokenize", "data repack"]
+KEEP = ("list", "verify", "prune", "rehearse")
+CHECKPOINTS = ["checkpoints", *(f"checkpoints {name}" for name in KEEP)]
 CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
 
 
@@ -45,6 +48,7 @@ def test_help_shows_the_commands_in_groups():
         "Train      train         run a config; the same command resumes\n"
         "           report        write report.html\n"
         "Look after data          inspect · which · tokenize · repack\n"
+        "           checkpoints   list · verify · prune · rehearse\n"
         "\n"
         "Options    --version  --help  --install-completion\n"
     )
@@ -54,7 +58,7 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "plan", *DATA])
+@pytest.mark.parametrize("command", ["train", "doctor", "plan", *DATA, *CHECKPOINTS])
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
 
@@ -68,7 +72,7 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    ["quickstart", "doctor", "plan", "train", "report", *DATA],
+    ["quickstart", "doctor", "plan", "train", "report", *DATA, *CHECKPOINTS],
 )
 def test_every_command_explains_itself(command):
     shown = run(*command.split(), "--help")
@@ -96,6 +100,14 @@ def test_a_wrong_command_line_is_one_message_and_code_2(arguments, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_looking_at_checkpoints_imports_no_torch(tmp_path, command):
+    run_dir = saved_run(tmp_path)
+    assert not {"torch", "transformers", "accelerate"} & imported_by(
+        "checkpoints", command, str(run_dir)
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])

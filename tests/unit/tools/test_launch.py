@@ -118,6 +118,14 @@ def test_a_stop_before_there_was_a_rank_is_no_failure(tmp_path):
     sender.join()
 
 
+def test_all_that_is_printed_goes_where_it_is_sent(tmp_path, capfd):
+    mark = tmp_path / "ended"
+    with (tmp_path / "log").open("wb") as log:
+        run_launcher(["/bin/sh", "-c", "echo a; echo b >&2"], os.environ, mark, tmp_path, log)
+    assert (tmp_path / "log").read_text() == "a\nb\n"
+    assert capfd.readouterr() == ("", "")
+
+
 def test_only_rank_0_leaves_a_mark_and_only_for_a_launcher(tmp_path):
     path = tmp_path / "ended"
     assert not leave({}, 2, "x")
@@ -134,9 +142,9 @@ def started(monkeypatch, tmp_path):
     """What would have been started: command, environment and the text of the accelerate file."""
     seen = {}
 
-    def note(command, env, mark, run_dir):
+    def note(command, env, mark, run_dir, output):
         text = Path(command[command.index("--config_file") + 1]).read_text()
-        seen.update(command=list(command), env=env, run_dir=run_dir, file=text)
+        seen.update(command=list(command), env=env, run_dir=run_dir, file=text, output=output)
         return Ended(0, "")
 
     monkeypatch.setattr(module, "run_launcher", note)

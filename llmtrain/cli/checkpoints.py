@@ -1,0 +1,221 @@
+"""`llmtrain checkpoints …`: look after what a run saves. Parse, call, print.
+
+Only typer is imported here, as in `main.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from llmtrain.tools.checkpoints import Listing, Row, Verified
+    from llmtrain.tools.prune import Pruned
+    from llmtrain.tools.rehearse import Rehearsal
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run, its checkpoints/, or one checkpoint.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_LARGE_BYTES = 1 << 30  # from here on a verification says how far it is
+_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
+_SIZE, _LOSS = 11, 9  # columns
+_MEANS = {
+    "partial": "being written, or cut off: never read",
+    "damaged": "set aside: it is not what was written",
+    "superseded": "set aside: the run went on from an older one",
+    "trash": "being deleted",
+    "other run": "of another run: never read, never deleted",
+    "unreadable": "never read, never deleted",
+    "other": "no checkpoint of a run",
+}
+
+
+@app.command("list", help="what is there, why it stays, and whether it looks valid")
+def list_(run: Run, as_json: Json = False) -> None:
+    """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
+    from llmtrain.cli.plain import show
+    from llmtrain.tools.checkpoints import look
+
+    found = look(run)
+    show([json.dumps(found.to_json())] if as_json else listing(found))
+
+
+@app.command(help="every byte against its digest; exit code 2 if anything differs")
+def verify(
+    run: Run,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One of them, as step-00000400.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read complete checkpoints as a resume does, and change nothing."""
+    from llmtrain.cli.plain import show
+    from llmtrain.tools.checkpoints import verify as look
+
+    found, tell = [], _progress()
+    for one in look(run, name, tell):
+        tell("", 0, 0)
+        found.append(one)
+        if not as_json:
+            show(verified(one))
+    if as_json:
+        show([json.dumps({"checkpoints": [one.to_json() for one in found]})])
+    raise typer.Exit(0 if found and all(not one.problems for one in found) else 2)
+
+
+@app.command(help="delete what the config does not keep; without --yes say it only")
+def prune(
+    run: Run,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="K", help="Newest to keep, instead of the config's."),
+    ] = None,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Damaged and superseded ones go too.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make room in a run that is not alive; what stays is verified before anything is deleted."""
+    from llmtrain.cli.plain import show
+    from llmtrain.tools.prune import prune as clear
+
+    tell = _progress()
+    found = clear(run, keep_last, yes=yes, set_aside=set_aside, told=tell)
+    tell("", 0, 0)
+    show([json.dumps(found.to_json())] if as_json else pruned(found))
+
+
+@app.command(help="prove here that a killed and resumed run equals a straight one")
+def rehearse(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    ] = None,
+    kill_at: Annotated[
+        int, typer.Option(min=2, metavar="N", help="The step in which it is killed.")
+    ] = 6,
+    to: Annotated[
+        str | None, typer.Option(metavar="STRATEGY", help="What the killed run goes on under.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many processes the killed run goes on with."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a few steps straight, the same with a kill and a resume, and compare."""
+    from llmtrain.cli.plain import show
+    from llmtrain.tools.rehearse import rehearse as prove
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    found = prove(config, overrides or [], kill_at, to, processes, tell)
+    show([json.dumps(found.to_json())] if as_json else rehearsal(found))
+    raise typer.Exit(0 if found.same else 2)
+
+
+def listing(found: Listing) -> Iterator[str]:
+    """A line for each directory, and below it what is wrong with it."""
+    if not found.rows:
+        yield "no checkpoints"
+        return
+    name = max(len(row.name) for row in found.rows) + 2
+    yield f"{'name':<{name}}{'size':>{_SIZE}}{'loss':>{_LOSS}}  valid  stays as"
+    for row in found.rows:
+        valid = {None: "", True: "yes", False: "no"}[row.valid]
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        size = _bytes(row.bytes)
+        line = f"{row.name:<{name}}{size:>{_SIZE}}{loss:>{_LOSS}}  {valid:<7}{_why(row, found)}"
+        yield line.rstrip()
+        for wrong in row.wrong or ():
+            yield f"    {wrong}"
+
+
+def verified(one: Verified) -> Iterator[str]:
+    """One line, and below it a line for each file that is not what was written."""
+    state = "damaged" if one.problems else "ok"
+    yield f"{one.name:<16}{state:<9}{_bytes(one.bytes)} in {one.seconds:.1f} s"
+    for problem in one.problems:
+        yield f"    {problem.key}: {problem.value}"
+
+
+def pruned(found: Pruned) -> Iterator[str]:
+    """What goes and what stays, and what to do if nothing was deleted yet."""
+    for word, rows in (("goes", found.goes), ("stays", found.stays)):
+        for row in rows:
+            why = ", ".join(row.kept) or ("" if row.kind == "complete" else row.kind)
+            yield f"{word:<7}{row.name:<30}{_bytes(row.bytes):>{_SIZE}}  {why}".rstrip()
+    count = f"{len(found.goes)} of {len(found.goes) + len(found.stays)}"
+    if not found.goes:
+        yield "nothing to delete"
+    elif found.deleted:
+        yield f"deleted {count}, {_bytes(found.bytes)}"
+    else:
+        yield f"would delete {count}, {_bytes(found.bytes)}; --yes deletes"
+
+
+def rehearsal(found: Rehearsal) -> Iterator[str]:
+    """Both runs, what was compared, and the verdict."""
+    seen = found.compared
+    yield f"straight   {seen.straight}"
+    yield f"killed     in step {found.killed_at}, resumed from {seen.resumed.resumed_from}"
+    yield f"resumed    {seen.resumed}"
+    yield f"batches    of {seen.steps} steps, by digest"
+    if seen.losses:
+        yield f"losses     of {seen.losses} steps, at most {seen.largest_difference:.1e} apart"
+    if seen.note:
+        yield f"           {seen.note}"
+    if seen.files:
+        yield f"files      {len(seen.files)} of weights and optimizer, byte by byte"
+    for difference in seen.differences:
+        yield f"differs    {difference}"
+    if found.folder is not None:
+        yield f"kept       {found.folder}"
+    verdict = "the same" if found.same else "different"
+    yield f"{verdict}, in {found.seconds:.0f} s"
+
+
+def _why(row: Row, found: Listing) -> str:
+    if row.kind != "complete":
+        return _MEANS[row.kind]
+    if found.policy is None:
+        return "not known: no config.yaml that loads"
+    return ", ".join(row.kept) or "not kept: goes after the next save, or by prune"
+
+
+def _bytes(count: int) -> str:
+    from llmtrain.distributed.remedies import gib
+
+    return gib(count)
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    """Says on stderr how far a large checkpoint is; nothing of no size wipes the line away."""
+    moves = sys.stderr.isatty()
+    next_time = time.perf_counter() + _SECONDS_BETWEEN[moves]
+
+    def tell(name: str, size: int, done: int) -> None:
+        nonlocal next_time
+        now = time.perf_counter()
+        if moves and not size:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        if size < _LARGE_BYTES or now < next_time:
+            return
+        next_time = now + _SECONDS_BETWEEN[moves]
+        begin, end = ("\r\033[K", "") if moves else ("", "\n")
+        words = f"{name}: {_bytes(done)} of {_bytes(size)}"
+        print(f"{begin}{words}", end=end, file=sys.stderr, flush=True)
+
+    return tell
