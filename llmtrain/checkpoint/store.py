@@ -37,12 +37,13 @@ def probe(root: Path) -> None:
         durable.sync_directory(place)
         if not (final / "file").is_file() or partial.exists():
             raise OSError("a directory was renamed, and still has its old name or no content")
-        shutil.rmtree(place)
     except OSError as error:
         why = error.strerror or str(error)
-        expected = f"a store that can rename files and directories ({why})"
-        remedy = "a file system: object stores mounted as one often cannot"
+        expected = f"a store where files and directories can be written and renamed ({why})"
+        remedy = "a file system with room; object stores mounted as one often cannot rename"
         raise UserError(Problem("run.dir", root, expected, remedy)) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def network(path: Path) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from llmtrain import durable
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import store
 from llmtrain.checkpoint.lock import RunLock, Takeover
 from llmtrain.config.load import load_config
 from llmtrain.config.meaning import binding_values, changes, dump, refused
@@ -61,6 +62,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
     _make_writable(run_dir)
     known, run_id = read_status(run_dir), _run_of(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
+        store.probe(run_dir)
         record = jsonl.read(run_dir / jsonl.FILE_NAME)
         started = [line for line in record if line["kind"] == "start"]
         saved = [line["name"] for line in record if line["kind"] == "checkpoint"]

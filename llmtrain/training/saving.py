@@ -138,7 +138,9 @@ def opened(config: Config, launched: Launched, run_dir: Path) -> Saves:
     """How a start writes: by its config, its strategy and what its run lies on."""
     keep, kind = config.checkpoint, family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    writers = store.resolved(keep.writers, kind, nodes, store.network(run_dir))
+    # The machine that exports a directory sees a disk: all must come to the same answer.
+    network = bool(launched.ranks.highest(int(store.network(run_dir))))
+    writers = store.resolved(keep.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
     wanted = launched.device.type == "cuda" if keep.background == "auto" else keep.background
     return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")

@@ -34,6 +34,7 @@ def test_bad_input_22_a_store_without_rename_is_refused_with_its_error(tmp_path,
     assert problem.key == "run.dir"
     assert problem.value == tmp_path
     assert "Operation not supported" in problem.expected
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_input_22_a_rename_that_copies_nothing_is_noticed(tmp_path, monkeypatch):

@@ -84,6 +84,21 @@ def test_a_claim_inside_a_claim_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_bad_input_22_a_store_without_rename_is_refused_before_a_status_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("os.rename", refused)
+    with (
+        pytest.raises(UserError, match="Operation not supported"),
+        claim(config(tmp_path), 1, "ddp"),
+    ):
+        pytest.fail("the directory was taken")
+    assert {path.name for path in tmp_path.iterdir()} <= {"lock"}
+
+
 def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path: Path) -> None:
     one = Auto(tmp_path, "ddp/cpu/2")
     one.run["precision"] = "fp32"
