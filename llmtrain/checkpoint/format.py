@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
+from llmtrain.inside import unsafe_name
 from llmtrain.types import Spec, TensorSpec
 
 FORMAT = 1
@@ -204,15 +205,6 @@ def gap(entry: Entry) -> str | None:
             return f"bytes from {min(end, extent.offset)} on are not covered exactly once"
         end += extent.length
     return None if end == entry.size else f"{end} of {entry.size} bytes are covered"
-
-
-def unsafe_name(name: str) -> str | None:
-    """What is wrong with a file name inside a checkpoint: None for a plain relative path."""
-    path = PurePosixPath(name)
-    plain = name.isprintable() and "\\" not in name and path.as_posix() == name
-    if not plain or path.is_absolute() or not path.parts or ".." in path.parts:
-        return f"{name!r} is no plain path inside the checkpoint"
-    return None
 
 
 def build(manifest: Manifest) -> bytes:

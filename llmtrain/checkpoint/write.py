@@ -31,6 +31,7 @@ from llmtrain.checkpoint import disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
 from llmtrain.checkpoint.retention import remove_partials
+from llmtrain.inside import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec, failure
 
 BEAT_BYTES = 64 << 20  # written between two signs of life
@@ -205,7 +206,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
 
 def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
     """ValueError for a file name that reading would refuse, or that stands twice."""
-    wrong = [text for file in [*spec, *small] if (text := form.unsafe_name(file))]
+    wrong = [text for file in [*spec, *small] if (text := unsafe_name(file))]
     if twice := (spec.keys() | {form.MANIFEST}) & small.keys():
         wrong.append(f"{min(twice)} is written twice")
     if wrong:

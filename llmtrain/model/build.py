@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError
+from llmtrain.model import foreign
 from llmtrain.model.freeze import freeze
 from llmtrain.model.shape import on_meta
 from llmtrain.model.tokenizer import SpecialTokens
@@ -44,8 +45,10 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
 
 
 def stored_config(checkpoint: Path) -> Any:
-    """The transformers config that a checkpoint of ours holds."""
-    return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    """The transformers config that a checkpoint of ours holds. UserError: it has its own code."""
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    foreign.refuse_code(config, str(checkpoint))
+    return config
 
 
 def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
@@ -150,6 +153,7 @@ def resolve_revision(path: str, revision: str | None) -> str | None:
 
 def _from_weights(asked: ModelConfig) -> Any:
     path = str(asked.from_)
+    foreign.check(path)
     try:
         config = AutoConfig.from_pretrained(
             path, revision=asked.revision or "main", trust_remote_code=False
@@ -161,6 +165,7 @@ def _from_weights(asked: ModelConfig) -> Any:
                 "model.from", path, f"a model that transformers knows without its own code: {first}"
             )
         ) from error
+    foreign.refuse_code(config, path)
     _causal(config.model_type, "model.from")
     return config
 

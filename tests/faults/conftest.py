@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,13 @@ def faulty(
 
 
 @pytest.fixture(scope="session")
-def straight(
+def straight_run(
     server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int, str], Outcome]:
-    """`straight(2)`, `straight(3, "fsdp2")`: what the run that nothing strikes ends with."""
-    known: dict[tuple[int, str], Outcome] = {}
+) -> Callable[[int, str], FaultyRun]:
+    """`straight_run(2)`: a run that nothing has struck, from its first to its last step."""
+    known: dict[tuple[int, str], FaultyRun] = {}
 
-    def outcome(world_size: int = 2, strategy: str = "ddp") -> Outcome:
+    def made(world_size: int = 2, strategy: str = "ddp") -> FaultyRun:
         key = (world_size, strategy)
         if key not in known:
             folder = tmp_path_factory.mktemp(f"straight-{world_size}-{strategy}")
@@ -57,10 +58,38 @@ def straight(
             run = FaultyRun(server, folder, world_size, config)
             assert run.launch() == [0] * world_size, run.output()
             run.check_clean()
-            known[key] = run.outcome()
+            known[key] = run
+        return known[key]
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def straight(straight_run: Callable[[int, str], FaultyRun]) -> Callable[[int, str], Outcome]:
+    """`straight(2)`, `straight(3, "fsdp2")`: what the run that nothing strikes ends with."""
+    known: dict[tuple[int, str], Outcome] = {}
+
+    def outcome(world_size: int = 2, strategy: str = "ddp") -> Outcome:
+        key = (world_size, strategy)
+        if key not in known:
+            known[key] = straight_run(*key).outcome()
         return known[key]
 
     return outcome
+
+
+@pytest.fixture
+def finished(
+    faulty: Callable[..., FaultyRun], straight_run: Callable[[int, str], FaultyRun]
+) -> Callable[..., FaultyRun]:
+    """`finished(2)`: a copy of the straight run's directory, to be damaged and started again."""
+
+    def copied(world_size: int = 2, strategy: str = "ddp", **changes: Any) -> FaultyRun:
+        run = faulty(world_size, strategy, **changes)
+        shutil.copytree(straight_run(world_size, strategy).run_dir, run.run_dir)
+        return run
+
+    return copied
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics")
 LAYERS = {
-    **dict.fromkeys(("errors", "types", "hashing", "durable", "faults", "pulse"), 0),
+    **dict.fromkeys(("errors", "types", "hashing", "durable", "faults", "pulse", "inside"), 0),
     "config": 1,
     **dict.fromkeys(ROOMS, 2),
     "training": 3,
