@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import durable, faults
+from llmtrain import durable
 from llmtrain.checkpoint import check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Manifest, OtherFormatError
@@ -53,7 +53,6 @@ def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | No
 
     Raises UserError for a format that is not ours, and if nothing but damaged ones is left.
     """
-    faults.hit("load.scan", path=root)
     for name in form.complete_names(root):
         if _is_foreign(root / name, run_id):
             continue
@@ -73,7 +72,6 @@ def named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Cand
     Raises UserError if it is not there, damaged, of another run or format, or if newer ones of
     this run are there and `supersede` is false.
     """
-    faults.hit("load.scan", path=root)
     own = [one for one in form.complete_names(root) if not _is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
         raise UserError(_absent(root, name, own))

@@ -157,6 +157,7 @@ def _offer(
     supersede: bool,
 ) -> dict[str, Any]:
     """Rank 0: the next candidate. damaged: what was offered before, and what is wrong with it."""
+    faults.hit("load.scan", path=root)
     if resume != "auto":
         if damaged:
             raise UserError(candidates.unusable(*damaged))
