@@ -1,0 +1,101 @@
+"""Checkpoints that are written beside the training: the same bytes, whatever strikes meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from helpers.faults import KILLED, FaultyRun
+
+ALL = {"checkpoint__keep_last": 99}
+BESIDE = {"checkpoint__background": True}
+
+
+def files(run: FaultyRun) -> dict[str, str]:
+    """Every tensor file of every checkpoint, as a digest."""
+    found = sorted(run.checkpoints.glob("step-*/*.safetensors"))
+    return {
+        f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in found
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_f13_what_is_written_late_is_the_state_of_its_own_step(faulty, strategy):
+    in_line = faulty(2, strategy, "in-line", **ALL, training__steps=12)
+    assert in_line.launch() == [0, 0]
+    run = faulty(2, strategy, "beside", **ALL, **BESIDE, training__steps=12)
+    # The step under way goes on: its own micro-batches wait, or nothing would be beside the save.
+    assert run.launch("save.write=delay:0.05;loop.step=delay:0.2") == [0, 0]
+    assert len(run.lines("checkpoint")) == 3
+    assert files(run) == files(in_line)
+    assert run.outcome().batches == in_line.outcome().batches
+
+
+def test_f13_the_training_goes_on_while_files_are_written(faulty, straight):
+    run = faulty(2, **BESIDE)
+    assert run.launch("save.write@step=8@nth=1=delay:2;loop.step@step=9=delay:0.5") == [0, 0]
+    lines = run.lines("train") + run.lines("checkpoint")
+    order = [line["step"] for line in sorted(lines, key=lambda line: line["time"])]
+    saved = next(line for line in run.lines("checkpoint") if line["step"] == 8)
+    assert saved["seconds"] > 2
+    assert saved["blocked_seconds"] < saved["seconds"] - 0.5, "step 9 took half a second beside it"
+    assert order.index(9) < len(order) - 1 - order[::-1].index(8), "9 was trained before the commit"
+    assert run.outcome() == straight(2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["save.snapshot", "save.write", "save.fsync"])
+def test_f13_a_kill_while_the_training_goes_on_leaves_the_older_one(faulty, straight, point, rank):
+    run = faulty(2, **BESIDE, checkpoint__writers="all")
+    codes = run.launch(f"{point}@step=8@rank={rank}=kill")
+    assert codes[rank] == KILLED
+    assert run.valid() == ["step-00000004"]
+    assert run.launch() == [0, 0]
+    assert run.resumed() == [None, "step-00000004"]
+    assert run.outcome() == straight(2)
+
+
+@pytest.mark.parametrize("fault", ["save.write@rank=1=enospc", "save.snapshot@rank=1=raise"])
+def test_f13_a_save_that_fails_beside_the_training_is_an_event(faulty, straight, fault):
+    run = faulty(2, **BESIDE, checkpoint__writers="all")
+    point, _, action = fault.partition("@rank=1")
+    assert run.launch(f"{point}@rank=1@step=8{action}") == [0, 0]
+    failed = run.events("save_failed")
+    assert [one["step"] for one in failed] == [8]
+    assert "rank 1" in failed[0]["failures"]
+    assert [line["step"] for line in run.lines("checkpoint")] == [4, 12, 16, 20, 24]
+    assert run.outcome() == straight(2)
+
+
+def test_f13_a_save_in_flight_is_complete_when_a_stop_ends_the_run(faulty, straight):
+    run = faulty(2, **BESIDE)
+    assert run.launch("save.write@step=8=delay:1;loop.micro@step=9@rank=1=term") == [0, 0]
+    assert run.status()["state"] == "stopped"
+    assert [line["step"] for line in run.lines("checkpoint")][:2] == [4, 8]
+    assert run.valid()[-1] == run.status()["checkpoint"] == f"step-{run.status()['step']:08d}"
+    assert run.launch() == [0, 0]
+    assert run.outcome() == straight(2)
+
+
+def test_f13_a_save_in_flight_is_complete_when_data_fails(faulty, straight):
+    run = faulty(2, **BESIDE)
+    assert run.launch("save.write@step=8=delay:1;data.next@rank=1@nth=10=raise") == [1, 1]
+    assert run.valid()[-1] == "step-00000008"
+    assert run.launch() == [0, 0]
+    assert run.resumed() == [None, "step-00000008"]
+    assert run.outcome() == straight(2)
+
+
+def test_f32_two_checkpoints_are_valid_at_every_instant(faulty):
+    run = faulty(2, **BESIDE, checkpoint__every_steps=2, checkpoint__keep_last=2)
+    ranks = run.start("save.write=delay:0.01;retain.delete=delay:0.1;save.rename=delay:0.1")
+    seen: list[int] = []
+    while ranks.alive():
+        if run.checkpoints.is_dir():
+            before, valid = run.names(), run.valid()
+            if run.names() == before:  # else one may have gone while it was looked at
+                seen.append(len(valid))
+    assert run.wait(ranks) == [0, 0]
+    assert 2 in seen
+    assert min(seen[seen.index(2) :]) >= 2, seen
