@@ -270,8 +270,7 @@ def open_run(config: Config) -> Iterator[Run]:
             marks.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
         signals.before_exit = partial(marks.write, run_dir, rank)
         journal = stack.enter_context(closing(Journal(run_dir, rank)))
-        timeout = config.distributed.timeout_minutes
-        watchdog = stack.enter_context(watching(journal, rank, timeout))
+        watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes))
         if place is not None:
             journal.step = place.step
             logfile.open(run_dir)

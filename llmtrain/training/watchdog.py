@@ -22,6 +22,7 @@ from pathlib import Path
 
 from llmtrain import pulse
 from llmtrain.errors import RESTARTABLE
+from llmtrain.training import marks
 from llmtrain.training.journal import Journal
 
 _TICK_SECONDS = 1.0
@@ -29,7 +30,7 @@ _REPORT_SECONDS = 300.0
 _REPORT_STEPS = 20
 _BEFORE_SECONDS = 10.0
 _LATEST_SHARE = 0.9  # of a short time-out: data that does not come is given up after 0.8 of it
-_WRITING_SECONDS = 3.0
+_WRITING_SECONDS = 2.0
 # One call of a library, minutes long where models or texts are large: told later, never ended. Who
 # waits for it has a time-out, and the rendezvous has one too.
 _LONG = ("joining the other processes", "building the model", "training a tokenizer")
@@ -41,7 +42,6 @@ class Watchdog:
     def __init__(
         self,
         journal: Journal,
-        rank: int,
         timeout_minutes: float,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -50,7 +50,7 @@ class Watchdog:
         self._end_after = max(timeout - _BEFORE_SECONDS, _LATEST_SHARE * timeout)
         self._most = timeout / 2
         self._journal = journal
-        self._rank = rank
+        self._rank = journal.rank
         self._leave = leave
         self._median: Callable[[], float] | None = None
         self._seen = pulse.read()[0]
@@ -94,19 +94,30 @@ class Watchdog:
         code = self._journal.exit_code  # of a run that is over, and hangs while it closes
         _aside(lambda: _stacks(self._log_file(), said))
         if code is None:
-            code = RESTARTABLE
-            _aside(lambda: self._journal.end("failed", RESTARTABLE, said))
+            _aside(lambda: marks.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
+            code, why = self._cause() or (RESTARTABLE, said)
+            _aside(lambda: self._journal.end("failed", code, why))
         _aside(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
         self._leave(code)
+
+    def _cause(self) -> tuple[int, str] | None:
+        """Of a rank that has failed while this one waited for it, for the status."""
+        if self._rank:
+            return None
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        found: list[marks.Mark | None] = []
+        _aside(lambda: found.append(marks.outranking(self._journal.run_dir, world_size, 0)))
+        told = found[0] if found else None
+        return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
 
     def _log_file(self) -> Path:
         return self._journal.run_dir / "logs" / f"rank-{self._rank}.log"
 
 
 @contextmanager
-def watching(journal: Journal, rank: int, timeout_minutes: float) -> Iterator[Watchdog]:
+def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
     """A watchdog over what is done inside. timeout_minutes: when peers give up waiting."""
-    watchdog = Watchdog(journal, rank, timeout_minutes)
+    watchdog = Watchdog(journal, timeout_minutes)
     over = threading.Event()
 
     def watch() -> None:

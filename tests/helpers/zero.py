@@ -40,7 +40,8 @@ LIMIT = 0.2  # of the gradient norm, which is above it in every step
 @dataclass(frozen=True, slots=True)
 class Case:
     """model: tied, odd or frozen · forbid: at `bad_step` one rank's loss is NaN, its gradient is
-    NaN, its data failed or no rank has a trained token · load, save: checkpoint directories; a
+    NaN, its data failed or no rank has a trained token; "loss everywhere": that of every rank ·
+    left_out: a step that is not made · load, save: checkpoint directories; a
     loaded state is of `start` steps · save_halfway: after half of the steps, and training goes on ·
     factors: of the learning rate, over and over · writers: as `checkpoint.writers`, "" = all that
     hold a part, and rank 0 what all hold.
@@ -64,6 +65,7 @@ class Case:
     discard: bool = False
     fused: bool = True
     checkpointing: str = "none"
+    left_out: int = -1
 
 
 def run(server: Server, folder: Path, world_size: int, cases: Sequence[Case], **env: str) -> Any:
@@ -153,6 +155,8 @@ def train(case: Case) -> dict[str, Any]:
         if case.evaluate:
             evaluations.append(evaluate(fake))
         batch = uneven.share(step, ranks.rank, ranks.world_size, False)
+        if step == case.left_out:
+            continue
         bad = step == case.bad_step and case.forbid
         update(fake, forbidden(fake, batch, case.forbid) if bad else batch, factor(case, step))
         fake.data_failed = False
@@ -162,6 +166,7 @@ def train(case: Case) -> dict[str, Any]:
         "numbers": [numbers(sums, norm) for sums, norm in sent],
         "evaluations": evaluations,
         "optimizer_steps": engine.optimizer_steps(),
+        "unequal_replicas": engine.unequal_replicas(),
         "other_moments": other_moments(spec, bare),
     }
     if case.save:
@@ -178,8 +183,8 @@ def forbidden(fake: Any, batch: Batch, why: str) -> Batch:
     if why == "tokens":
         labels = np.full_like(batch.labels, -100)
         return Batch(batch.ids, labels, 0, None, {}, 0, 0, {"all": 0}, {}, 0.0)
-    if fake.ranks.rank == fake.ranks.world_size - 1:
-        match why:
+    if fake.ranks.rank == fake.ranks.world_size - 1 or why.endswith(" everywhere"):
+        match why.removesuffix(" everywhere"):
             case "data":
                 fake.data_failed = True
             case "gradient":

@@ -8,7 +8,7 @@ import pytest
 from helpers.ranks import until
 
 from llmtrain import pulse
-from llmtrain.training import watchdog
+from llmtrain.training import marks, watchdog
 from llmtrain.training.watchdog import Watchdog, watching
 
 
@@ -18,6 +18,7 @@ class Record:
     def __init__(self, run_dir: Path) -> None:
         (run_dir / "logs").mkdir()
         self.run_dir = run_dir
+        self.rank = 0
         self.step = 7
         self.exit_code: int | None = None
         self.events: list[tuple[str, int, dict[str, Any]]] = []
@@ -41,7 +42,8 @@ def reported(
 ) -> Any:
     """After how many looks without progress it reports, and how often; after how many it ends."""
     left: list[int] = []
-    dog = Watchdog(record, rank, minutes, left.append)
+    record.rank = rank
+    dog = Watchdog(record, minutes, left.append)
     if median is not None:
         dog.follow(lambda: median)
     said, ended = [], []
@@ -105,28 +107,45 @@ def test_the_end_is_recorded_with_75_and_the_phase(
     record: Record, capfd: pytest.CaptureFixture[str]
 ) -> None:
     left: list[int] = []
-    dog = Watchdog(record, 0, 1.0, left.append)
+    dog = Watchdog(record, 1.0, left.append)
     for _ in range(54):
         dog.look()
     assert left == [75]
     assert record.ends == [("failed", 75, "no progress for 54 s: a micro-batch")]
     assert "rank 0: error: no progress for 54 s: a micro-batch" in capfd.readouterr().err
+    (mark,) = marks.read(record.run_dir)
+    assert (mark.rank, mark.code, mark.lost_peer) == (0, 75, False)
+    assert mark.reason == record.ends[0][2]
     log = (record.run_dir / "logs" / "rank-0.log").read_text()
     assert log.count("the stacks of all threads") == 2  # where it hung, and where it was at the end
+
+
+def test_the_cause_is_that_of_a_rank_that_failed_while_this_one_waited(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    marks.write(record.run_dir, 1, 75, "no progress")
+    marks.write(record.run_dir, 2, 1, "a defect")
+    left: list[int] = []
+    dog = Watchdog(record, 1.0, left.append)
+    for _ in range(54):
+        dog.look()
+    assert left == [1]
+    assert record.ends == [("failed", 1, "rank 2: a defect")]
 
 
 def test_a_run_that_is_over_keeps_its_end_and_its_code(record: Record) -> None:
     """It hangs while it closes: what it had to do is done and recorded."""
     record.exit_code = 0
     left: list[int] = []
-    dog = Watchdog(record, 0, 1.0, left.append)
+    dog = Watchdog(record, 1.0, left.append)
     for _ in range(54):
         dog.look()
     assert (left, record.ends) == ([0], [])
 
 
 def test_progress_begins_the_count_anew_and_another_hang_is_another_report(record: Record) -> None:
-    dog = Watchdog(record, 0, 20, pytest.fail)
+    dog = Watchdog(record, 20, pytest.fail)
     dog.follow(lambda: 0.1)
     for _ in range(3):
         for _ in range(299):
@@ -158,7 +177,7 @@ def test_what_cannot_be_written_holds_up_nothing(
     record.event = record.end = lambda *_, **__: release.wait()  # type: ignore[method-assign]
     (record.run_dir / "logs").rmdir()
     left: list[int] = []
-    dog = Watchdog(record, 0, 1.0, left.append)
+    dog = Watchdog(record, 1.0, left.append)
     for _ in range(54):
         dog.look()
     assert left == [75]
@@ -172,7 +191,7 @@ def test_a_thread_looks_as_long_as_the_run_is_open(
 ) -> None:
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.001)
     monkeypatch.setattr(watchdog, "_REPORT_SECONDS", 5)
-    with watching(record, 0, 1e6):
+    with watching(record, 1e6):
         until(lambda: bool(record.events), "a report")
     assert "watchdog" not in {one.name for one in threading.enumerate()}
     assert len(record.events) == 1
