@@ -137,6 +137,7 @@ def fill(
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, (dtype, shape)) in answer["places"].items()
     }
+    _refuse_adapters(found, stored)
     _refuse_other_tensors(found, stored, spec)
     error: Exception | None = None
     try:
@@ -216,6 +217,17 @@ def _stored(path: Path, _aside: list[Aside]) -> dict[str, Any]:
             for name, place in found.items()
         }
     }
+
+
+def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
+    """UserError for a checkpoint that does not hold the model itself."""
+    files = sorted({place.file for place in stored.values()})
+    adapters = [file for file in files if file.startswith("adapter_")]
+    if adapters:
+        expected = "the weights of the whole model, which this run trains"
+        remedy = "the config that began that run, or another run.dir"
+        value = f"LoRA adapters ({', '.join(adapters)})"
+        raise UserError(Problem(str(found.path), value, expected, remedy))
 
 
 def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) -> None:

@@ -316,7 +316,7 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
         return ""
     from transformers import AutoConfig
 
-    values = AutoConfig.from_pretrained(_last(run_dir)).to_dict()
+    values = AutoConfig.from_pretrained(_last(run_dir), trust_remote_code=False).to_dict()
     drops = [key for key, value in values.items() if "drop" in key and _is_share(value)]
     if not drops:
         return ""

@@ -131,17 +131,34 @@ def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[st
 
 
 def _make_writable(run_dir: Path) -> None:
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(Problem("run.dir", run_dir, "a directory; there is a file of that name"))
+    """Make the directory if need be, and write a file in it. Raises UserError."""
     probe = run_dir / f".probe-{os.getpid()}"
     try:
+        if run_dir.exists() and not run_dir.is_dir():
+            expected, remedy = (
+                "a directory; there is a file of that name",
+                "move it, or use another",
+            )
+            raise UserError(Problem("run.dir", run_dir, expected, remedy))
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        expected = "a disk with room on it" if full else "a directory that can be written"
-        raise UserError(Problem("run.dir", run_dir, f"{expected} ({error.strerror})")) from error
+        raise UserError(_unwritable(run_dir, error)) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> Problem:
+    said = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some, or put run.dir on another disk"
+        return Problem("run.dir", run_dir, f"a disk with room on it ({said})", remedy)
+    parents = reversed(run_dir.absolute().parents)
+    above = [path for path in parents if not os.path.isdir(path)]  # noqa: PTH112  # never raises
+    if above:  # the first of them is what is in the way
+        expected = f"a directory that can be made; {above[0]} is none and cannot be made ({said})"
+        return Problem("run.dir", run_dir, expected, "make it, or set run.dir to another place")
+    remedy = "change its permissions, or set run.dir to another directory"
+    return Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
 
 
 def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.checkpoint import collect, retention, store, write
 from llmtrain.checkpoint.background import Writer
-from llmtrain.checkpoint.format import Extents
+from llmtrain.checkpoint.format import Extents, complete_names
 from llmtrain.config.schema import Config
 from llmtrain.distributed.accelerator import Launched
 from llmtrain.distributed.launch import family
@@ -66,13 +66,15 @@ class Saves:
     """How this start writes checkpoints, and the one that is in flight.
 
     writer: None where all is written in line · sent: rank 0 writes what the others hold parts of,
-    which takes collectives and so is done in line · dealt: what all hold is shared out.
+    which takes collectives and so is done in line · dealt: what all hold is shared out · kept: what
+    lay there after the last retention (rank 0).
     """
 
     writer: Writer | None
     sent: bool
     dealt: bool
     flight: Flight | None = None
+    kept: set[str] = field(default_factory=set)
     failed_in_a_row: int = 0
     has_room: bool = False
     grace_told: bool = False
@@ -219,7 +221,16 @@ def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> N
     warn_of_grace(run, done.seconds, run.meter.step_seconds)
     if run.ranks.rank == 0:
         note_cursors(run, flight.step, flight.heard)
-        retention.apply(run.checkpoint_dir, policy(run.config), run.run_id, run.resumed_from)
+        _retain(run, flight.step, done.name)
+
+
+def _retain(run: Run, step: int, new: str) -> None:
+    """Delete what the policy does not keep; say what somebody else has deleted."""
+    saves, root = run.checkpoints, run.checkpoint_dir
+    for name in sorted(saves.kept - set(complete_names(root))):
+        run.journal.event("checkpoint_missing", step, checkpoint=name)
+    gone = retention.apply(root, policy(run.config), run.run_id, run.resumed_from)
+    saves.kept = {*complete_names(root), new} - {*gone}
 
 
 def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:

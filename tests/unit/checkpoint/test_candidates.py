@@ -163,6 +163,31 @@ def test_bad_input_29_a_newer_state_beside_a_manifest_of_ours_is_refused_too(tmp
     assert refusal(tmp_path).problems[0].value == "format 3"
 
 
+@pytest.mark.parametrize("name", ["../config.json", "/etc/hosts", "a/../../x"])
+def test_bad_input_32_a_manifest_that_names_a_file_outside_is_refused(root, name):
+    directory = root / "step-00000012"
+    files = json.loads((directory / form.MANIFEST).read_bytes())["files"]
+    sign(directory, files={**files, name: {"size": 0, "extents": []}})
+    (problem,) = refusal(root, resume="step-00000012").problems
+    assert f"{name!r} is no plain path inside the directory" in problem.expected
+
+
+def test_bad_input_32_a_link_out_of_a_checkpoint_is_refused(root):
+    path = root / "step-00000012" / MODEL
+    path.rename(root.parent / "elsewhere")
+    path.symlink_to(root.parent / "elsewhere")
+    (problem,) = refusal(root, resume="step-00000012").problems
+    assert f"{MODEL}: is not a regular file of this directory" in problem.expected
+
+
+def test_bad_input_32_a_file_that_a_manifest_names_twice_is_refused(root):
+    path = root / "step-00000012" / form.MANIFEST
+    body = path.read_bytes()
+    path.write_bytes(body.replace(b'"files":{', b'"files":{"config.json":{"extents":[],"size":0},'))
+    (problem,) = refusal(root, resume="step-00000012").problems
+    assert f"{form.MANIFEST}: its own digest differs" in problem.expected
+
+
 def damaged_weights(root):
     path = root / "step-00000012" / MODEL
     body = bytearray(path.read_bytes())

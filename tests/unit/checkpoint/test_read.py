@@ -1,3 +1,4 @@
+import ast
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from llmtrain.checkpoint.patience import Patience
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Alone, Piece, TensorSpec
 
+PACKAGE = Path(form.__file__).parents[1]
 NEWEST = "step-00000008"
 MODEL = "model.safetensors"
 FILES = [*SPEC, "config.json", form.STATE, form.MANIFEST]
@@ -287,7 +289,7 @@ def test_blocks_of_a_large_tensor_follow_each_other(root, monkeypatch):
     assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 
 
-def test_other_tensors_are_refused_with_the_first_five(root):
+def test_bad_input_07_another_model_is_refused_with_the_first_five_tensors(root):
     part = {f"b{i}": TensorSpec("F32", (2,)) for i in range(4)}
     spec = {MODEL: {"a.weight": TensorSpec("F32", (5, 4)), **SPEC[MODEL], **part}}
     spec[MODEL]["a.weight"] = TensorSpec("F32", (5, 4))
@@ -311,6 +313,41 @@ def test_other_tensors_are_refused_with_the_first_five(root):
     assert "F32 [5, 4]" in caught.value.problems[0].expected
     assert caught.value.problems[1].value == "absent"
     assert all(torch.equal(values[name], value) for name, value in tensors(spec).items())
+
+
+def optimizer_state(root, states):
+    """A checkpoint whose optimizer had other tensors; what a run of AdamW says of it."""
+    weight = {"a.weight": TensorSpec("F32", (4, 4))}
+    other = {f"a.weight.{name}": tensor for name, tensor in states.items()}
+    adamw = {f"a.weight.{name}": TensorSpec("F32", (4, 4)) for name in ("exp_avg", "exp_avg_sq")}
+    save(root, 12, {MODEL: weight, "optimizer-00001-of-00001.safetensors": other})
+    spec = {MODEL: weight, "optimizer-00001-of-00001.safetensors": adamw}
+    with pytest.raises(UserError) as caught:
+        read.fill(found(root).found, spec, whole(spec, tensors(spec)), Alone())
+    return {problem.key: (problem.value, problem.expected) for problem in caught.value.problems}
+
+
+def test_bad_input_11_the_state_of_another_optimizer_is_refused(root):
+    said = optimizer_state(root, {"momentum_buffer": TensorSpec("F32", (4, 4))})
+    assert said["a.weight.exp_avg"] == ("absent", "F32 [4, 4], as in the model")
+    assert said["a.weight.momentum_buffer"] == ("F32 [4, 4]", "absent, as in the model")
+
+
+def test_bad_input_12_state_of_another_shape_than_its_parameter_is_refused(root):
+    scales = {"exp_avg": TensorSpec("U8", (4, 4)), "absmax": TensorSpec("F32", (1,))}
+    said = optimizer_state(root, scales)
+    assert said["a.weight.exp_avg"] == ("U8 [4, 4]", "F32 [4, 4], as in the model")
+    assert said["a.weight.absmax"] == ("F32 [1]", "absent, as in the model")
+
+
+def test_bad_input_13_adapters_are_no_checkpoint_of_a_whole_model(root):
+    save(root, 12, {"adapter_model.safetensors": SPEC[MODEL]})
+    with pytest.raises(UserError) as caught:
+        read.fill(found(root).found, SPEC, whole(SPEC, tensors(SPEC)), Alone())
+    (problem,) = caught.value.problems
+    assert problem.key.endswith("step-00000012")
+    assert problem.value == "LoRA adapters (adapter_model.safetensors)"
+    assert "the whole model" in problem.expected
 
 
 def test_a_tensor_that_the_model_does_not_have_is_refused(root):
@@ -361,26 +398,71 @@ def test_searching_verifying_and_clearing_need_no_torch(root):
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
 
 
-pickled = []
-sys.addaudithook(lambda event, _: pickled.append(event) if event == "pickle.find_class" else None)
+NOTHING_UNPICKLED = """
+import sys
+from pathlib import Path
+import torch, transformers
+from helpers.checkpoints import SPEC, tensors, whole
+from llmtrain.checkpoint import read
+from llmtrain.config.schema import ModelConfig
+from llmtrain.model.build import build, model_config
+from llmtrain.model.tokenizer import SpecialTokens
+from llmtrain.types import Alone
+root, base = map(Path, sys.argv[1:])
+shape = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+config = transformers.LlamaConfig(vocab_size=300, **shape)
+transformers.LlamaForCausalLM(config).save_pretrained(base)
+opened = []
+sys.addaudithook(lambda event, _: opened.append(event) if event.startswith("pickle.") else None)
+into = tensors(SPEC, seed=77)
+read.fill(read.find(root, None, Alone()), SPEC, whole(SPEC, into), Alone())
+assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
+asked = ModelConfig.model_validate({"from": str(base)})
+build(model_config(asked, SpecialTokens(300, 0, 0, 0), 16), asked, None)
+print("unpickled:", opened)
+"""
 
 
-def test_nothing_is_unpickled_by_a_search_and_a_load(root):
-    pickled.clear()
-    into = tensors(SPEC)
-    read.fill(found(root).found, SPEC, whole(SPEC, into), Alone())
-    assert pickled == []
+def test_nothing_is_unpickled_by_the_load_of_a_checkpoint_and_of_a_model(root, tmp_path):
+    command = [sys.executable, "-c", NOTHING_UNPICKLED, str(root), str(tmp_path / "base")]
+    paths = os.pathsep.join([str(PACKAGE.parent), str(PACKAGE.parent / "tests")])
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert "unpickled: []" in run.stdout, run.stderr
 
 
 def test_the_package_holds_no_pickle():
-    package = Path(form.__file__).parents[1]
     forbidden = re.compile(
-        r"^\s*(import|from) (pickle|cPickle|dill)\b|torch\.(save|load)\(|"
-        r"\b(allow_pickle|trust_remote_code)=True|\b(gather|broadcast)_object",
+        r"^\s*(import|from) (pickle|cPickle|dill)\b|torch\.(save|load)\(|yaml\.load\(|"
+        r"\b(allow_pickle|trust_remote_code) *= *(?!False)|weights_only *= *False|"
+        r"\b(gather|broadcast|scatter|send|recv)_object",
         re.MULTILINE,
     )
-    hits = [path for path in package.rglob("*.py") if forbidden.search(path.read_text())]
+    hits = [path for path in PACKAGE.rglob("*.py") if forbidden.search(path.read_text())]
     assert hits == []
+
+
+def test_whatever_transformers_opens_it_opens_without_code_and_without_pickle():
+    opened = [
+        node
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value).startswith("Auto")
+    ]
+    assert len(opened) >= 6
+    for call in opened:
+        said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert said["trust_remote_code"] == "False", ast.unparse(call)
+        if ast.unparse(call.func) == "AutoModelForCausalLM.from_pretrained":
+            assert said["use_safetensors"] == "True"
 
 
 def test_a_verification_reads_every_byte_of_what_has_its_size_and_says_how_far_it_is(root):

@@ -162,6 +162,15 @@ def test_bad_input_35_what_does_not_parse_is_answered_with_the_grammar(tmp_path,
     assert says in said[key]
 
 
+def test_bad_input_05_a_model_directory_is_no_checkpoint_to_resume_from(tmp_path):
+    (tmp_path / "model").mkdir()
+    for value in (str(tmp_path / "model"), "runs/b/checkpoints/step-00000400"):
+        said = problems(tmp_path, f"checkpoint.resume={value}")["checkpoint.resume"]
+        assert f"checkpoint.resume = {value}" in said
+        assert "auto, never, or the name of a checkpoint of this run" in said
+        assert f"did you mean model.from={value}, which takes weights alone?" in said
+
+
 def test_a_config_made_in_python_is_checked_alike():
     config = Config.model_validate(
         {"data": {"sources": [{"path": "sample"}]}, "training": {"steps": 1}}

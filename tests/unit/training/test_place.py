@@ -3,6 +3,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from helpers.checkpoints import save
 from helpers.tiny import tiny_config
 
 from llmtrain.config.schema import Config
@@ -126,3 +127,113 @@ def test_an_atomic_write_leaves_the_old_file_when_it_fails(
     with pytest.raises(RunError, match="No space"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def refusal(config: Config) -> str:
+    """What a claim says that is refused; it changes nothing."""
+    with pytest.raises(UserError) as raised, claim(config, 1, "ddp"):
+        pass
+    return str(raised.value)
+
+
+def test_bad_input_02_never_is_for_a_directory_in_which_nothing_was_trained(tmp_path: Path) -> None:
+    never = config(tmp_path, checkpoint__resume="never")
+    with claim(never, 1, "ddp"):
+        pass  # refused later, for something else: it has begun nothing
+    with claim(never, 1, "ddp"), closing(Lines(tmp_path)) as lines:
+        lines.write("start", 0)
+    said = refusal(never)
+    assert "checkpoint.resume = never" in said
+    assert f"{tmp_path} holds its metrics.jsonl" in said
+    assert "checkpoint.resume=auto" in said
+
+
+def test_bad_input_02_a_checkpoint_alone_makes_a_directory_used(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000004.damaged").mkdir(parents=True)
+    assert "step-00000004.damaged" in refusal(config(tmp_path, checkpoint__resume="never"))
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS"])
+def test_what_resume_says_is_for_the_first_start_of_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    begin(tmp_path)
+    never = config(tmp_path, checkpoint__resume="never")
+    monkeypatch.setenv(name, "0")
+    assert "checkpoint.resume = never" in refusal(never)
+    monkeypatch.setenv(name, "1")
+    with claim(never, 1, "ddp") as place:
+        assert place.begun
+
+
+def test_a_lost_status_does_not_make_the_run_another_one(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 99, run_id="another")
+    with claim(config(tmp_path), 1, "ddp"), closing(Lines(tmp_path)) as lines:
+        lines.write("start", 0, run_id="this one")
+    (tmp_path / "status.json").unlink()
+    with claim(config(tmp_path), 1, "ddp") as place:
+        assert place.run_id == "this one"
+
+
+def test_without_a_record_the_newest_intact_manifest_says_whose_directory_it_is(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "checkpoints", 4, run_id="this one")
+    save(tmp_path / "checkpoints", 8, run_id="damaged")
+    (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").write_bytes(b"{}")
+    with claim(config(tmp_path), 1, "ddp") as place:
+        assert place.run_id == "this one"
+
+
+CHANGES = {
+    "08": [("model__config", {"model_type": "llama", "vocab_size": 999}, "vocab_size = 999")],
+    "10": [
+        ("training__global_batch_size", 48, "training.global_batch_size = 48"),
+        ("data__seq_len", 64, "data.seq_len = 64"),
+    ],
+    "14": [("training__precision", "bf16", "training.precision = bf16")],
+}
+
+
+def other(tmp_path: Path, number: str) -> None:
+    begin(tmp_path)
+    for name, value, says in CHANGES[number]:
+        said = refusal(config(tmp_path, **{name: value}))
+        assert says in said
+        assert "with which" in said
+        assert "checkpoint.accept_changes=[" in said
+
+
+def test_bad_input_08_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other(tmp_path, "08")
+
+
+def test_bad_input_10_another_batch_or_length_is_refused(tmp_path: Path) -> None:
+    other(tmp_path, "10")
+
+
+def test_bad_input_14_another_precision_is_refused(tmp_path: Path) -> None:
+    other(tmp_path, "14")
+
+
+def test_bad_input_19_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    said = refusal(config(tmp_path / "run"))
+    assert f"run.dir = {tmp_path / 'run'}" in said
+    assert "there is a file of that name" in said
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_bad_input_20_a_run_directory_that_cannot_be_written_is_refused() -> None:
+    said = refusal(config(Path("/proc/self")))  # for root, too
+    assert "run.dir = /proc/self" in said
+    assert "a directory that can be written (" in said
+
+
+@pytest.mark.parametrize("parent", ["a file", "not there"])
+def test_bad_input_21_a_parent_that_cannot_be_made_is_named(tmp_path: Path, parent: str) -> None:
+    place = Path("/proc/nowhere") if parent == "not there" else tmp_path / "file"
+    if parent == "a file":
+        place.touch()
+    said = refusal(config(place / "deep" / "run"))
+    assert f"{place} is none and cannot be made (" in said

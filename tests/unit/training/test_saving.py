@@ -7,7 +7,7 @@ def rank(host: str, needed: int, free: int) -> dict:
     return {"host": host, "needed": needed, "free": free}
 
 
-def test_copies_of_all_ranks_of_a_host_must_fit_into_what_is_free_there() -> None:
+def test_bad_input_25_copies_of_all_ranks_of_a_host_must_fit_into_what_is_free_there() -> None:
     assert short_of_memory([rank("a", 100, 1000), rank("a", 100, 990)]) == []
     assert short_of_memory([rank("a", 600, 1000), rank("a", 600, 990)]) == ["a"]
 
