@@ -130,6 +130,7 @@ class TorchEngine:
         self._parameters = [
             p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
+        self._fused = all(group.get("fused") for group in self._optimizer.param_groups)
         for group in self._optimizer.param_groups:
             group["peak_lr"] = group["lr"]
         return self._model
@@ -162,9 +163,17 @@ class TorchEngine:
             torch._foreach_mul_(self._gradients(), factor.to(self._updates_on))
 
     def step(self, factor: float, sums: StepVector) -> None:
-        """AdamW's fused kernel leaves weights, moments and step alone where `found_inf` is 1."""
+        """AdamW's fused kernel leaves weights, moments and step alone where `found_inf` is 1.
+
+        One that is not fused has no such flag, so the device is waited for.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
+        if not self._fused:
+            if not bool(not_finite(sums)):
+                self._optimizer.step()
+            self.clear()
+            return
         # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused kernels
         found_inf = not_finite(sums).float().to(self._updates_on)

@@ -30,8 +30,10 @@ def vector(squares: float, **slots: float) -> StepVector:
     return StepVector(torch.tensor([*values, said.get("tokens", 8.0)], dtype=torch.float64))
 
 
-def prepared(launched: Launched, model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
+def prepared(
+    launched: Launched, model: LlamaForCausalLM, *, fused: bool = True
+) -> torch.optim.Optimizer:
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=fused)
     launched.engine.prepare(LossModule(model), model, optimizer)
     create_state(optimizer, 0)
     return optimizer
@@ -90,11 +92,12 @@ def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched)
     ],
     ids=["NaN norm", "infinite norm", "three ranks not finite", "two without data", "no token"],
 )
+@pytest.mark.parametrize("fused", [True, False])
 def test_a_forbidden_step_changes_no_weight_moment_or_count(
-    launched: Launched, forbidden: dict[str, float]
+    launched: Launched, forbidden: dict[str, float], fused: bool
 ) -> None:
     model = tiny()
-    optimizer = prepared(launched, model)
+    optimizer = prepared(launched, model, fused=fused)
     backward(launched, model)
     launched.engine.step(1.0, vector(1.0))
     before = [p.detach().clone() for p in model.parameters()]

@@ -1,0 +1,102 @@
+"""A checkpoint goes anywhere: {DDP, FSDP2, ZeRO-2, ZeRO-3} × itself × {1, 2, 3 processes}.
+
+Each form loads what another has written and writes it again: the same bytes. So every pair is a
+round trip, and what was written by one and read by the other may go on to any third. In the suite
+each form reads three checkpoints of fp32, and each is read by three; all 144 pairs are a sweep.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import portability
+from helpers.portability import Form, Work, forms, worst
+from helpers.ranks import Server
+
+FP32, BF16 = forms(), forms("bf16")
+UNFUSED = [Form(name, 2, fused=False) for name in ("ddp", "fsdp2")]
+# From reader to writer: itself, the next strategy on one process more, and the one behind both.
+TURNS = (0, 5, 10)
+
+Found = dict[str, Any]
+
+
+def sources(readers: list[Form], reader: Form, turns: tuple[int, ...]) -> tuple[str, ...]:
+    place = readers.index(reader)
+    return tuple(readers[(place + turn) % len(readers)].name for turn in turns)
+
+
+@pytest.fixture(scope="module")
+def written(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    """A checkpoint of each form after three steps, and twenty steps that went on behind it."""
+    root = tmp_path_factory.mktemp("portability")
+    works = [Work(form) for form in (*FP32, *UNFUSED)] + [Work(form, steps=0) for form in BF16]
+    return root, portability.run(server, root, works)
+
+
+@pytest.fixture(scope="module")
+def read(server: Server, written: tuple[Path, Found]) -> Found:
+    """What each form makes of three checkpoints (bf16: of one, only written again)."""
+    works = [Work(form, sources(FP32, form, TURNS)) for form in FP32]
+    works += [Work(form, tuple(one.name for one in UNFUSED)) for form in UNFUSED]
+    works += [Work(form, sources(BF16, form, TURNS[1:2]), steps=0) for form in BF16]
+    return portability.run(server, written[0], works)
+
+
+def test_p_files_are_the_same_bytes_behind_load_and_save(
+    written: tuple[Path, Found], read: Found
+) -> None:
+    names = [form.name for form in (*FP32, *UNFUSED, *BF16)]
+    assert portability.different_files(written[1], read, names) == []
+    for name in names:
+        saved = written[1][name][name]["saved"]
+        assert sorted(saved) == ["model.safetensors", "optimizer-00001-of-00001.safetensors"]
+    readers = {reader for reader in read for writer in read[reader] if writer != reader}
+    writers = {writer for reader in read for writer in read[reader] if writer != reader}
+    assert readers == writers == set(names)
+
+
+@pytest.mark.parametrize("form", FP32, ids=lambda form: form.name)
+def test_p_losses_go_on_within_1e_5_over_twenty_steps(
+    written: tuple[Path, Found], read: Found, form: Form
+) -> None:
+    for writer, one in read[form.name].items():
+        straight = written[1][writer][writer]
+        assert len(one["numbers"]) == 20
+        assert [n["tokens"] for n in one["numbers"]] == [n["tokens"] for n in straight["numbers"]]
+        assert worst(one, straight) <= 1e-5, writer
+
+
+@pytest.mark.parametrize("form", [*FP32, *UNFUSED], ids=lambda form: form.name)
+def test_p_training_is_the_same_bits_where_strategy_and_processes_stay(
+    written: tuple[Path, Found], read: Found, form: Form
+) -> None:
+    straight, resumed = written[1][form.name][form.name], read[form.name][form.name]
+    assert resumed["numbers"] == straight["numbers"]
+    assert resumed["ended"] == straight["ended"]
+    assert straight["ended"] != straight["saved"]
+
+
+def test_p_ddp_and_fsdp2_train_to_the_same_bits_on_two_processes(
+    written: tuple[Path, Found], read: Found
+) -> None:
+    """Clipped in every step, gradients reduced once in a step, AdamW not fused."""
+    ddp, fsdp2 = (form.name for form in UNFUSED)
+    straight = written[1][ddp][ddp]
+    assert min(one["norm"] for one in straight["numbers"]) > portability.LIMIT
+    for name in (ddp, fsdp2):
+        assert written[1][name][name] == straight
+        assert read[name] == {ddp: straight, fsdp2: straight}
+
+
+@pytest.mark.slow
+def test_p_all_144_pairs(server: Server, tmp_path: Path) -> None:
+    table = portability.whole(server, tmp_path)
+    assert len(table) == 2 * 144
+    for pair in table:
+        assert pair.same_files, pair
+        if pair.worst_loss is not None:
+            assert pair.worst_loss <= 1e-5, pair
+            assert pair.same_bits or pair.writer != pair.reader, pair
