@@ -1,9 +1,11 @@
 import json
 import logging
+from collections import Counter
 
 import pytest
 from helpers import corpus
 
+from llmtrain import pulse
 from llmtrain.config.schema import Config
 from llmtrain.data.state import DataState
 from llmtrain.errors import UserError
@@ -114,3 +116,19 @@ def test_a_kill_between_old_and_new_is_finished_by_the_next_start(config, run_di
     (run_dir / MANIFEST).write_text("{}")
     prepare(other, run_dir, 1, None, saved)
     assert files(run_dir) == whole
+
+
+def test_the_watchdog_sees_every_file_unit_and_text_that_is_looked_at(
+    config, run_dir, tmp_path, monkeypatch
+):
+    phases = Counter()
+    monkeypatch.setattr(pulse, "beat", lambda phase: phases.update([phase]))
+    for number in (1, 2):
+        corpus.write_parquet(tmp_path / "data" / f"{number}.parquet", corpus.articles(60))
+    tree = config.model_dump(by_alias=True, exclude_unset=True)
+    prepare(
+        Config.model_validate(tree | {"model": {"tokenizer": {"train": 300}}}), run_dir, 1, None
+    )
+    assert phases["looking into the files of the data"] == 3
+    assert phases["reading a unit of the data"] >= 3
+    assert 120 < phases["training a tokenizer"] <= 180  # a text each, but for those held out

@@ -195,3 +195,10 @@ def test_a_thread_looks_as_long_as_the_run_is_open(
         until(lambda: bool(record.events), "a report")
     assert "watchdog" not in {one.name for one in threading.enumerate()}
     assert len(record.events) == 1
+
+
+def test_the_long_calls_have_the_names_that_the_start_gives_them() -> None:
+    package = Path(watchdog.__file__).parents[1]
+    said = "".join(path.read_text() for path in package.rglob("*.py") if path.stem != "watchdog")
+    for phase in watchdog._LONG:
+        assert f'pulse.beat("{phase}")' in said
