@@ -81,6 +81,17 @@ class RunLock:
         self._wait = wait
         self._end = threading.Event()
 
+    def check(self) -> None:
+        """Raise what entering would raise, and leave what stands in the lock to who enters it."""
+        try:
+            descriptor = _open(self._path)
+            try:
+                self._judge(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _unwritable(self._path.parent, error) from error
+
     def __enter__(self) -> Self:
         try:
             self._descriptor = _open(self._path)
@@ -113,17 +124,22 @@ class RunLock:
 
     def _take(self) -> None:
         """Take the lock or raise UserError."""
-        if not _flock(self._descriptor):
-            raise _in_use(self._path, read(self._path))
-        other = read(self._path)
+        self.takeover = self._judge(self._descriptor)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self._holder = replace(self._holder, started=start_time(os.getpid()), since=now)
-        if other is not None:
-            reason = self._why_left(other)
-            if reason is None:
-                raise _in_use(self._path, other)
-            self.takeover = Takeover(other.host, other.pid, reason)
         self._write()
+
+    def _judge(self, descriptor: int) -> Takeover | None:
+        """Get the flock, and judge who stands in the file. UserError if that process may live."""
+        if not _flock(descriptor):
+            raise _in_use(self._path, read(self._path))
+        other = read(self._path)
+        if other is None:
+            return None
+        reason = self._why_left(other)
+        if reason is None:
+            raise _in_use(self._path, other)
+        return Takeover(other.host, other.pid, reason)
 
     def _why_left(self, other: Holder) -> str | None:
         """Why a lock that names `other` is left over; None if that process may be alive."""
@@ -143,7 +159,9 @@ class RunLock:
         for _ in range(WATCHED_BEATS):
             self._wait(self._beat_seconds)
             now = read(self._path)  # opened anew each time: NFS keeps attributes of open files
-            if now is not None and now.beat != other.beat:
+            if now is None:
+                return "it has ended since"
+            if now != other:
                 return None
         return f"its beat stood still for {WATCHED_BEATS * self._beat_seconds:g} s"
 
@@ -163,6 +181,26 @@ class RunLock:
         body = json.dumps(asdict(self._holder))[:-1].encode().ljust(510) + b"}\n"
         os.pwrite(self._descriptor, body, 0)
         os.fsync(self._descriptor)
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a process has the lock now, as far as this machine can tell; nothing is changed."""
+    try:
+        descriptor = os.open(run_dir / NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        holder = read(run_dir / NAME)
+        return holder is not None and _lives_here(holder)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def read(path: Path) -> Holder | None:
@@ -186,6 +224,12 @@ def start_time(pid: int) -> str | None:
     """When a process started, in ticks since the boot; None if it has ended or /proc is missing."""
     fields = _stat(pid)
     return fields[19] if fields else None
+
+
+def _lives_here(holder: Holder) -> bool:
+    """Whether the process is one of this machine, and has not ended."""
+    here = (holder.host, holder.boot_id) == (socket.gethostname(), boot_id())
+    return here and _is_alive(holder.pid) and start_time(holder.pid) == holder.started
 
 
 def _is_alive(pid: int) -> bool:

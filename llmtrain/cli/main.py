@@ -152,6 +152,27 @@ def train(
         _end(launch(config, overrides or [], accelerate, processes))
 
 
+@app.command(
+    rich_help_panel="Train",
+    help="run a command and restart what can be restarted",
+    context_settings={"allow_interspersed_args": False},
+)
+def supervise(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="What starts the run, behind `--`.")
+    ],
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The run directory; else that of COMMAND's config."),
+    ] = None,
+) -> None:
+    """Run a command; start it again while that may help. Exit code: that of the run."""
+    from llmtrain.tools.supervise import supervise as start
+
+    ended = start(command, run, lambda line: print(f"supervise: {line}", file=sys.stderr))
+    raise typer.Exit(ended.exit_code)
+
+
 @app.command(rich_help_panel="Train", help="write report.html")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],

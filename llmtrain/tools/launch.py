@@ -155,15 +155,15 @@ def run_launcher(
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach the launcher meanwhile.
     """
-    before, others = _identity(run_dir), _children()
-    with _passing_signals_on() as forward:
+    before, others = identity(run_dir), children()
+    with passing_signals_on() as forward:
         # A session of its own: Ctrl-C reaches the launcher once, through us, and not a second time
         # from the terminal.
         child = subprocess.Popen(
             command,
             env=env,
             start_new_session=True,
-            preexec_fn=_follow_parent,
+            preexec_fn=follow_parent,
             stdout=output,
             stderr=output,
         )
@@ -175,12 +175,12 @@ def run_launcher(
     left = found(mark)
     if left is not None:
         return Ended(*left)
-    changed = _identity(run_dir) != before
+    changed = identity(run_dir) != before
     code = _exit_code(run_dir if changed else None, launcher, forward.asked is not None)
     return Ended(code, _silent(run_dir) if code else "")
 
 
-class _Forward:
+class Forward:
     """What the handlers share: the child to tell, and what was asked for so far."""
 
     def __init__(self) -> None:
@@ -188,6 +188,7 @@ class _Forward:
         self.asked: signal.Signals | None = None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
         # USR1 would kill torch's launcher and orphan its ranks; TERM means the same stop.
         interrupt = number == signal.SIGINT
         self.asked = signal.SIGINT if interrupt else signal.SIGTERM
@@ -196,8 +197,12 @@ class _Forward:
 
 
 @contextmanager
-def _passing_signals_on() -> Iterator[_Forward]:
-    forward = _Forward()
+def passing_signals_on() -> Iterator[Forward]:
+    """SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach `child` from now on.
+
+    What its descendants leave behind becomes this process's children.
+    """
+    forward = Forward()
     old = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -211,7 +216,7 @@ def _passing_signals_on() -> Iterator[_Forward]:
             signal.signal(number, handler)
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """In the child, before it becomes the launcher: if we are killed, it is told to stop."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -226,20 +231,21 @@ def _wait_for_ranks(mark: Path, others: set[int]) -> None:
 
     They are this process's children now; those in `others` were there before.
     """
-    while not mark.exists() and (ranks := _children() - others):
+    while not mark.exists() and (ranks := children() - others):
         for pid in ranks:
             with contextlib.suppress(ChildProcessError):  # somebody else has asked for it
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.1)
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
+    """The processes that this one has started, or inherited."""
     import psutil
 
     return {child.pid for child in psutil.Process().children()}
 
 
-def _identity(run_dir: Path) -> tuple[int, int] | None:
+def identity(run_dir: Path) -> tuple[int, int] | None:
     """Which version of `status.json` lies there."""
     try:
         found = (run_dir / FILE_NAME).stat()

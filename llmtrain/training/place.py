@@ -70,7 +70,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         stored = _stored(run_dir)
         if asked_resume(config, os.environ) == "never":
             _refuse_used(run_dir, bool(started), newest, stored)
-        _belongs(run_dir, config, begun=bool(started) or _run_of_checkpoints(run_dir) is not None)
+        _belongs(run_dir, config, begun=_has_begun(run_dir, record))
         marks.clear(run_dir, 0, world_size)
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         steps = started[-1].get("steps") if started else None
@@ -103,6 +103,18 @@ def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
     last = {line["kind"]: line["seconds"] for line in record if "seconds" in line}
     found = last.get("checkpoint"), last.get("train")
     return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def check(config: Config) -> None:
+    """Raise UserError if `run.dir` belongs to another config. For who starts the ranks of a run."""
+    run_dir = Path(str(config.run.dir))
+    record = jsonl.read(run_dir / jsonl.FILE_NAME)
+    if (run_dir / "config.yaml").exists() and _has_begun(run_dir, record):
+        _compare(run_dir, config)
+
+
+def _has_begun(run_dir: Path, record: list[dict[str, Any]]) -> bool:
+    return any(line["kind"] == "start" for line in record) or bool(_run_of_checkpoints(run_dir))
 
 
 def _run_of_checkpoints(run_dir: Path) -> str | None:
@@ -174,7 +186,12 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
         return
     if not path.exists():
         write_atomically(path, dump(config).encode())
-    changed = changes(binding_values(load_config(path)), binding_values(config))
+    _compare(run_dir, config)
+
+
+def _compare(run_dir: Path, config: Config) -> None:
+    began_with = load_config(run_dir / "config.yaml")
+    changed = changes(binding_values(began_with), binding_values(config))
     if problems := refused(changed, config, f"with which {run_dir} began"):
         raise UserError(*problems)
 

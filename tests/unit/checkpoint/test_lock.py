@@ -262,3 +262,57 @@ def test_a_disk_that_takes_no_lock_is_told_in_one_message(tmp_path, monkeypatch,
     monkeypatch.undo()
     with RunLock(tmp_path, "ours"):
         pass
+
+
+def test_a_check_refuses_what_taking_would_and_changes_nothing(tmp_path, holder):
+    with pytest.raises(UserError, match=f"pid {holder.pid}"):
+        RunLock(tmp_path, "ours").check()
+    assert lock.is_held(tmp_path)
+    holder.communicate()
+    assert not lock.is_held(tmp_path)
+    left_by(tmp_path)
+    before = (tmp_path / "lock").read_bytes()
+    RunLock(tmp_path, "ours").check()
+    assert (tmp_path / "lock").read_bytes() == before
+    with RunLock(tmp_path, "ours") as held:
+        assert held.takeover is not None
+
+
+def test_a_directory_without_a_lock_is_not_held(tmp_path):
+    assert not lock.is_held(tmp_path / "nowhere")
+
+
+def test_without_flock_a_lock_is_held_while_its_process_lives(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    parent = os.getppid()
+    left_by(tmp_path, pid=parent, started=lock.start_time(parent))
+    assert lock.is_held(tmp_path)
+    left_by(tmp_path)
+    assert not lock.is_held(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"host": "third"}, {"pid": 13}, {"run_id": "another"}])
+def test_a_lock_that_another_took_while_it_was_watched_is_in_use(tmp_path, fields):
+    left_by(tmp_path, host="elsewhere", pid=12)
+
+    def wait(_):
+        left_by(tmp_path, **{"host": "elsewhere", "pid": 12, **fields})
+
+    with pytest.raises(UserError, match="in use"), RunLock(tmp_path, "ours", wait=wait):
+        pass
+
+
+def test_a_holder_elsewhere_that_ends_while_it_is_watched_is_waited_for_no_longer(tmp_path):
+    left_by(tmp_path, host="elsewhere", pid=12)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        (tmp_path / "lock").write_bytes(b"")
+
+    with RunLock(tmp_path, "ours", wait=wait) as held:
+        assert "ended" in held.takeover.reason
+    assert len(waits) == 1

@@ -46,6 +46,7 @@ def test_help_shows_the_commands_in_groups():
         "           doctor        is this machine ready for this config?\n"
         "           plan          memory, strategy and speed before you pay for them\n"
         "Train      train         run a config; the same command resumes\n"
+        "           supervise     run a command and restart what can be restarted\n"
         "           report        write report.html\n"
         "Look after data          inspect · which · tokenize · repack\n"
         "           checkpoints   list · verify · prune · rehearse\n"
@@ -58,7 +59,7 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "plan", *DATA, *CHECKPOINTS])
+@pytest.mark.parametrize("command", ["train", "supervise", "doctor", "plan", *DATA, *CHECKPOINTS])
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
 
@@ -72,7 +73,7 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    ["quickstart", "doctor", "plan", "train", "report", *DATA, *CHECKPOINTS],
+    ["quickstart", "doctor", "plan", "train", "supervise", "report", *DATA, *CHECKPOINTS],
 )
 def test_every_command_explains_itself(command):
     shown = run(*command.split(), "--help")
