@@ -34,7 +34,7 @@ _MEANS = {
     "superseded": "set aside: the run went on from an older one",
     "trash": "being deleted",
     "other run": "of another run: never read, never deleted",
-    "unreadable": "never read, never deleted",
+    "unreadable": "of nobody: its manifest is not intact, or of another format",
     "other": "no checkpoint of a run",
 }
 

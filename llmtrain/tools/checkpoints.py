@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.checkpoint import candidates, read, retention
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.load import load_config
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
@@ -214,6 +214,7 @@ def _row(path: Path, run_id: str | None) -> Row | None:
     size, loss, wrong = _bytes(path), None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
         wrong, of = _sizes(path)
+        wrong = _said(path) if kind == "damaged" and not wrong else wrong
         loss = _loss(path)
         if kind == COMPLETE and of != run_id:
             kind = FOREIGN if of else UNREADABLE
@@ -237,6 +238,12 @@ def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
         if size != entry.size:
             wrong.append(f"{name}: has {size} bytes instead of {entry.size}")
     return tuple(wrong), manifest.run_id
+
+
+def _said(path: Path) -> tuple[str, ...]:
+    """Why it was set aside, where the start that did so has left a word: sizes do not tell all."""
+    why = path / candidates.WHY
+    return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
 
 
 def _loss(path: Path) -> float | None:

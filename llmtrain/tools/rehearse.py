@@ -192,7 +192,7 @@ def _short(config: Config, kill_at: int) -> list[str]:
     return [
         f"training.steps={kill_at + 2}",
         "training.epochs=null",
-        f"checkpoint.every_steps={max(1, kill_at - 2)}",
+        f"checkpoint.every_steps={kill_at // 2}",
         "checkpoint.every_minutes=null",
         "checkpoint.keep_every=0",
         "checkpoint.stop_after=null",

@@ -104,6 +104,16 @@ def test_a_wrong_size_and_a_missing_file_are_seen_and_a_flipped_bit_of_a_tensor_
     assert found["step-00000012"].valid is True
 
 
+def test_one_that_was_set_aside_says_what_was_found(run):
+    aside = run / "checkpoints" / "step-00000020.damaged"
+    flip(run / "checkpoints" / "step-00000020" / MODEL)
+    (run / "checkpoints" / "step-00000020").rename(aside)
+    assert rows(run)[aside.name].valid is True  # as far as sizes show
+    (aside / "why.txt").write_text("model.safetensors: the digest differs\n")
+    row = rows(run)[aside.name]
+    assert (row.valid, row.wrong) == (False, ("model.safetensors: the digest differs",))
+
+
 def test_one_whose_manifest_is_not_intact_is_nobodys(run):
     flip(newest(run) / form.MANIFEST, 10)
     row = rows(run)["step-00000024"]

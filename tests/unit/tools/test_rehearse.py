@@ -164,7 +164,7 @@ def test_three_starts_of_a_short_run_are_made_and_the_second_is_killed(monkeypat
     assert one.run.dir != two.run.dir == three.run.dir
     for config in (one, two, three):
         assert (config.training.steps, config.training.epochs) == (8, None)
-        assert (config.checkpoint.every_steps, config.checkpoint.keep_every) == (4, 0)
+        assert (config.checkpoint.every_steps, config.checkpoint.keep_every) == (3, 0)
         assert config.checkpoint.stop_after is None
         assert config.logging.trackers == ()
         assert config.evaluation.max_documents == 8
