@@ -9,6 +9,7 @@ from helpers.ranks import ROOT
 from helpers.runs import start_line, status, write_run
 
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.lock import RunLock
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools import checkpoints as module
 from llmtrain.tools.checkpoints import look, verify
@@ -39,6 +40,10 @@ def tree(path):
         file.relative_to(path): file.read_bytes() if file.is_file() else None
         for file in path.rglob("*")
     }
+
+
+def times(path):
+    return {one: one.stat().st_mtime_ns for one in (path, *path.rglob("*"))}
 
 
 def test_each_checkpoint_has_its_size_its_loss_and_why_it_stays(run):
@@ -250,8 +255,8 @@ def test_a_disk_that_does_not_answer_proves_nothing(run, monkeypatch):
     assert caught.value.exit_code == 74
 
 
-def test_nothing_of_it_needs_torch_or_may_write(run):
-    """Compared with a run directory on which writing is refused."""
+def test_nothing_of_it_needs_torch_or_writes_and_a_live_run_is_no_hindrance(run):
+    """Names, bytes and times of the whole directory are what they were."""
     code = (
         "import sys; from pathlib import Path\n"
         "from llmtrain.tools.checkpoints import look, verify\n"
@@ -260,11 +265,7 @@ def test_nothing_of_it_needs_torch_or_may_write(run):
         "heavy = {'torch', 'transformers', 'accelerate'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
-    folders = [run, *(path for path in run.rglob("*") if path.is_dir())]
-    for path in folders:
-        path.chmod(0o555)
-    try:
+    with RunLock(run, RUN, beat_seconds=3600):
+        before = tree(run), times(run)
         subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=ROOT)
-    finally:
-        for path in folders:
-            path.chmod(0o755)
+        assert (tree(run), times(run)) == before
