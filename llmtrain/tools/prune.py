@@ -107,7 +107,7 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
     """UserError if anything is wrong with any of them."""
     expected = "valid, since it is to stay; nothing was deleted"
     problems = [
-        Problem(name, "; ".join(wrong), expected, f"mv {name} {name}.damaged, then prune again")
+        Problem(name, "; ".join(wrong), expected, f"rename it to {name}.damaged, then prune again")
         for name, wrong in looked_at
         if wrong
     ]
