@@ -260,8 +260,8 @@ class CheckpointConfig(Section):
     )
     verify: Literal["full", "sizes"] = Field(
         "full",
-        description="What is compared before a checkpoint is read: the digest of every byte, or "
-        "sizes alone.",
+        description="What is compared before a checkpoint is read: the digest of every byte, or, "
+        "of weights and optimizer state, their sizes alone.",
         json_schema_extra={"expert": True},
     )
     writers: Literal["auto", "rank0", "all"] = Field(

@@ -69,7 +69,7 @@ def _problems(place: Path) -> Iterator[Problem]:
         return
     shards, wrong = _shards(place, names)
     yield from wrong
-    for name in sorted({"config.json", *shards}):
+    for name in sorted({"config.json"} & names | shards):
         if said := unsafe_file(place, name, _cache_of(place)):
             yield Problem(_KEY, place, f"files of that directory; {said}", "copy them into it")
         elif name == "config.json":
@@ -91,10 +91,7 @@ def _other_kind(place: Path, names: set[str]) -> Problem | None:
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if not weights and pickled:
         return Problem(_KEY, place, f"safetensors, not the pickled {pickled[0]}", _CONVERT)
-    if not weights:
-        expected = "a model directory with whole safetensors; there are none in it"
-        return Problem(_KEY, place, expected)
-    if "config.json" not in names:
+    if weights and "config.json" not in names:
         state = "; this is a state of accelerate" if pickled else ""
         expected = f"config.json beside the safetensors{state}"
         remedy = "copy config.json and the tokenizer of the model that it began with into it"

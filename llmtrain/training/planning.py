@@ -38,6 +38,7 @@ from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy
 from llmtrain.distributed.strategy import described as layout_in_words
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.memory import host_bytes
+from llmtrain.metrics.status import read_status
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved
 from llmtrain.model.shape import census
@@ -256,8 +257,10 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
     """
     if run_dir is None or config.model.from_ is None:
         return None
-    root = run_dir / "checkpoints"
+    root, run_id = run_dir / "checkpoints", read_status(run_dir).get("run_id")
     for name in form.complete_names(root):
+        if _is_of_another_run(root / name, run_id):
+            continue
         try:
             return stored_config(root / name)
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
@@ -266,6 +269,15 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
                 "the model's config in %s is not what memory is planned by: %s", name, first
             )
     return None
+
+
+def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
+    """Whether a checkpoint says so itself; one that cannot be read is looked at later."""
+    try:
+        found = form.state(checkpoint).get("run_id")
+    except (form.DamagedError, OSError):
+        return False
+    return None not in (found, run_id) and found != run_id
 
 
 def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:

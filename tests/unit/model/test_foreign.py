@@ -58,6 +58,11 @@ def test_a_whole_directory_passes_and_so_does_a_name_of_the_hub(base: Path) -> N
     foreign.check("someone/some-model")
 
 
+def test_a_plan_needs_no_weights(base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    foreign.check(str(base))
+
+
 @pytest.mark.parametrize("suffix", foreign.PICKLED)
 def test_bad_input_30_a_pickled_file_is_answered_with_how_to_convert_it(
     tmp_path: Path, suffix: str

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.distributed.plan import largest_block
 from llmtrain.errors import UserError
+from llmtrain.metrics.status import write_status
 from llmtrain.model.count import CannotCountError
 from llmtrain.training import planning
 
@@ -144,6 +146,18 @@ def test_a_damaged_newest_checkpoint_is_planned_by_the_next_one(
 ) -> None:
     assert planned(begun(tmp_path)).shape.vocabulary == 5000
     assert "step-00000002" in caplog.text
+
+
+def test_a_checkpoint_of_another_run_is_not_planned_by(tmp_path: Path) -> None:
+    made = begun(tmp_path)
+    run_dir = Path(str(made.run.dir))
+    foreign = run_dir / "checkpoints" / "step-00000099"
+    shutil.copytree(run_dir / "checkpoints" / "step-00000001", foreign)
+    fields = json.loads((foreign / "config.json").read_text()) | {"vocab_size": 7000}
+    (foreign / "config.json").write_text(json.dumps(fields))
+    (foreign / "trainer_state.json").write_text('{"run_id": "another"}')
+    write_status(run_dir, run_id="this one")
+    assert planned(made).shape.vocabulary == 5000
 
 
 def test_without_any_config_of_a_checkpoint_the_model_is_that_of_the_beginning(

@@ -1,6 +1,16 @@
 """Decisions of a save that need no run; whole runs are in tests/faults and tests/distributed."""
 
-from llmtrain.training.saving import short_of_memory
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+from helpers.checkpoints import RUN, save
+from helpers.tiny import tiny_config
+
+from llmtrain.config.schema import Config
+from llmtrain.training.saving import Saves, _retain, short_of_memory
 
 
 def rank(host: str, needed: int, free: int) -> dict:
@@ -23,3 +33,29 @@ def test_the_training_beside_the_copy_needs_some_memory_too() -> None:
 
 def test_a_rank_that_writes_nothing_needs_nothing() -> None:
     assert short_of_memory([rank("a", 600, 700), rank("a", 0, 700)]) == []
+
+
+def test_f33_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -> None:
+    events: list[tuple[str, int, str]] = []
+    run = SimpleNamespace(
+        checkpoints=Saves(None, False, False),
+        checkpoint_dir=tmp_path,
+        config=Config.model_validate(tiny_config(tmp_path / "run", checkpoint__keep_last=2)),
+        run_id=RUN,
+        resumed_from=None,
+        journal=SimpleNamespace(
+            event=lambda name, step, checkpoint: events.append((name, step, checkpoint))
+        ),
+    )
+    losses = {4: 1.0, 8: 2.0, 12: 3.0, 16: 4.0, 20: 5.0}  # the first stays for its loss
+    for step, loss in losses.items():
+        save(tmp_path, step, loss=loss)
+        _retain(run, step, f"step-{step:08d}")
+        if step == 12:
+            shutil.rmtree(tmp_path / "step-00000004")
+    assert events == [("checkpoint_missing", 16, "step-00000004")]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000008",  # the best that is left
+        "step-00000016",
+        "step-00000020",
+    ]
