@@ -9,8 +9,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from helpers.ranks import ROOT
 from markdown_it import MarkdownIt
 
@@ -28,27 +30,43 @@ def shape(text: str) -> str:
     return re.sub(r"\d+\.\d+(e[+-]\d+)?|in \d+ s", "#", re.sub(r" +", " ", text))
 
 
-def test_the_commands_show_what_the_page_says(tmp_path: Path) -> None:
+TRAIN, LOOK, VERIFY, PRUNE, REHEARSE, UNDER_FSDP2 = "".join(fences("bash")).splitlines()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[str], str]:
+    """Gives a command as the page has it, and returns what it prints."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    train, look, verify, prune, rehearse, under_fsdp2 = "".join(fences("bash")).splitlines()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
-    def run(line: str) -> str:
+    def given(line: str) -> str:
         done = subprocess.run(
             ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    run(train)
-    shown = [run(line) for line in (look, verify, prune, rehearse)]
-    assert [shape(text) for text in shown] == [shape(text) for text in fences("text")]
-    other = run(under_fsdp2).splitlines()
-    assert other[2] == "resumed    fsdp2, 2 processes"
-    assert other[-1].startswith("the same, in ")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["configs", "runs"]
-    assert [file.name for file in (tmp_path / "runs").iterdir()] == ["kept"]
+    return given
+
+
+def test_the_commands_show_what_the_page_says(run: Callable[[str], str]) -> None:
+    run(TRAIN)
+    shown = [shape(run(line)) for line in (LOOK, VERIFY, PRUNE)]
+    assert shown == [shape(text) for text in fences("text")[:3]]
+
+
+def test_a_rehearsal_finds_the_same_bytes(run: Callable[[str], str], tmp_path: Path) -> None:
+    assert shape(run(REHEARSE)) == shape(fences("text")[3])
+    assert [file.name for file in tmp_path.iterdir()] == ["configs"]  # and leaves nothing
+
+
+def test_a_rehearsal_under_fsdp2_finds_the_same_numbers(run: Callable[[str], str]) -> None:
+    straight, killed, resumed, batches, losses, verdict = run(UNDER_FSDP2).splitlines()
+    assert (straight, resumed) == ("straight   ddp, 2 processes", "resumed    fsdp2, 2 processes")
+    assert killed == "killed     in step 6, resumed from step-00000003"
+    assert (batches[11:], losses[11:22]) == ("of 8 steps, by digest", "of 8 steps,")
+    assert verdict.startswith("the same, in ")
 
 
 def test_every_exit_code_has_its_row() -> None:
