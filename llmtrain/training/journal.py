@@ -19,6 +19,7 @@ import torch
 
 from llmtrain.config.meaning import config_digest_values
 from llmtrain.config.schema import Config
+from llmtrain.errors import RunError
 from llmtrain.metrics import memory
 from llmtrain.metrics.goodput import goodput
 from llmtrain.metrics.jsonl import Lines
@@ -50,6 +51,7 @@ class Journal:
         self._trackers: Trackers | None = None
         self._started = time.perf_counter()
         self._told = 0.0
+        self._untold: dict[str, object] = {}
 
     @property
     def note(self) -> Any:
@@ -98,9 +100,18 @@ class Journal:
         self._progress.checkpoint(step)
 
     def status(self, **fields: object) -> None:
-        """Replace fields of `status.json`."""
-        if self._lines is not None:
-            write_status(self.run_dir, **fields)
+        """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
+        if self._lines is None:
+            return
+        first = not self._untold
+        self._untold |= fields
+        try:
+            write_status(self.run_dir, **self._untold)
+        except RunError as error:
+            if first:
+                self.event("status_not_written", self.step, reason=str(error.args[0]))
+        else:
+            self._untold = {}
 
     def progressed(self, step: int) -> None:
         """Say in `status.json` how far the run is; once a second at most: it costs two fsyncs."""
@@ -131,7 +142,8 @@ class Journal:
             goodput=goodput(self.run_dir),
         )
         self.sync()
-        self.status(state=state, exit_code=exit_code, reason=reason, step=self.step)
+        end = {"state": state, "exit_code": exit_code, "reason": reason, "step": self.step}
+        write_status(self.run_dir, **(self._untold | end))
         self.exit_code = exit_code
         # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
         # new process group, which waits for peers, once ours is gone.

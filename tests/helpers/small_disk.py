@@ -3,6 +3,7 @@
     room      a tmpfs with all but a few KiB taken by another file
     inodes    a tmpfs that takes hardly any more files
     limit     no file may grow beyond some KiB (RLIMIT_FSIZE: EFBIG)
+    read-only nothing can be made or opened to be written; what is open stays so
 
 `mounted` makes the tmpfs in a mount namespace of its own, which needs no privilege where user
 namespaces are allowed; ranks enter it by `train`, and tests look at it through `Disk.view`.
@@ -88,6 +89,8 @@ def _use_up(kind: str, folder: Path, *, full: bool) -> None:
             _take_room(folder / "filler", full=full)
         case "inodes":
             _take_inodes(folder / "fillers", full=full)
+        case "read-only":
+            _take_writing(folder, full=full)
         case _:
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES if full else hard, hard))
@@ -114,6 +117,14 @@ def _take_inodes(folder: Path, *, full: bool) -> None:
     for file in made[-LEFT_INODES - 1 : -1]:  # the last one was not made
         file.unlink()
     return None
+
+
+def _take_writing(folder: Path, *, full: bool) -> None:
+    if full and os.access(folder, os.W_OK):
+        subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+    elif not full and not os.access(folder, os.W_OK):
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def _enter(pid: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import runs
-from helpers.tiny import lines
+from helpers.tiny import lines, status
 
+from llmtrain.errors import RunError
 from llmtrain.metrics import memory
 from llmtrain.training.journal import Expected, Journal, RunLog
 
@@ -50,3 +51,32 @@ def test_on_a_cpu_they_stand_in_the_record_alone(tmp_path, caplog, monkeypatch):
 def test_without_a_plan_there_is_no_difference(tmp_path, caplog, monkeypatch, device):
     detail = compared(tmp_path, caplog, monkeypatch, device, None)
     assert detail == {"planned_gb": None, "measured_gb": 1.25, "difference": None}
+
+
+def test_a_status_that_the_disk_refuses_is_an_event_and_told_later(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 0)
+    with closing(journal):
+        journal.status(step=1)
+        with monkeypatch.context() as full:
+            full.setattr("llmtrain.durable.os.fsync", _refuse)
+            journal.status(checkpoint="step-00000004")
+            journal.status(step=2)
+        assert status(tmp_path)["checkpoint"] is None
+        journal.status(step=3)
+        assert (status(tmp_path)["checkpoint"], status(tmp_path)["step"]) == ("step-00000004", 3)
+        assert [line["event"] for line in lines(tmp_path, "event")] == ["status_not_written"]
+
+
+def test_an_end_that_cannot_be_recorded_is_a_failure_of_the_disk(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 0)
+    with closing(journal):
+        journal.status(step=1)
+        monkeypatch.setattr("llmtrain.durable.os.fsync", _refuse)
+        with pytest.raises(RunError) as caught:
+            journal.end("finished", 0, None)
+        monkeypatch.undo()
+    assert caught.value.exit_code == 74
+
+
+def _refuse(_: int) -> None:
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,154 @@
+"""The run directory: read-only, in use, left by a process that is gone, under another clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import small_disk
+from helpers.faults import KILLED, FaultyRun
+from helpers.ranks import until
+
+from llmtrain.checkpoint import lock
+from llmtrain.hashing import mix
+
+ALONE = {"training__steps": 8, "evaluation__every_steps": 1000}
+
+
+def test_f26_a_read_only_directory_is_refused_at_the_start(faulty):
+    run = faulty(1)
+    with small_disk.mounted(run.folder / "run", "ro") as disk:
+        run.view = disk.view
+        assert run.launch(through=small_disk.through("room", disk, 0, 0)) == [2]
+        said = run.output()
+        assert "run.dir" in said
+        assert "Read-only file system" in said
+        assert "Traceback" not in said
+        assert list((disk.view / str(run.folder / "run")[1:]).iterdir()) == []
+
+
+def test_f26_a_directory_that_becomes_read_only_is_an_event(faulty, straight):
+    run = faulty(2, checkpoint__keep_last=3, checkpoint__keep_best=0)
+    with small_disk.mounted(run.folder / "run", "size=24m") as disk:
+        run.view = disk.view
+        assert run.launch(through=small_disk.through("read-only", disk, 8, 12)) == [0, 0]
+        failed = run.events("save_failed")
+        assert [event["step"] for event in failed] == [8, 12]
+        assert all("Read-only file system" in event["failures"] for event in failed)
+        assert run.valid() == [f"step-{step:08d}" for step in (16, 20, 24)]
+        assert run.outcome() == straight(2)
+        assert (run.status()["state"], run.status()["checkpoint"]) == ("finished", "step-00000024")
+        run.check_clean()
+
+
+def test_f27_a_second_run_in_a_directory_is_refused_and_the_first_is_unharmed(
+    faulty, straight, server
+):
+    run = faulty(2)
+    ranks = run.start()
+    until(lambda: len(run.lines("train")) >= 5, "some steps")
+    for pid in ranks.pids:  # however slow this machine is, the first is still there
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        second = run.folder / "second"
+        second.mkdir()
+        command = ["train", str(run.folder / "config.yaml")]
+        assert server.run(command, 1, second) == [2]
+        said = (second / "output.txt").read_text()
+        assert f"in use by pid {ranks.pids[0]} on host {socket.gethostname()}" in said
+    finally:
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGCONT)
+    assert run.wait(ranks) == [0, 0]
+    assert run.status()["restarts"] == 0
+    assert run.outcome() == straight(2)
+
+
+def killed(run: FaultyRun) -> Path:
+    """Start it, kill it behind its first checkpoint; the lock file that it leaves."""
+    assert run.launch("loop.step@step=6=kill") == [KILLED]
+    assert json.loads((run.run_dir / "lock").read_text())["pid"]
+    return run.run_dir / "lock"
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        ({}, "that process has ended"),
+        ({"boot_id": "another"}, "the machine was started again since"),
+        ({"pid": os.getpid(), "started": "1"}, "another process has that number now"),
+    ],
+    ids=["dead", "boot", "reused"],
+)
+def test_f28_a_lock_that_was_left_is_taken_over(faulty, left, reason):
+    run = faulty(1, **ALONE)
+    file = killed(run)
+    file.write_text(json.dumps(json.loads(file.read_text()) | left))
+    assert run.launch() == [0]
+    assert [event["reason"] for event in run.events("lock_taken_over")] == [reason]
+    assert run.resumed() == [None, "step-00000004"]
+    assert file.read_bytes() == b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moving", [True, False], ids=["moving", "still"])
+def test_f29_a_lock_of_another_host_counts_while_its_beat_moves(faulty, moving):
+    run = faulty(1, **ALONE)
+    file = killed(run)
+    other = json.loads(file.read_text()) | {"host": "elsewhere", "pid": 12}
+    file.write_text(json.dumps(other))
+    ended = threading.Event()
+
+    def beat() -> None:
+        for number in range(10_000):
+            if ended.wait(0.5):
+                return
+            file.write_text(json.dumps(other | {"beat": number}))
+
+    beats = threading.Thread(target=beat) if moving else None
+    if beats:
+        beats.start()
+    try:
+        codes = run.launch()
+    finally:
+        ended.set()
+        if beats:
+            beats.join()
+    if moving:
+        assert codes == [2]
+        assert "in use by pid 12 on host elsewhere" in run.output()
+        file.write_bytes(b"")
+    else:
+        assert codes == [0]
+        assert "15 s" in run.events("lock_taken_over")[0]["reason"]
+
+
+def test_f30_no_clock_decides_anything(faulty, straight):
+    run = faulty(2)
+
+    def shuffled() -> None:
+        """Times of change in another order than the names."""
+        for number, path in enumerate(sorted(run.checkpoints.rglob("*"))):
+            os.utime(path, (1e9, 1e9 + mix(30, number) / 2**35))
+
+    assert run.launch("loop.step@step=10=kill") == [KILLED, KILLED]
+    shuffled()
+    yesterday = ("call", "helpers.clocks", "train", "-1")
+    assert run.launch("loop.step@step=18=kill", through=yesterday) == [KILLED, KILLED]
+    shuffled()
+    next_year = ("call", "helpers.clocks", "train", "365")
+    assert run.launch(through=next_year) == [0, 0]
+    assert run.resumed() == [None, "step-00000008", "step-00000016"]
+    assert [event["reason"] for event in run.events("lock_taken_over")] == [
+        "that process has ended"
+    ] * 2
+    times = [line["time"] for line in run.lines("start")]
+    assert times[1] < times[0] < times[2]  # the clocks were off
+    assert run.valid()[-3:] == ["step-00000016", "step-00000020", "step-00000024"]
+    assert run.outcome() == straight(2)
+    assert lock.read(run.run_dir / "lock") is None
