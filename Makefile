@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow check lint types format docs clean
+.PHONY: help quickstart test test-slow test-faults check lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 14
@@ -20,6 +20,10 @@ test: $(VENV)/installed-dev  ## the test suite
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
 	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile sweep \
 	  --timeout 3600 -o faulthandler_timeout=3660
+
+test-faults: $(VENV)/installed-dev  ## every scenario of faults, sweeps and soak too; writes docs/faults.md
+	@FAULTS_REPORT=1 $(BIN)/python -m pytest -q tests/faults -m "slow or not slow" \
+	  --timeout 7200 -o faulthandler_timeout=7260
 
 check: lint types test  ## lint, types and suite: what the CI runs
 

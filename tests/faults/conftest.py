@@ -1,19 +1,28 @@
-"""Runs to strike, straight runs to compare with, and what a failed test says."""
+"""Runs to strike, straight runs to compare with, and what a failed test says.
+
+With FAULTS_REPORT=1 what became of each scenario is written down: `benchmarks/results/faults.json`
+and docs/faults.md. Scenarios that were not run keep what they had on this machine.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import fault_matrix
 from helpers.faults import FaultyRun, Outcome, faulty_config
 from helpers.ranks import Server
 
 _RUNS = pytest.StashKey[list[FaultyRun]]()
-
-MakeRun = Callable[..., FaultyRun]
+_RESULTS: dict[str, dict[str, Any]] = {}  # by test
 
 
 @pytest.fixture
@@ -103,3 +112,56 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.sections.append((f"replay of {run.folder.name}", run.replay()))
         report.sections.append((f"output of {run.folder.name}", run.output()[-6000:]))
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what became of a test of a scenario; a failure in any phase counts."""
+    if not fault_matrix.ids(report.nodeid):
+        return
+    known = _RESULTS.setdefault(
+        report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0, "note": ""}
+    )
+    known["seconds"] = round(known["seconds"] + report.duration, 1)
+    if report.outcome != "passed":
+        known["outcome"] = report.outcome
+    if report.skipped and isinstance(report.longrepr, tuple):
+        known["note"] = report.longrepr[2].removeprefix("Skipped: ")
+    known["note"] = dict(report.user_properties).get("histogram", known["note"])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What random faults struck."""
+    for one in _RESULTS.values():
+        if one["outcome"] == "passed" and one["note"]:
+            terminalreporter.write_line(f"{one['test']}\n{one['note']}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write results and page, where that is asked for."""
+    if os.environ.get("FAULTS_REPORT") != "1" or hasattr(session.config, "workerinput"):
+        return
+    here, path = _machine(), fault_matrix.RESULTS
+    before = fault_matrix.load() if path.exists() else {"machine": {}, "scenarios": {}}
+    same = all(here[key] == before["machine"].get(key) for key in ("cpu", "cpus", "torch"))
+    scenarios: dict[str, list[dict[str, Any]]] = {}
+    for one in _RESULTS.values():
+        for name in fault_matrix.ids(one["test"]):
+            scenarios.setdefault(name, []).append(one)
+    kept = before["scenarios"] if same else {}
+    found = {"machine": here, "scenarios": dict(sorted((kept | scenarios).items()))}
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    fault_matrix.PAGE.write_text(fault_matrix.page(found), encoding="utf-8")
+
+
+def _machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": model or platform.processor(),
+        "cpus": os.cpu_count(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
