@@ -117,7 +117,7 @@ def ids(name: str) -> list[str]:
     for text in (parameter, function):
         if found := re.findall(r"(?:^|[_\-])f(\d\d)(?=[_\-\]]|$)", text):
             return [f"F{number}" for number in found]
-    return ["P"] if re.search(r"(?:^|_)p_", function) else []
+    return ["P"] if function.startswith("test_p_") else []
 
 
 def names_of_tests() -> list[str]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers import launcher, tiny
-from helpers.ranks import Ranks, Server, until
+from helpers.ranks import PATIENCE_SECONDS, Ranks, Server, until
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read
@@ -91,7 +91,8 @@ class Launch:
 class FaultyRun:
     """A run in `folder`: `run/` is its directory, `config.yaml` and `output.txt` lie beside it.
 
-    view: where this process sees the run's file system, if it is not its own (`small_disk`).
+    view: where this process sees the run's file system, if it is not its own (`small_disk`) ·
+    patience_seconds: far beyond what a start takes.
     """
 
     server: Server
@@ -100,6 +101,7 @@ class FaultyRun:
     config: dict[str, Any]
     launches: list[Launch] = field(default_factory=list)
     view: Path = Path("/")
+    patience_seconds: float = PATIENCE_SECONDS
 
     @property
     def run_dir(self) -> Path:
@@ -133,7 +135,7 @@ class FaultyRun:
         A hang is killed after minutes, and fails the test.
         """
         try:
-            until(lambda: not ranks.alive(), "the end of every rank")
+            until(lambda: not ranks.alive(), "the end of every rank", self.patience_seconds)
         finally:
             codes = ranks.kill()
             self.launches[-1].codes[:] = codes

@@ -144,9 +144,9 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for something that another process does."""
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"never happened: {what}"
         time.sleep(0.005)
