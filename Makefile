@@ -22,7 +22,8 @@ test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
 	  --timeout 3600 -o faulthandler_timeout=3660
 
 test-faults: $(VENV)/installed-dev  ## every scenario of faults, sweeps and soak too; writes docs/faults.md
-	@FAULTS_REPORT=1 $(BIN)/python -m pytest -q tests/faults -m "slow or not slow" \
+	@FAULTS_REPORT=1 $(BIN)/python -m pytest -q tests/faults \
+	  tests/distributed/test_portability.py -m "slow or not slow" \
 	  --timeout 7200 -o faulthandler_timeout=7260
 
 check: lint types test  ## lint, types and suite: what the CI runs

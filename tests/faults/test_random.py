@@ -101,9 +101,7 @@ def newest_step(run: FaultyRun) -> int:
 
 def long_run(make: Make, world_size: int, steps: int, name: str = "struck") -> FaultyRun:
     """A run of so many steps."""
-    run = make(
-        world_size, name=name, training__steps=steps, evaluation__every_steps=EVALUATE_EVERY
-    )
+    run = make(world_size, name=name, training__steps=steps, evaluation__every_steps=EVALUATE_EVERY)
     run.patience_seconds = 3600.0
     return run
 
