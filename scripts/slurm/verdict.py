@@ -1,7 +1,9 @@
 """What a batch job does next: judged by the run's `status.json`, never by a launcher's exit code.
 
+Where rank 0 died without a word, the marks of other ranks (`logs/rank-R.failed`) may know why.
+
     verdict.py where CONFIG [section.key=value …]  →  the run directory; a bad config exits with 2
-    verdict.py seen RUN_DIR                        →  which status.json lies there now
+    verdict.py seen RUN_DIR                        →  which status.json and marks lie there now
     verdict.py next RUN_DIR SEEN TIME_LIMIT        →  `requeue` or `end`, a code, the reason
 
 SEEN: the answer before the run was started · TIME_LIMIT: `yes` if the job was about to run out.
@@ -29,19 +31,25 @@ def where(config_file: str, *overrides: str) -> str:
 
 
 def seen(run_dir: str) -> str:
-    """Which `status.json` lies in a run directory: another answer for another one."""
-    try:
-        found = (Path(run_dir) / "status.json").stat()
-    except FileNotFoundError:
-        return "none"
-    return f"{found.st_ino}:{found.st_mtime_ns}"
+    """Which `status.json` and marks lie in a run directory, on one line: so new ones are known."""
+    from llmtrain.training import marks
+
+    path = Path(run_dir) / "status.json"
+    version = [path.stat().st_ino, path.stat().st_mtime_ns] if path.exists() else None
+    left = {str(mark): version for mark, version in marks.seen(Path(run_dir)).items()}
+    return json.dumps({"status": version, "marks": left})
 
 
 def next_(run_dir: str, before: str, time_limit: str) -> str:
     """What the job does now that its nodes have ended."""
-    if seen(run_dir) == before:
-        return f"end 1 no rank came as far as {run_dir}/status.json: see the logs of the nodes"
+    old, new = json.loads(before), json.loads(seen(run_dir))
+    left = _cause(Path(run_dir), old["marks"])
+    if new["status"] == old["status"]:
+        code, reason = left or (1, f"no rank came as far as {run_dir}/status.json")
+        return f"end {code} {reason}: see the logs of the nodes"
     status = json.loads((Path(run_dir) / "status.json").read_bytes())
+    if status["state"] == "running" and left:
+        return f"end {left[0]} {left[1]}"
     again, code, reason = judge(status, out_of_time=time_limit == "yes")
     if not again:
         return f"end {code} {reason}"
@@ -51,6 +59,17 @@ def next_(run_dir: str, before: str, time_limit: str) -> str:
             f"end {code or RESTARTABLE} {reason}; no new checkpoint since {MOST_REQUEUES} requeues"
         )
     return f"requeue {code} {reason}"
+
+
+def _cause(run_dir: Path, before: dict) -> tuple[int, str] | None:
+    """Code and reason of a rank that left a new mark, if a restart does not cure them."""
+    from llmtrain.training import marks
+
+    old = {Path(path): tuple(version) for path, version in before.items()}
+    mark = marks.worst(marks.new_since(run_dir, old))
+    if mark is None or not mark.is_cause:
+        return None
+    return mark.code, " ".join(f"rank {mark.rank}: {mark.reason}".split())
 
 
 def judge(status: dict, *, out_of_time: bool) -> tuple[bool, int, str]:

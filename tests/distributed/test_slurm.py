@@ -14,6 +14,8 @@ from helpers.ranks import ROOT, Server, until
 from helpers.slurm import NODES, STALE, Slurm
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
+from llmtrain.training import marks
+
 SLURM = ROOT / "scripts" / "slurm"
 STEPS = 300
 
@@ -139,6 +141,44 @@ def test_a_status_of_an_earlier_start_is_no_answer(slurm: Slurm, tmp_path: Path)
     assert slurm.sbatch([str(path)]).wait() == 1
     assert "no rank came as far" in slurm.output.read_text()
     assert slurm.requeued == []
+
+
+def marking(rank: int, code: int, reason: str) -> str:
+    """An `srun` in which a rank leaves its mark, as `llmtrain.training.marks` writes it."""
+    program = (
+        "import sys; from pathlib import Path; from llmtrain.training import marks; "
+        "marks.write(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
+    )
+    return f'"$PYTHON" -c "{program}" "$FAKE/../run" {rank} {code} "{reason}"\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "again"), [(2, 2, False), (74, 74, False), (1, 1, False), (75, 75, True)]
+)
+def test_where_rank_0_died_without_a_word_another_rank_may_know_why(
+    slurm: Slurm, tmp_path: Path, code: int, expected: int, again: bool
+) -> None:
+    slurm.program(
+        "srun", marking(3, code, "why") + leaving({"state": "running", "exit_code": None})
+    )
+    assert slurm.sbatch([str(written(tmp_path))]).wait() == expected, slurm.output.read_text()
+    assert slurm.requeued == ([str(slurm.number)] if again else [])
+    assert ("rank 3: why" in slurm.output.read_text()) != again
+
+
+def test_a_mark_of_an_earlier_start_explains_nothing(slurm: Slurm, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    (tmp_path / "run").mkdir()
+    marks.write(tmp_path / "run", 3, 2, "an old config")
+    slurm.program("srun", leaving({"state": "running", "exit_code": None}))
+    assert slurm.sbatch([str(path)]).wait() == 75
+    assert slurm.requeued == [str(slurm.number)]
+
+
+def test_a_rank_that_refused_before_rank_0_began_is_heard(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.program("srun", marking(1, 2, "no such file") + "exit 1\n")
+    assert slurm.sbatch([str(written(tmp_path))]).wait() == 2
+    assert "rank 1: no such file" in slurm.output.read_text()
 
 
 def test_without_a_new_checkpoint_a_job_is_requeued_three_times(

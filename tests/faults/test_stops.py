@@ -168,3 +168,43 @@ def test_f40_a_stop_file_ends_the_run_and_is_deleted(faulty, straight):
     assert not (run.run_dir / "STOP").exists()
     assert run.launch() == [0, 0]
     assert run.outcome() == straight(2)
+
+
+def asked_for(run: FaultyRun) -> list[int]:
+    """The steps that were saved although no period said so."""
+    return [line["step"] for line in run.lines("checkpoint") if line["reason"] == "asked"]
+
+
+def test_f40_clocks_and_the_save_file_save_and_stop(faulty, straight):
+    run = faulty(2, checkpoint__every_steps=1000)
+    minutes = "checkpoint.every_minutes=0.0001"  # less than a step takes
+    assert stopped(run, run.launch("loop.step@step=6@rank=0=term", minutes)) <= 7
+    assert len(asked_for(run)) >= 2  # the wish of a step is known behind the next one
+
+    # How far it comes depends on how long a start takes here.
+    codes = run.launch("loop.step@step=9=delay:6", "checkpoint.stop_after=5s")
+    assert 6 <= stopped(run, codes, "stop_after") <= 10
+    before = asked_for(run)
+
+    (run.run_dir / "SAVE").touch()
+    assert run.launch() == [0, 0]
+    assert not (run.run_dir / "SAVE").exists()
+    first = [line["step"] for line in run.lines("start")][-1] + 1
+    (at_once,) = asked_for(run)[len(before) :]
+    assert at_once in (first, first + 1)
+    assert run.outcome() == straight(2)
+
+
+def test_f38_a_stop_during_a_background_save_completes_it_and_saves_where_it_stops(
+    faulty, straight
+):
+    run = faulty(2, checkpoint__background=True)
+    faults = "save.write@step=4@rank=0@nth=1=delay:1;loop.step@step=5@rank=1=term"
+    assert stopped(run, run.launch(faults)) in (5, 6)
+    assert run.valid()[0] == "step-00000004"
+    saved = {line["step"]: line for line in run.lines("checkpoint")}
+    assert saved[4]["seconds"] > 1 > saved[4]["seconds"] - saved[4]["blocked_seconds"]
+    assert stopped(run, run.launch("save.write@step=12@rank=0@nth=1=term")) in (12, 13, 14, 15, 16)
+    assert "step-00000012" in run.valid()
+    assert run.launch() == [0, 0]
+    assert run.outcome() == straight(2)
