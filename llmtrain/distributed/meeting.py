@@ -64,7 +64,6 @@ def meet(timeout: timedelta) -> Ranks:
     meet_anew(timeout)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Meeting(
-        PrefixStore(f"llmtrain/start-{attempt}-{next(_starts)}", store), rank, world_size
-    )
+    # Each attempt has a store of its own, and its number may not stand in a key: a node that hears
+    # of a lost peer before its own rank fails begins again without counting (torch 2.13, c10d).
+    return Meeting(PrefixStore(f"llmtrain/start-{next(_starts)}", store), rank, world_size)

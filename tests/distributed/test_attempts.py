@@ -32,6 +32,15 @@ def test_a_second_attempt_does_not_call_the_ranks_of_the_first(
         assert [one["broadcast"] for one in heard] == ["from 0"] * 3
 
 
+def test_nodes_that_count_attempts_differently_meet(server: Server, tmp_path: Path) -> None:
+    """A node that hears of a lost peer before its own rank fails does not count that restart."""
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # as scripts/slurm/node.sh asks for
+    output = tmp_path / "met"
+    arguments = ["call", "helpers.talk", "meet_in_attempts", str(output), "0", "1"]
+    assert server.run(arguments, 2, tmp_path, env) == [0, 0], (tmp_path / "output.txt").read_text()
+    assert json.loads(output.read_text()) == ["rank 0", "rank 1"]
+
+
 def test_di_28_a_rank_that_its_launcher_restarts_resumes_exactly(
     server: Server, tmp_path: Path
 ) -> None:

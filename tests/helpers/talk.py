@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.accelerator import close, make_accelerator
+from llmtrain.distributed.meeting import meet
 from llmtrain.distributed.ranks import agreed, from_rank_zero, lost_peer
 from llmtrain.errors import PeerError, Problem, UserError
 
@@ -43,6 +44,17 @@ def talk(output: str) -> None:
         heard["error"] = ["own", own.exit_code, str(own)]
     Path(f"{output}.{ranks.rank}").write_text(json.dumps(heard))
     close()
+
+
+def meet_in_attempts(output: str, *counts: str) -> None:
+    """Rank r believes that this is attempt `counts[r]`; rank 0 writes down whom it meets."""
+    rank = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
+    ranks = meet(timedelta(minutes=1.0))
+    heard = ranks.gather(b"rank %d" % rank)
+    assert ranks.broadcast(b"from 0" if rank == 0 else b"") == b"from 0"
+    if rank == 0:
+        Path(output).write_text(json.dumps([body.decode() for body in heard]))
 
 
 def lose(output: str) -> None:
