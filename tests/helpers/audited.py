@@ -1,0 +1,60 @@
+"""A rank that notes what is unpickled while it looks for its checkpoint and fills its state."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.training import resuming
+
+_inside: list[str] = []  # the stages that run now
+_seen: list[str] = []
+_stages: list[str] = []
+
+
+def train(config: str, output: str) -> None:
+    """Train; what was seen goes to `output`.RANK when the state is filled."""
+    sys.addaudithook(_heard)
+    resuming.find_checkpoint = _watched("find", resuming.find_checkpoint)
+    fill = _watched("fill", resuming.fill_state)
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        result = fill(*args, **kwargs)
+        body = {"stages": _stages, "unpickled": list(_seen), "heard": _hears()}
+        Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps(body))
+        return result
+
+    resuming.fill_state = filled
+    from llmtrain.cli.rank import train_here
+
+    train_here(config, [])
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if _inside and event == "pickle.find_class":
+        _seen.append(f"{_inside[-1]}: {arguments}")
+
+
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        _stages.append(name)
+        _inside.append(name)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _inside.pop()
+
+    return watched
+
+
+def _hears() -> bool:
+    """Whether the hook would have seen it."""
+    before = len(_seen)
+    _inside.append("check")
+    sys.audit("pickle.find_class", "some.module", "SomeClass")
+    _inside.pop()
+    return len(_seen) > before
