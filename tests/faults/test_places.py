@@ -9,6 +9,7 @@ import socket
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import small_disk
 from helpers.faults import KILLED, FaultyRun
@@ -67,6 +68,25 @@ def test_f27_a_second_run_in_a_directory_is_refused_and_the_first_is_unharmed(
     assert run.wait(ranks) == [0, 0]
     assert run.status()["restarts"] == 0
     assert run.outcome() == straight(2)
+
+
+def open_files(pid: int) -> set[str]:
+    return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}  # noqa: PTH115
+
+
+def test_f27_no_child_of_a_run_keeps_its_lock(faulty):
+    run = faulty(1, training__steps=100_000, data__workers=1)
+    notes = run.folder / "forks.txt"
+    ranks = run.start(through=("call", "helpers.forks", "train", str(notes)))
+    until(lambda: len(run.lines("train")) >= 5, "some steps")
+    held = str(run.run_dir / "lock")
+    assert held in open_files(ranks.pids[0])
+    children = psutil.Process(ranks.pids[0]).children(recursive=True)
+    assert children  # its data worker, at least
+    assert not any(held in open_files(child.pid) for child in children)
+    (run.run_dir / "STOP").touch()
+    assert run.wait(ranks) == [0]
+    assert not notes.exists(), notes.read_text()
 
 
 def killed(run: FaultyRun) -> Path:
