@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +31,15 @@ _TAIL_BYTES = 1 << 16
 class Lines:
     """Appends to the `metrics.jsonl` of a run directory, which exists.
 
-    A context manager. Raises RunError (74) when the disk refuses a line.
+    A context manager. A line that the disk refuses is kept and tried again with the next one: a
+    disk may be full for a while, and a run goes on until saves fail. `sync` insists.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
         self._hide = secrets.hider(os.environ)
+        self._unwritten = b""
+        self._one_at_a_time = threading.Lock()  # the watchdog has a thread of its own
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             _end_torn_line(self._file, self._path)
@@ -49,25 +53,39 @@ class Lines:
         line = _encode(head | fields)
         if self._hide(line) != line:  # seldom: most lines are looked at as they are
             line = _encode(secrets.hidden(head | fields, self._hide))
-        line += "\n"
-        try:
-            _write_all(self._file, line.encode())
-        except OSError as error:
-            raise _disk_failed(self._path, error) from error
+        with self._one_at_a_time:
+            waiting = bool(self._unwritten)
+            self._unwritten += f"{line}\n".encode()
+            try:
+                self._write()
+            except OSError as error:
+                if not waiting:
+                    _log.warning("%s takes no lines: %s; they are kept", self._path, error.strerror)
 
     def sync(self) -> None:
-        """Wait until every line so far is on the disk."""
+        """Wait until every line so far is on the disk. Raises RunError (74)."""
         try:
+            with self._one_at_a_time:
+                self._write()
             os.fsync(self._file)
         except OSError as error:
             raise _disk_failed(self._path, error) from error
 
+    def _write(self) -> None:
+        """One write call, unless the disk takes only a part of it."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+
     def close(self) -> None:
-        """Sync and close; a second call does nothing."""
-        if self._file >= 0:
+        """Sync and close, once. Whoever must know whether that works calls `sync` first."""
+        if self._file < 0:
+            return
+        try:
             self.sync()
-            os.close(self._file)
-            self._file = -1
+        except RunError as error:
+            _log.warning("the last lines are lost: %s", error.args[0])
+        os.close(self._file)
+        self._file = -1
 
     def __enter__(self) -> Lines:
         return self
@@ -114,12 +132,6 @@ def _decode(line: bytes, number: int, path: Path) -> dict[str, Any] | None:
         return value
     _log.warning("left out line %d of %s, which is no JSON object", number, path)
     return None
-
-
-def _write_all(file: int, data: bytes) -> None:
-    """One write call, unless the disk takes only a part of it."""
-    while data:
-        data = data[os.write(file, data) :]
 
 
 def _end_torn_line(file: int, path: Path) -> None:

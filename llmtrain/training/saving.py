@@ -97,7 +97,6 @@ def begin(run: Run, step: int, reason: str) -> None:
     check_replicas(run.engine.unequal_replicas(), step, run.journal.event)
     run.due.begun(step)
     run.requests.save_begins()
-    run.journal.sync()  # no manifest is newer than the numbers that led to it
     heard = gathered(run, step)
     begun = _begun(run, step, heard)
     if isinstance(begun, write.Failed):
@@ -153,6 +152,7 @@ def _begun(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Begun | wr
     small: dict[str, bytes] = {}
     error: BaseException | None = None
     try:
+        run.journal.sync()  # no manifest is newer than the numbers that led to it
         small = small_files(run, step, heard) if heard else {}
     except Exception as caught:  # told to all ranks
         error = caught

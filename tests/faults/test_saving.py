@@ -35,7 +35,7 @@ def test_f14_no_room_is_an_event_and_training_goes_on(faulty, straight):
 
 def on_a_disk(run: FaultyRun, kind: str) -> Any:
     """A file system for `run/` that can fill up, or none where only files are limited."""
-    options = {"room": ROOM, "inodes": INODES}.get(kind)
+    options = {"room": ROOM, "everything": ROOM, "inodes": INODES}.get(kind)
     at = run.folder / "run"
     return small_disk.mounted(at, options) if options else nullcontext()
 
@@ -44,6 +44,7 @@ def on_a_disk(run: FaultyRun, kind: str) -> Any:
     ("kind", "why"),
     [
         pytest.param("room", "No space left on device", id="f14_room"),
+        pytest.param("everything", "No space left on device", id="f14_everything"),
         pytest.param("limit", "File too large", id="f14_limit"),
         pytest.param("inodes", "No space left on device", id="f18_inodes"),
     ],
@@ -58,6 +59,7 @@ def test_f14_f18_a_disk_that_is_really_full_for_two_saves(faulty, straight, kind
         assert all(why in text for text in failed.values())
         assert run.valid() == [f"step-{step:08d}" for step in (16, 20, 24)]
         assert run.outcome() == straight(2)
+        assert [line["step"] for line in run.lines("train")] == list(range(1, 25))
         run.check_clean()
 
 

@@ -1,6 +1,6 @@
 """Disks that are really full while some steps are saved, and free again behind them.
 
-    room      a tmpfs with all but a few KiB taken by another file
+    room      a tmpfs with all but a few KiB taken by another file; everything: to the last byte
     inodes    a tmpfs that takes hardly any more files
     limit     no file may grow beyond some KiB (RLIMIT_FSIZE: EFBIG)
     read-only nothing can be made or opened to be written; what is open stays so
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,24 +70,26 @@ def train(kind: str, holder: str, first: str, last: str, *arguments: str) -> Non
     """In a rank: `llmtrain train ARGUMENTS` with such a disk."""
     if holder != "0":
         _enter(int(holder))
-    from llmtrain.checkpoint import write
     from llmtrain.cli.main import main
+    from llmtrain.training import saving
 
-    begin = write.begin
+    gathered = saving.gathered
 
-    def begun(root: Path, step: int, *rest: object, **named: object) -> object:
-        if os.environ.get("RANK", "0") == "0":
-            _use_up(kind, root.parent, full=int(first) <= step <= int(last))
-        return begin(root, step, *rest, **named)  # type: ignore[arg-type]
+    def reached(run: Any, step: int) -> Any:
+        if run.ranks.rank == 0:
+            _use_up(kind, run.run_dir, full=int(first) <= step <= int(last))
+        return gathered(run, step)
 
-    write.begin = begun  # type: ignore[assignment]
+    saving.gathered = reached  # type: ignore[assignment]
     main(["train", *arguments])
 
 
 def _use_up(kind: str, folder: Path, *, full: bool) -> None:
     match kind:
         case "room":
-            _take_room(folder / "filler", full=full)
+            _take_room(folder / "filler", LEFT_BYTES, full=full)
+        case "everything":
+            _take_room(folder / "filler", 0, full=full)
         case "inodes":
             _take_inodes(folder / "fillers", full=full)
         case "read-only":
@@ -96,11 +99,11 @@ def _use_up(kind: str, folder: Path, *, full: bool) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES if full else hard, hard))
 
 
-def _take_room(filler: Path, *, full: bool) -> None:
+def _take_room(filler: Path, left: int, *, full: bool) -> None:
     filler.unlink(missing_ok=True)
     if full:
         disk = os.statvfs(filler.parent)
-        filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - LEFT_BYTES))
+        filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - left))
 
 
 def _take_inodes(folder: Path, *, full: bool) -> None:

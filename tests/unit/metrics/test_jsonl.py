@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -80,6 +81,53 @@ def test_a_disk_that_refuses_is_exit_code_74_with_the_path(tmp_path):
     with pytest.raises(RunError, match=FILE_NAME) as caught:
         Lines(tmp_path / "missing")
     assert caught.value.exit_code == 74
+
+
+def full_disk(monkeypatch, *takes):
+    """`os.write` that takes so many bytes at each of the next calls (0: none), then all again."""
+    real, left = os.write, list(takes)
+
+    def write(file, data):
+        if not left:
+            return real(file, data)
+        if size := left.pop(0):
+            return real(file, data[:size])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_lines_that_a_full_disk_refuses_are_written_once_there_is_room(
+    tmp_path, monkeypatch, caplog
+):
+    with Lines(tmp_path) as lines:
+        lines.write("train", 1)
+        full_disk(monkeypatch, 10, 0, 0)
+        lines.write("train", 2)
+        lines.write("train", 3)
+        assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1]
+        lines.write("train", 4)
+        assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1, 2, 3, 4]
+    assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+
+
+def test_who_insists_hears_that_the_disk_is_full(tmp_path, monkeypatch):
+    lines = Lines(tmp_path)
+    full_disk(monkeypatch, 0, 0)
+    lines.write("train", 1)
+    with pytest.raises(RunError, match="No space left") as caught:
+        lines.sync()
+    assert caught.value.exit_code == 74
+    lines.sync()
+    assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1]
+    lines.close()
+
+
+def test_lines_that_are_lost_in_the_end_are_told(tmp_path, monkeypatch, caplog):
+    with Lines(tmp_path) as lines:
+        full_disk(monkeypatch, 0, 0)
+        lines.write("train", 1)
+    assert "the last lines are lost" in caplog.text
 
 
 def test_closing_twice_is_harmless(tmp_path):
