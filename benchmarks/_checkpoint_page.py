@@ -29,6 +29,9 @@ What the rows mean:
 - **A save** is all of it: small files, tensor files with their room, digests in flight, fsync of
   files and directories, manifest, rename. **A plain write** is the same bytes in one file, front
   to end, and fsync.
+- Where other processes fsync at the same time (a load far above the number of cores), a plain
+  write loses more than a save, whose files have their room beforehand: a ratio above 100 % tells of
+  that load, not of a disk that is left alone.
 - **Digests** are taken of each block just before it is written; their share is the time spent in
   them within a save.
 - **Verifying** opens every file and compares every digest, as before a load; **reading** takes the

@@ -4,7 +4,7 @@
                                     [--json FILE] [--markdown FILE]
 
 DIR: on the disk to be measured (default: the system's place for temporary files). Each line: a
-figure, its goal, and whether it is met.
+figure, its goal, and whether it is met. Rows of FILE that belong to other parts stay as they are.
 
     writing     a save beside a plain sequential write, torch.save, save_file, DCP, all with fsync;
                 digests' share of it
@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +49,7 @@ class Sizes:
     parameters: int = 42_000_000
     large: int = 160_000_000
     saves: int = 5
-    memory: tuple[int, ...] = (16 * MIB, 48 * MIB, 96 * MIB)
+    memory: tuple[int, ...] = (4 * MIB, 16 * MIB, 48 * MIB)
 
 
 QUICK = Sizes(1, 4_200_000, 8_400_000, 1, (2 * MIB, 4 * MIB, 6 * MIB))
@@ -60,6 +61,7 @@ class Bench:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.table: list[dict[str, Any]] = []
+        self.part = ""
 
     def say(self, name: str, figure: float | None, unit: str, goal: str = "", **more: Any) -> None:
         """A line. goal: "≥ 80" or "≤ 1"; none: a figure to compare with. figure None: not known."""
@@ -67,7 +69,14 @@ class Bench:
         if goal and figure is not None:
             sign, limit = goal.split()
             met = figure >= float(limit) if sign == "≥" else figure <= float(limit)
-        row = {"bench": "checkpoint", "name": name, "figure": figure, "unit": unit, "goal": goal}
+        row = {
+            "bench": "checkpoint",
+            "part": self.part,
+            "name": name,
+            "figure": figure,
+            "unit": unit,
+            "goal": goal,
+        }
         load = round(os.getloadavg()[0], 1)
         self.table.append({**row, "met": met, "load": load, **more})
         verdict = {True: "met", False: "MISSED", None: ""}[met]
@@ -136,15 +145,26 @@ def main() -> None:
         "memory": memory,
         "gpu": gpu,
     }
+    kept = before(asked.json, asked.only)
     for part in asked.only:
+        bench.part = part
         with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
             parts[part](bench, Path(folder))
-        rows = [{**row, **about} for row in bench.table]
+        rows = kept + [{**row, **about} for row in bench.table]
+        rows.sort(key=lambda row: PARTS.index(row["part"]))
         if asked.json:
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             asked.json.write_text("".join(lines), "utf-8")
         if asked.markdown:
             asked.markdown.write_text(page(rows), "utf-8")
+
+
+def before(path: Path | None, anew: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of an earlier run for the parts that are not measured anew."""
+    if path is None or not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [row for row in rows if row["part"] not in anew]
 
 
 if __name__ == "__main__":
