@@ -6,6 +6,11 @@ import pytest
 from helpers import fault_matrix
 
 
+def test_every_scenario_has_a_test_that_carries_its_id():
+    found = {name for test in fault_matrix.names_of_tests() for name in fault_matrix.ids(test)}
+    assert fault_matrix.SCENARIOS.keys() - found == set()
+
+
 def test_there_are_48_scenarios_and_the_matrix_of_portability():
     numbered = [f"F{number:02}" for number in range(1, 49)]
     assert [*fault_matrix.SCENARIOS] == [*numbered, "P"]
