@@ -28,7 +28,7 @@ from typing import IO
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch import contradictions, launcher_problems
+from llmtrain.distributed.launch import contradictions, family, launcher_problems
 from llmtrain.distributed.named import unsupported
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.metrics.status import FILE_NAME, read_status
@@ -46,11 +46,13 @@ _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
 class Ended:
     """How a launched run ended: the code of the run itself, not of its launcher.
 
-    message: what is left to say to a person, "" if the run has said it all.
+    message: what is left to say to a person, "" if the run has said it all · asked_to_stop: a
+    signal of this process was passed on to it.
     """
 
     exit_code: int
     message: str
+    asked_to_stop: bool = False
 
 
 def launch(
@@ -108,13 +110,35 @@ def _launch_file(
         file = read_launch_file(path, processes, config)
         _check_deepspeed(file)
         return file
-    on_cpu = not has_gpu(env)
-    fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
-    file = LaunchFile(None, processes or 1, on_cpu, "no" if fp32 else "bf16", {})
-    env = {**env, **file.environment}
-    if problems := [*unsupported(env, file.processes), *contradictions(env, config)]:
+    file = _of_this_machine(processes or 1, env, config)
+    if problems := _wrong_with(file, env, config):
         raise UserError(*problems, where=f"the launch of {file.processes} processes")
     return file
+
+
+def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
+    """Why a start of so many processes on this machine would be refused; nothing is started."""
+    if problems := launcher_problems(env):
+        return problems
+    found = _wrong_with(_of_this_machine(processes, env, config), env, config)
+    strategy = config.distributed.strategy
+    if family(strategy) == "zero" and find_spec("deepspeed") is None:
+        expected = "fsdp2 or ddp: the package deepspeed is not installed"
+        remedy = "pip install 'llmtrain[deepspeed]'"
+        found.append(Problem("distributed.strategy", strategy, expected, remedy))
+    return found
+
+
+def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> LaunchFile:
+    """What is started without a file of accelerate."""
+    on_cpu = not has_gpu(env)
+    fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
+    return LaunchFile(None, processes, on_cpu, "no" if fp32 else "bf16", {})
+
+
+def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> list[Problem]:
+    env = {**env, **file.environment}
+    return [*unsupported(env, file.processes), *contradictions(env, config)]
 
 
 def _check_deepspeed(file: LaunchFile) -> None:
@@ -172,12 +196,12 @@ def run_launcher(
             child.send_signal(forward.asked)
         launcher = child.wait()
         _wait_for_ranks(mark, others)
-    left = found(mark)
+    left, asked_to_stop = found(mark), forward.asked is not None
     if left is not None:
-        return Ended(*left)
+        return Ended(*left, asked_to_stop)
     changed = identity(run_dir) != before
-    code = _exit_code(run_dir if changed else None, launcher, forward.asked is not None)
-    return Ended(code, _silent(run_dir) if code else "")
+    code = _exit_code(run_dir if changed else None, launcher, asked_to_stop)
+    return Ended(code, _silent(run_dir) if code else "", asked_to_stop)
 
 
 class Forward:

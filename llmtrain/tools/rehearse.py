@@ -33,7 +33,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.metrics import jsonl
 from llmtrain.metrics.status import read_status
-from llmtrain.tools.launch import Ended, has_gpu, launch
+from llmtrain.tools.launch import Ended, has_gpu, launch, launch_problems
 
 KILL_AT = 6
 TOLERANCE = 1e-5  # of a loss, where the arithmetic has another order
@@ -118,10 +118,12 @@ def rehearse(
     world_size = _processes(config)
     again = processes or world_size
     other = [f"distributed.strategy={to}"] if to else []
-    _check(load_config(config_file, [*overrides, *other]), kill_at, world_size, again)
-    shared = [*overrides, *_short(config, kill_at)]
+    shared = [*overrides]
     if to or again != world_size:
         shared.append("training.precision=fp32")  # where the order of a sum makes no difference
+    first, second = load_config(config_file, shared), load_config(config_file, [*shared, *other])
+    _check(kill_at, (first, world_size), (second, again))
+    shared += _short(config, kill_at)
     fault = {faults.VARIABLE: f"loop.micro@step={kill_at}=kill"}
     with _folder(config) as place:
         straight, killed = place.folder / "straight", place.folder / "killed"
@@ -177,8 +179,11 @@ def _processes(config: Config) -> int:
     return 1 if check_batch(config, _ON_CPUS) else _ON_CPUS
 
 
-def _check(config: Config, kill_at: int, *world_sizes: int) -> None:
-    problems = [one for size in dict.fromkeys(world_sizes) for one in check_batch(config, size)]
+def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
+    """UserError with all that a launch of these configs and numbers of processes would refuse."""
+    env = dict(os.environ)
+    found = [one for config, size in launches for one in launch_problems(config, size, env)]
+    problems = list(dict.fromkeys(found))
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"
         problems.append(Problem("--kill-at", kill_at, expected))
@@ -219,9 +224,8 @@ class _Kept:
 
 @contextmanager
 def _folder(config: Config) -> Iterator[_Kept]:
-    """Beside the run's own directory, so on its disk; removed unless there is something to see."""
-    wanted = Path(str(config.run.dir)).absolute()
-    beside = next(path for path in wanted.parents if path.is_dir())
+    """On the disk of the run's own directory; removed unless there is something to see."""
+    beside = _beside(Path(str(config.run.dir)).absolute())
     try:
         place = _Kept(Path(tempfile.mkdtemp(prefix="rehearsal-", dir=beside)))
     except OSError as error:
@@ -234,12 +238,19 @@ def _folder(config: Config) -> Iterator[_Kept]:
             shutil.rmtree(place.folder)
 
 
+def _beside(run_dir: Path) -> Path:
+    """The nearest directory above; where a disk of its own begins (`/` too) that one itself."""
+    if os.path.ismount(run_dir):
+        return run_dir
+    return next(path for path in run_dir.parents if path.is_dir())
+
+
 def _finished(place: _Kept, name: str, config: str, overrides: Sequence[str], size: int) -> None:
     """A start that must reach the last step."""
     ended = _started_and_waited(place, name, config, overrides, size, {})
     run_dir = place.folder / ("straight" if name == "straight" else "killed")
-    _refuse_a_stop(run_dir)
-    if ended.exit_code:
+    _refuse_a_stop(run_dir, ended)
+    if ended.exit_code or read_status(run_dir).get("state") != "finished":
         raise _failed(place, name, ended)
 
 
@@ -253,7 +264,7 @@ def _killed(
 ) -> None:
     """A start that must not end by itself."""
     ended = _started_and_waited(place, name, config, overrides, size, fault)
-    _refuse_a_stop(place.folder / name)
+    _refuse_a_stop(place.folder / name, ended)
     if ended.exit_code != RESTARTABLE:
         raise _failed(place, name, ended)
 
@@ -272,9 +283,11 @@ def _started_and_waited(
         return launch(config, overrides, processes=size, env={**env, **more}, output=log)
 
 
-def _refuse_a_stop(run_dir: Path) -> None:
-    """Ctrl-C reaches the ranks, which save and end well: then there is nothing to compare."""
-    if read_status(run_dir).get("state") == "stopped":
+def _refuse_a_stop(run_dir: Path, ended: Ended) -> None:
+    """Ctrl-C reaches the ranks, which save and end well, or a launcher that has none yet: there is
+    nothing to compare then.
+    """
+    if ended.asked_to_stop or read_status(run_dir).get("state") == "stopped":
         raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command begins anew")
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from helpers.config import written
 
+from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.tools import launch as module
-from llmtrain.tools.launch import Ended, has_gpu, launch, run_launcher
+from llmtrain.tools.launch import Ended, has_gpu, launch, launch_problems, run_launcher
 from llmtrain.tools.mark import found, leave
 
 
@@ -100,8 +101,26 @@ def test_signals_reach_the_launcher(tmp_path, sent, received, request):
     while :; do sleep 0.01; done"""
     ended = run(tmp_path, script)
     sender.join()
-    assert ended == Ended(0, received)
+    assert ended == Ended(0, received, asked_to_stop=True)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "said"),
+    [
+        ("ddp", 2, []),
+        ("hsdp", 2, ["distributed.strategy"]),
+        ("zero2", 2, ["distributed.strategy"]),
+        ("zero2", 5, ["training.global_batch_size", "distributed.strategy"]),
+    ],
+)
+def test_what_a_start_would_refuse_is_known_without_one(
+    tmp_path, monkeypatch, strategy, processes, said
+):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)  # no DeepSpeed
+    overrides = [f"distributed.strategy={strategy}", "training.global_batch_size=16"]
+    config = load_config(str(written(tmp_path)), overrides)
+    assert [one.key for one in launch_problems(config, processes, {})] == said
 
 
 def test_a_stop_before_there_was_a_rank_is_no_failure(tmp_path):
@@ -114,7 +133,7 @@ def test_a_stop_before_there_was_a_rank_is_no_failure(tmp_path):
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert run(tmp_path, f"echo > {ready}; exec sleep 60") == Ended(0, "")
+    assert run(tmp_path, f"echo > {ready}; exec sleep 60") == Ended(0, "", asked_to_stop=True)
     sender.join()
 
 

@@ -122,9 +122,9 @@ def test_with_dropout_another_world_is_compared_by_its_batches_alone(tmp_path):
 class Launches:
     """In place of the launcher: each start leaves what `rehearse` looks for."""
 
-    def __init__(self, *codes, state="finished", values=None):
+    def __init__(self, *codes, state="finished", values=None, asked_at=None):
         self.codes, self.state, self.values = list(codes), state, values
-        self.seen = []
+        self.asked_at, self.seen = asked_at, []
 
     def __call__(self, config_file, overrides, *, processes, env, output):
         config = load_config(config_file, overrides)
@@ -132,6 +132,8 @@ class Launches:
         code = self.codes.pop(0)
         output.write(b"what the ranks said\n")
         run_dir = Path(config.run.dir)
+        if len(self.seen) == self.asked_at:  # before there was a rank: nothing is left behind
+            return Ended(code, "", asked_to_stop=True)
         if len(self.seen) == 1:
             straight(run_dir, state=self.state)
         elif len(self.seen) == 2:
@@ -219,12 +221,40 @@ def test_a_stop_is_no_verdict(monkeypatch, tmp_path):
     assert not list(tmp_path.glob("rehearsal-*"))
 
 
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_a_stop_before_there_is_a_rank_ends_the_rehearsal(monkeypatch, tmp_path, which):
+    """The launcher ends with 0 then, or with 1 where the signal met its imports."""
+    for code in (0, 1):
+        launches = Launches(*(0, 75, 0)[: which - 1], code, asked_at=which)
+        with pytest.raises(RunError, match="was stopped") as caught:
+            rehearsed(monkeypatch, tmp_path, launches)
+        assert (caught.value.exit_code, len(launches.seen)) == (75, which)
+        assert not list(tmp_path.glob("rehearsal-*"))
+
+
+def test_a_start_that_ends_well_short_of_its_last_step_is_no_success(monkeypatch, tmp_path):
+    with pytest.raises(RunError, match="the straight run of the rehearsal ended") as caught:
+        rehearsed(monkeypatch, tmp_path, Launches(0, state="running"))
+    assert caught.value.exit_code == 1
+
+
+def test_the_folder_lies_on_the_disk_of_the_run(monkeypatch, tmp_path):
+    assert module._beside(tmp_path / "a" / "b") == tmp_path
+    assert module._beside(Path("/")) == Path("/")
+    (tmp_path / "disk").mkdir()
+    assert module._beside(tmp_path / "disk") == tmp_path
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "disk")
+    assert module._beside(tmp_path / "disk") == tmp_path / "disk"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"kill_at": 1}, "--kill-at = 1"),
         ({"processes": 5}, "a multiple of 5 processes"),
         ({"to": "fsdp3"}, "distributed.strategy"),
+        ({"to": "hsdp"}, "at least 2 replicas"),
+        ({"to": "hsdp", "processes": 5, "kill_at": 1}, "(?s)replicas.*5 processes.*--kill-at"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused_before_anything_is_started(
