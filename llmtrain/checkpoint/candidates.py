@@ -4,8 +4,9 @@
     step-00000400.damaged      its bytes are not those written; `why.txt` in it says how
     step-00000400.superseded   newer than the one that a start was told to go on from
 
-Setting aside is renaming: nothing is ever deleted here. The trap: a checkpoint of another run, or
-of another format, may lie beside ours. It is no candidate and keeps its name.
+Setting aside is renaming: nothing is ever deleted here. A link counts as what it leads to. The
+trap: a checkpoint of another run, or of another format, may lie beside ours. It is no candidate and
+keeps its name.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | No
     Raises UserError for a format that is not ours, and if nothing but damaged ones is left.
     """
     for name in form.complete_names(root):
-        if _is_foreign(root / name, run_id):
+        if is_foreign(root / name, run_id):
             continue
         try:
             return Candidate(name, *_outside(root / name))
@@ -72,7 +73,7 @@ def named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Cand
     Raises UserError if it is not there, damaged, of another run or format, or if newer ones of
     this run are there and `supersede` is false.
     """
-    own = [one for one in form.complete_names(root) if not _is_foreign(root / one, run_id)]
+    own = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
         raise UserError(_absent(root, name, own))
     try:
@@ -99,11 +100,29 @@ def set_aside(root: Path, name: str, suffix: str, reason: str) -> Aside:
     (root / name).rename(root / target)
     logger.warning("set %s aside as %s: %s", name, target, reason)
     durable.sync_directory(root)
+    if (root / target).is_symlink():  # what it leads to may be sound under its own name
+        return Aside(name, target, reason)
     try:
         (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
     except OSError as error:  # the name says it already
         logger.warning("could not note in %s why it was set aside: %s", target, error)
     return Aside(name, target, reason)
+
+
+def is_foreign(path: Path, run_id: str | None) -> bool:
+    """Whether a checkpoint says that it is another run's, in its manifest or else in its state."""
+    if run_id is None:
+        return False
+    try:
+        owner: object = form.load(path).run_id
+    except OtherFormatError as error:
+        owner = error.run_id
+    except DamagedError:
+        try:
+            owner = form.state(path).get("run_id", run_id)
+        except DamagedError:
+            return False
+    return owner != run_id
 
 
 def unusable(name: str, reason: str) -> Problem:
@@ -133,22 +152,6 @@ def _outside(path: Path) -> tuple[Manifest, dict[str, Any]]:
     if state.get("format") != form.FORMAT:
         raise OtherFormatError(state.get("format"), manifest.run_id)
     return manifest, state
-
-
-def _is_foreign(path: Path, run_id: str | None) -> bool:
-    """Whether a checkpoint says that it is another run's, in its manifest or else in its state."""
-    if run_id is None:
-        return False
-    try:
-        owner: object = form.load(path).run_id
-    except OtherFormatError as error:
-        owner = error.run_id
-    except DamagedError:
-        try:
-            owner = form.state(path).get("run_id", run_id)
-        except DamagedError:
-            return False
-    return owner != run_id
 
 
 def _writer(path: Path) -> str | None:
@@ -185,7 +188,7 @@ def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
         for name in form.names(root)
         if form.step_of(name.partition(DAMAGED)[0]) is not None
         and DAMAGED in name
-        and not _is_foreign(root / name, run_id)
+        and not is_foreign(root / name, run_id)
     ]
     expected = "at least one valid checkpoint; nothing was deleted"
     remedy = f"repair one and take {DAMAGED} off its name, or begin anew in another run.dir"

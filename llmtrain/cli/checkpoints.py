@@ -34,7 +34,7 @@ _MEANS = {
     "superseded": "set aside: the run went on from an older one",
     "trash": "being deleted",
     "other run": "of another run: never read, never deleted",
-    "unreadable": "of nobody: its manifest is not intact, or of another format",
+    "unreadable": "unreadable: its manifest is not intact, or of another format",
     "other": "no checkpoint of a run",
 }
 
@@ -189,7 +189,7 @@ def rehearsal(found: Rehearsal) -> Iterator[str]:
 
 def _why(row: Row, found: Listing) -> str:
     if row.kind != "complete":
-        return _MEANS[row.kind]
+        return ", ".join((*row.kept, _MEANS[row.kind]))
     if found.policy is None:
         return "not known: no config.yaml that loads"
     return ", ".join(row.kept) or "not kept: goes after the next save, or by prune"

@@ -28,6 +28,7 @@ from llmtrain.metrics.status import read_status
 
 COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
 SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), ("partial", "trash")
+LINK = "a link"  # why a row stays
 
 _KINDS = {
     re.compile(r"step-\d{8,18}\.partial"): "partial",
@@ -44,11 +45,13 @@ Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, byt
 class Row:
     """One directory under `checkpoints/`.
 
-    kind: `complete`; `other run` for one of another run and `unreadable` for one whose manifest
-    names none; what else its name says it is (`partial`, `damaged`, `superseded`, `trash`); or
-    `other` · bytes: on disk · loss: the held-out loss that it carries · kept: why retention keeps
-    it, () if it does not, or has no say · wrong: what manifest and sizes show; None where nothing
-    says what should be there.
+    kind: `complete`; `other run` for one of another run and `unreadable` for one of the run whose
+    manifest is not intact; what else its name says it is (`partial`, `damaged`, `superseded`,
+    `trash`); or `other` · bytes: on disk · loss: the held-out loss that it carries · kept: why
+    retention keeps it, () if it does not, or has no say · wrong: what manifest and sizes show; None
+    where nothing says what should be there.
+
+    A link is what it leads to, as for a resume; it is kept, since retention deletes none.
     """
 
     name: str
@@ -135,9 +138,10 @@ def verify(
     """
     place = place_of(path)
     names = sorted(form.complete_names(place.root))
-    asked = name or place.only
-    if asked is not None and not (place.root / asked).is_dir():
-        raise UserError(Problem("NAME", asked, f"a checkpoint of {path}", _there(names)))
+    asked = place.only if name is None else name
+    if asked is not None and asked not in form.names(place.root):
+        expected = f"the name of a checkpoint of {path}, not a path"
+        raise UserError(Problem("NAME", asked, expected, _there(names)))
     if asked is None and not names:
         raise UserError(Problem("RUN", path, "a run with a complete checkpoint; there is none"))
     return verified(place.root, [asked] if asked else names, told)
@@ -193,15 +197,19 @@ def listing(place: Place, policy: Policy | None) -> Listing:
         rows = [row for row in found if row is not None]
     except OSError as error:
         raise _no_answer(place.root, error) from error
-    losses = {row.step: row.loss for row in rows if row.kind == COMPLETE and row.step is not None}
+    losses = {row.step: row.loss for row in rows if _is_ours(row) and row.step is not None}
     kept: Mapping[int, tuple[str, ...]] = {}
     if policy is not None:
         kept = retention.reasons(losses, policy, resumed_from)
     rows = [
-        replace(row, kept=kept.get(row.step or 0, ())) if row.kind == COMPLETE else row
-        for row in rows
+        replace(row, kept=kept.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
     ]
     return Listing(place.root, run_id, resumed_from, policy, tuple(sorted(rows, key=_by_step)))
+
+
+def _is_ours(row: Row) -> bool:
+    """Whether retention has a say in it."""
+    return row.kind == COMPLETE and LINK not in row.kept
 
 
 def _by_step(row: Row) -> tuple[bool, int, str]:
@@ -210,16 +218,17 @@ def _by_step(row: Row) -> tuple[bool, int, str]:
 
 def _row(path: Path, run_id: str | None) -> Row | None:
     """One directory; None if it went away while it was looked at."""
-    kind = OTHER if path.is_symlink() else _kind(path.name) or OTHER
+    kind = _kind(path.name) or OTHER
     size, loss, wrong = _bytes(path), None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
         wrong, of = _sizes(path)
         wrong = _said(path) if kind == "damaged" and not wrong else wrong
         loss = _loss(path)
-        if kind == COMPLETE and of != run_id:
-            kind = FOREIGN if of else UNREADABLE
+        if kind == COMPLETE and (of is None or of != run_id):
+            kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
     step = form.step_of(path.name.partition(".")[0])
-    return Row(path.name, kind, step, size, loss, (), wrong) if path.is_dir() else None
+    kept = (LINK,) if path.is_symlink() else ()
+    return Row(path.name, kind, step, size, loss, kept, wrong) if path.is_dir() else None
 
 
 def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:

@@ -89,9 +89,9 @@ def prune(
 
 
 def _goes(row: Row, set_aside: bool) -> bool:
-    if row.kind == COMPLETE:
-        return not row.kept
-    return row.kind in LEFT_OVER or (set_aside and row.kind in SET_ASIDE)
+    if row.kept:
+        return False
+    return row.kind == COMPLETE or row.kind in LEFT_OVER or (set_aside and row.kind in SET_ASIDE)
 
 
 def _wrong_inside(

@@ -9,10 +9,12 @@ from helpers.ranks import ROOT
 from helpers.runs import start_line, status, write_run
 
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read
 from llmtrain.checkpoint.lock import RunLock
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools import checkpoints as module
 from llmtrain.tools.checkpoints import look, verify
+from llmtrain.types import Alone
 
 MODEL = "model.safetensors"
 
@@ -74,7 +76,6 @@ def test_what_is_no_complete_checkpoint_of_the_run_is_shown_as_what_it_is(run):
     (root / "step-00000028.partial" / MODEL).write_bytes(bytes(7))
     for name in (".trash-4", "step-9", "notes"):
         (root / name).mkdir()
-    (root / "step-00000032").symlink_to(newest(run))
     found = rows(run)
     assert {name: row.kind for name, row in found.items()} == {
         "step-00000004": "complete",
@@ -84,7 +85,6 @@ def test_what_is_no_complete_checkpoint_of_the_run_is_shown_as_what_it_is(run):
         "step-00000020": "complete",
         "step-00000024": "complete",
         "step-00000028.partial": "partial",
-        "step-00000032": "other",
         "step-99999999": "other run",
         ".trash-4": "trash",
         "step-9": "other",
@@ -95,6 +95,30 @@ def test_what_is_no_complete_checkpoint_of_the_run_is_shown_as_what_it_is(run):
     assert found["step-00000016.superseded"].valid is True
     assert all(not row.kept for row in found.values() if row.kind != "complete")
     assert found["step-00000020"].kept == ("newest", "resumed from")  # the foreign one is newer
+
+
+def test_a_link_is_what_a_resume_takes_it_for(run, tmp_path):
+    """It is followed, to a sound checkpoint on another disk or to one of another step."""
+    root = run / "checkpoints"
+    elsewhere = tmp_path / "elsewhere"
+    newest(run).rename(elsewhere)
+    newest(run).symlink_to(elsewhere)
+    (root / "step-00000099").symlink_to(root / "step-00000008")
+    found = rows(run)
+    assert (found["step-00000024"].kind, found["step-00000024"].valid) == ("complete", True)
+    assert found["step-00000024"].kept == ("a link",)
+    assert found["step-00000020"].kept == ("newest", "resumed from")
+    wrong = found["step-00000099"]
+    assert (wrong.kind, wrong.wrong) == ("unreadable", ("manifest.json: is of step 8",))
+    assert {one.name for one in verify(run) if one.problems} == {"step-00000099"}
+    heard = []
+    taken = read.find(root, RUN, Alone(), log=lambda event, detail: heard.append(detail))
+    assert taken.name == "step-00000024"
+    assert [(one["checkpoint"], one["reason"]) for one in heard] == [
+        ("step-00000099", "manifest.json: is of step 8")
+    ]
+    assert rows(run)["step-00000099.damaged"].kind == "damaged"
+    assert not (root / "step-00000008" / "why.txt").exists()  # that one is sound
 
 
 def test_a_wrong_size_and_a_missing_file_are_seen_and_a_flipped_bit_of_a_tensor_is_not(run):
@@ -119,12 +143,15 @@ def test_one_that_was_set_aside_says_what_was_found(run):
     assert (row.valid, row.wrong) == (False, ("model.safetensors: the digest differs",))
 
 
-def test_one_whose_manifest_is_not_intact_is_nobodys(run):
+def test_one_whose_manifest_is_not_intact_is_unreadable(run):
     flip(newest(run) / form.MANIFEST, 10)
     row = rows(run)["step-00000024"]
     assert (row.kind, row.valid, row.kept) == ("unreadable", False, ())
     assert row.wrong[0].startswith(form.MANIFEST)
     assert rows(run)["step-00000016"].kept == ("newest", "every 8")
+    save(run / "checkpoints", 28, run_id="another")
+    flip(run / "checkpoints" / "step-00000028" / form.MANIFEST, 10)
+    assert rows(run)["step-00000028"].kind == "other run"  # its state says so, as a resume hears
 
 
 def test_the_run_its_checkpoints_and_one_of_them_are_told_apart(run, tmp_path, monkeypatch):
@@ -210,6 +237,14 @@ def test_one_checkpoint_is_verified_by_name_or_by_path_whatever_it_is(run):
     assert [one.name for one in verify(newest(run))] == ["step-00000024"]
     with pytest.raises(UserError, match="step-00000008"):
         verify(run, "step-00000008")
+
+
+@pytest.mark.parametrize("name", ["../../kept", "../checkpoints/step-00000024", "/", ".", ""])
+def test_a_path_is_no_name_of_a_checkpoint(run, name):
+    shutil.copytree(newest(run), run.parent / "kept")
+    asked = str(newest(run)) if name == "/" else name
+    with pytest.raises(UserError, match=r"(?s)NAME.*not a path.*there are step-00000004"):
+        verify(run, asked)
 
 
 def test_one_of_a_newer_format_is_a_problem_of_its_own(run):

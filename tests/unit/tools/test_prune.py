@@ -98,6 +98,22 @@ def test_left_overs_go_and_what_was_set_aside_only_when_asked_for(run):
     assert prune(run).goes == ()
 
 
+def test_a_link_stays_and_what_it_leads_to_is_looked_at(run, tmp_path):
+    root, elsewhere = run / "checkpoints", tmp_path / "elsewhere"
+    for step in (4, 8):  # the first would go
+        (root / f"step-{step:08d}").rename(elsewhere.with_suffix(f".{step}"))
+        (root / f"step-{step:08d}").symlink_to(elsewhere.with_suffix(f".{step}"))
+    (root / "step-00000020.damaged").symlink_to(root / "step-00000020")
+    found = prune(run, yes=True, set_aside=True)
+    assert found.goes == ()
+    kept = {row.name: row.kept for row in found.stays}
+    assert kept["step-00000004"] == kept["step-00000020.damaged"] == ("a link",)
+    flip(elsewhere.with_suffix(".4") / MODEL)
+    save(root, 2)
+    with pytest.raises(UserError, match="step-00000004"):
+        prune(run, yes=True)
+
+
 def test_what_is_not_of_this_run_or_not_known_always_stays(run):
     root = run / "checkpoints"
     save(root, 2, run_id="another")
