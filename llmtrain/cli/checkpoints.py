@@ -93,6 +93,7 @@ def prune(
     found = clear(run, keep_last, yes=yes, set_aside=set_aside, told=tell)
     tell("", 0, 0)
     show([json.dumps(found.to_json())] if as_json else pruned(found))
+    raise typer.Exit(2 if found.lost else 0)
 
 
 @app.command(help="prove here that a killed and resumed run equals a straight one")
@@ -155,8 +156,11 @@ def pruned(found: Pruned) -> Iterator[str]:
     """What goes and what stays, and what to do if nothing was deleted yet."""
     for word, rows in (("goes", found.goes), ("stays", found.stays)):
         for row in rows:
-            why = ", ".join(row.kept) or ("" if row.kind == "complete" else row.kind)
+            why = ", ".join((*row.kept, *([] if row.kind == "complete" else [row.kind])))
             yield f"{word:<7}{row.name:<30}{_bytes(row.bytes):>{_SIZE}}  {why}".rstrip()
+            yield from (f"    {wrong}" for wrong in row.wrong or () if row.kind == "unreadable")
+    if found.lost:
+        yield "warning: no checkpoint of this run is valid; what was set aside stays"
     count = f"{len(found.goes)} of {len(found.goes) + len(found.stays)}"
     if not found.goes:
         yield "nothing to delete"

@@ -21,6 +21,7 @@ from llmtrain.tools.checkpoints import (
     COMPLETE,
     LEFT_OVER,
     SET_ASIDE,
+    UNREADABLE,
     Listing,
     Row,
     Told,
@@ -43,6 +44,16 @@ class Pruned:
     deleted: bool
 
     @property
+    def lost(self) -> bool:
+        """Whether a start would find checkpoints of the run, and no valid one among them.
+
+        A plan reads manifests and sizes alone; what is deleted follows a look at every byte.
+        """
+        if any(row.kind == COMPLETE and row.valid for row in self.stays):
+            return False
+        return any(row.kind in (UNREADABLE, *SET_ASIDE) for row in (*self.stays, *self.goes))
+
+    @property
     def bytes(self) -> int:
         """How much room it makes."""
         return sum(row.bytes for row in self.goes)
@@ -51,7 +62,8 @@ class Pruned:
         """As `llmtrain checkpoints prune --json` prints it."""
         stays = [{"name": row.name, "kind": row.kind, "kept": row.kept} for row in self.stays]
         goes = [{"name": row.name, "kind": row.kind, "bytes": row.bytes} for row in self.goes]
-        return {"deleted": self.deleted, "bytes": self.bytes, "goes": goes, "stays": stays}
+        head = {"deleted": self.deleted, "lost": self.lost, "bytes": self.bytes}
+        return {**head, "goes": goes, "stays": stays}
 
 
 def prune(
@@ -64,9 +76,10 @@ def prune(
 ) -> Pruned:
     """Find what the policy of a run does not keep and what earlier starts left; delete it (`yes`).
 
-    keep_last: in place of the config's · set_aside: damaged and superseded ones go too. Those of
-    other runs stay, and what is not known. Raises UserError if the run is alive, or if one that is
-    to stay is not valid: then nothing is deleted; RunError 74 if the disk refuses.
+    keep_last: in place of the config's · set_aside: damaged and superseded ones go too, if there is
+    a valid one beside them. Those of other runs stay, and what is not known. Raises UserError if
+    the run is alive, or if one that is to stay is not valid: then nothing is deleted; RunError 74
+    if the disk refuses.
     """
     place = place_of(path)
     if place.run_dir is None or place.only is not None:
@@ -77,15 +90,26 @@ def prune(
     policy = policy_of(place.run_dir)
     if keep_last is not None:
         policy = replace(policy, keep_last=keep_last)
-    with RunLock(place.run_dir, run_id_of(place) or ""):
+    lock = RunLock(place.run_dir, run_id_of(place) or "")
+    if not yes:
+        lock.check()
+        return _planned(listing(place, policy), set_aside)
+    with lock:
         found = listing(place, policy)
-        goes = tuple(row for row in found.rows if _goes(row, set_aside))
-        stays = tuple(row for row in found.rows if row not in goes)
-        _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
-        if yes and goes:
-            _refuse(_wrong_inside(found, stays, told))
-            _delete(found, goes)
-    return Pruned(goes, stays, deleted=yes)
+        plan = _planned(found, set_aside)
+        if plan.goes:
+            _refuse(_wrong_inside(found, plan.stays, told))
+            _delete(found, plan.goes)
+    return replace(plan, deleted=True)
+
+
+def _planned(found: Listing, set_aside: bool) -> Pruned:
+    """UserError if sizes show that one which is to stay is not valid."""
+    valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
+    goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
+    stays = tuple(row for row in found.rows if row not in goes)
+    _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
+    return Pruned(goes, stays, deleted=False)
 
 
 def _goes(row: Row, set_aside: bool) -> bool:

@@ -117,6 +117,24 @@ def test_pruning_says_what_would_go_and_then_deletes_it(run, shown):
     assert shown("prune", run)[1].splitlines()[-1] == "nothing to delete"
 
 
+def test_pruning_where_nothing_valid_is_left_warns_and_has_code_2(run, shown):
+    for step in (4, 8, 12, 16, 20, 24):
+        flip(run / "checkpoints" / f"step-{step:08d}" / "manifest.json", 10)
+    code, out, _ = shown("prune", run)
+    assert code == 2
+    stays, why = out.splitlines()[-4:-2]
+    assert stays.split()[:2] == ["stays", "step-00000024"]
+    assert stays.endswith("  unreadable")
+    assert why.startswith("    manifest.json: ")
+    assert out.splitlines()[-2:] == [
+        "warning: no checkpoint of this run is valid; what was set aside stays",
+        "nothing to delete",
+    ]
+    code, out, _ = shown("prune", run, "--yes", "--json")
+    assert (code, json.loads(out)["lost"]) == (2, True)
+    assert "  unreadable: its manifest is not intact" in shown("list", run)[1]
+
+
 def test_pruning_a_live_run_is_refused(run, shown):
     with RunLock(run, RUN):
         code, out, err = shown("prune", run, "--yes")

@@ -1,12 +1,15 @@
+import json
 import os
 import shutil
+import socket
+from dataclasses import asdict
 
 import pytest
 from helpers.checkpoints import RUN, flip, save, saved_run
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import retention
-from llmtrain.checkpoint.lock import RunLock
+from llmtrain.checkpoint.lock import Holder, RunLock, boot_id
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.checkpoints import look
 from llmtrain.tools.prune import prune
@@ -121,6 +124,38 @@ def test_what_is_not_of_this_run_or_not_known_always_stays(run):
     (root / "step-9").mkdir()
     assert prune(run, yes=True, set_aside=True).goes == ()
     assert {"step-00000002", "step-00000004", "step-9"} < set(there(run))
+
+
+def test_where_nothing_valid_is_left_that_is_said_and_what_was_set_aside_stays(run):
+    root = run / "checkpoints"
+    for step in (4, 8, 12):
+        shutil.rmtree(root / f"step-{step:08d}")
+    assert not prune(run).lost
+    for step in (16, 20):
+        flip(root / f"step-{step:08d}" / form.MANIFEST, 10)
+    assert not prune(run, yes=True).lost
+    (root / "step-00000024").rename(root / "step-00000024.damaged")
+    (root / "step-00000028.partial").mkdir()
+    found = prune(run, yes=True, set_aside=True)
+    assert (names(found.goes), found.lost) == (["step-00000028.partial"], True)
+    assert there(run) == ["step-00000016", "step-00000020", "step-00000024.damaged"]
+
+
+def test_a_run_that_has_saved_nothing_has_lost_nothing(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    save(run / "checkpoints", 2, run_id="another")
+    assert not prune(run, yes=True).lost
+
+
+def test_a_plan_leaves_the_lock_of_a_killed_run_to_its_next_start(run):
+    holder = Holder(socket.gethostname(), boot_id(), os.getpid(), "0", "killed")
+    (run / "lock").write_text(json.dumps(asdict(holder)))
+    before = (run / "lock").read_bytes()
+    assert names(prune(run).goes) == ["step-00000004"]
+    assert (run / "lock").read_bytes() == before
+    with RunLock(run, RUN) as lock:
+        assert lock.takeover.pid == os.getpid()
 
 
 def test_a_live_run_is_not_touched(run):
