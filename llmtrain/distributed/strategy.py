@@ -116,7 +116,10 @@ def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
 def _candidates(
     strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
 ) -> Iterator[Candidate]:
-    """One for each kind of checkpointing: the largest micro-batch that fits, else the smallest."""
+    """One for each kind of checkpointing: the largest micro-batch that fits, else the smallest.
+
+    Behind a kind whose best layout fits none follows: to compute more again could not be faster.
+    """
     asked = work.activation_checkpointing
     kinds = ("full",) if strategy in OFFLOADS else _CHECKPOINTING
     if not shape.recomputes:
@@ -128,6 +131,8 @@ def _candidates(
         fitting = [one for one in reckoned if one.fits]
         if fitting:
             yield fitting[0]
+            if reckoned[0].fits:
+                return
         else:
             words = remedy(shape, count, work, layouts[-1], hardware)
             yield replace(reckoned[-1], remedy=words)
