@@ -81,6 +81,8 @@ def tell_what_changed(
         _tell_other_length(run, place.steps)
     if run.data.heldout is None:
         event("nothing_held_out", first)
+    if run.config.checkpoint.background is True and run.checkpoints.writer is None:
+        event("saving_in_line", first, reason="rank 0 writes what all ranks hold parts of")
 
 
 def _tell_other_length(run: Run, before: int) -> None:

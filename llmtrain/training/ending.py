@@ -61,9 +61,9 @@ def end_without_data(run: Run, step: int) -> None:
     stops = agreed_stop(run.ranks, run.flags())
     saving.commit(run)  # of an earlier step, which no failure of this one can harm
     if curable and run.due.unsaved(run.step):
-        saving.begin(run, run.step, stops[0] if stops else "data_failed")
-        saving.commit(run)
+        saving.begin(run, run.step, stops[0] if stops else "data_failed", last=True)
     if curable and stops:
+        run.requests.stopped()
         raise StoppedEarlyError(stops[0], run.step)
     refuse(vote, run.data_error)
 

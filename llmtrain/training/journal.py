@@ -130,20 +130,13 @@ class Journal:
         if self._lines is None:
             self.exit_code = exit_code
             return
+        end = {"state": state, "exit_code": exit_code, "reason": reason}
         seconds = time.perf_counter() - self._started
-        self.sync()
-        self.write(
-            "end",
-            self.step,
-            state=state,
-            exit_code=exit_code,
-            reason=reason,
-            seconds=seconds,
-            goodput=goodput(self.run_dir),
-        )
-        self.sync()
-        end = {"state": state, "exit_code": exit_code, "reason": reason, "step": self.step}
-        write_status(self.run_dir, **(self._untold | end))
+        self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
+        try:
+            self.sync()
+        finally:  # a supervisor believes the status: where there is room for it, it must be there
+            write_status(self.run_dir, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
         # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
         # new process group, which waits for peers, once ours is gone.

@@ -233,9 +233,7 @@ class Run:
         """Complete the checkpoint in flight, then save the state after `step` if that is due."""
         saving.commit(self)
         if self.due.begins(step):
-            saving.begin(self, step, self.due.reason(step))
-        if self.due.stop(step):  # nothing follows beside which it could be written
-            saving.commit(self)
+            saving.begin(self, step, self.due.reason(step), last=self.due.stop(step))
 
     def finish(self) -> Result:
         """The end line and the last status."""

@@ -53,10 +53,14 @@ def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
     )
 
 
-def note_cursors(run: Run, step: int, heard: list[dict[str, Any]]) -> None:
-    """The stream's state at every save, which outlives the checkpoints that are deleted."""
+def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
+    """The stream's state as a line of `cursors.jsonl`."""
     state = {"step": step, "weights": run.data.manifest.weights}
-    line = _encoded({**state, **data_state(run, step, heard).to_json()})
+    return _encoded({**state, **data_state(run, step, heard).to_json()})
+
+
+def note_cursors(run: Run, step: int, line: bytes) -> None:
+    """The stream's state at every save, which outlives the checkpoints that are deleted."""
     try:
         with (run.run_dir / "cursors.jsonl").open("ab") as file:
             file.write(line)

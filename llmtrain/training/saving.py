@@ -13,6 +13,7 @@ end the run.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.checkpoint import collect, retention, store, write
-from llmtrain.checkpoint.background import Writer
+from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import Extents, complete_names
 from llmtrain.config.schema import Config
 from llmtrain.distributed.accelerator import Launched
@@ -33,7 +34,7 @@ from llmtrain.metrics import memory
 from llmtrain.training.announce import warn_of_grace
 from llmtrain.training.guards import check_replicas
 from llmtrain.training.opening import policy
-from llmtrain.training.run_state import gathered, note_cursors, small_files
+from llmtrain.training.run_state import cursors_line, gathered, note_cursors, small_files
 from llmtrain.types import Failure, Piece
 
 if TYPE_CHECKING:
@@ -47,14 +48,16 @@ _SPARE = 1.1  # of the host memory that a copy takes: the training goes on besid
 class Flight:
     """A checkpoint between begin and commit.
 
-    heard: what only each rank knows, at rank 0 · blocked: seconds that the training has waited for
-    it so far, but for those that its writer counts · extents, error: of one written in line.
+    cursors: the line of `cursors.jsonl`, at rank 0 · last: this start makes no step after it ·
+    blocked: seconds that the training has waited for it so far, but for those that its writer
+    counts · extents, error: of one written in line.
     """
 
     step: int
     reason: str
     begun: write.Begun
-    heard: list[dict[str, Any]]
+    cursors: bytes
+    last: bool
     blocked: float
     beside: bool
     extents: Extents = field(default_factory=dict)
@@ -90,28 +93,30 @@ class Saves:
         return {"writer_ready": state == "ready", "writer_failed": state == "failed"}
 
 
-def begin(run: Run, step: int, reason: str) -> None:
-    """Save the state after `step`: complete when this returns, or in flight. Collective."""
+def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
+    """Save the state after `step`: complete when this returns, or in flight. Collective.
+
+    last: no step follows, so it is complete in any case, or RunError (74).
+    """
     assert run.checkpoints.flight is None, "what is in flight is committed first"
     started = time.perf_counter()
     check_replicas(run.engine.unequal_replicas(), step, run.journal.event)
     run.due.begun(step)
     run.requests.save_begins()
-    heard = gathered(run, step)
-    begun = _begun(run, step, heard)
+    begun, cursors = _begun(run, step, gathered(run, step))
     if isinstance(begun, write.Failed):
         run.due.ended(step, saved=False)
-        return _failed(run, step, begun.failures)
+        return _failed(run, step, begun.failures, last=last)
     pieces = run.engine.pieces(run.spec, writing=True, dealt=run.checkpoints.dealt)
     writer = _writer(run, step)
-    if writer is None:
-        extents, error = _written(run, begun, pieces)
-        blocked = time.perf_counter() - started
-        run.checkpoints.flight = Flight(step, reason, begun, heard, blocked, False, extents, error)
-        return commit(run)
+    extents, error = ({}, None) if writer else _written(run, begun, pieces)
     blocked = time.perf_counter() - started
-    run.checkpoints.flight = Flight(step, reason, begun, heard, blocked, True)
-    writer.submit(begun, pieces, _changed_by_forward(run))
+    flight = Flight(step, reason, begun, cursors, last, blocked, bool(writer), extents, error)
+    run.checkpoints.flight = flight
+    if writer:
+        writer.submit(begun, pieces, _changed_by_forward(run))
+    if last or not writer:
+        commit(run)
     return None
 
 
@@ -130,7 +135,7 @@ def commit(run: Run) -> None:
     done = write.commit(flight.begun, extents, error, run.ranks)
     run.due.ended(flight.step, saved=isinstance(done, write.Committed))
     if isinstance(done, write.Failed):
-        return _failed(run, flight.step, done.failures)
+        return _failed(run, flight.step, done.failures, last=flight.last)
     _saved(run, flight, done, blocked + time.perf_counter() - started)
     return None
 
@@ -147,18 +152,26 @@ def opened(config: Config, launched: Launched, run_dir: Path) -> Saves:
     return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")
 
 
-def _begun(run: Run, step: int, heard: list[dict[str, Any]]) -> write.Begun | write.Failed:
-    """Small files, headers, room; what one rank cannot do is a failed vote, the same on all."""
+def _begun(
+    run: Run, step: int, heard: list[dict[str, Any]]
+) -> tuple[write.Begun | write.Failed, bytes]:
+    """Small files, headers, room; what one rank cannot do is a failed vote, the same on all.
+
+    Returns the line of `cursors.jsonl`, too: at the commit the stream may be further.
+    """
     small: dict[str, bytes] = {}
+    cursors = b""
     error: BaseException | None = None
     try:
         run.journal.sync()  # no manifest is newer than the numbers that led to it
-        small = small_files(run, step, heard) if heard else {}
+        if heard:
+            small, cursors = small_files(run, step, heard), cursors_line(run, step, heard)
     except Exception as caught:  # told to all ranks
         error = caught
     if failures := run.ranks.vote(error).failures:
-        return write.Failed(failures)
-    return write.begin(run.checkpoint_dir, step, run.spec, small, run.ranks, run.run_id)
+        return write.Failed(failures), b""
+    begun = write.begin(run.checkpoint_dir, step, run.spec, small, run.ranks, run.run_id)
+    return begun, cursors
 
 
 def _written(
@@ -179,7 +192,7 @@ def _writer(run: Run, step: int) -> Writer | None:
     if saves.writer is None or saves.has_room:  # its buffers are used again
         return saves.writer
     pieces = run.engine.pieces(run.spec, writing=True, dealt=saves.dealt)
-    needed = sum(piece.data.nbytes for piece in pieces)
+    needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
     mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
     heard = [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
     short = from_rank_zero(run.ranks, lambda: json.dumps(short_of_memory(heard)).encode())
@@ -220,25 +233,27 @@ def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> N
     run.journal.show_checkpoint(flight.step)
     warn_of_grace(run, done.seconds, run.meter.step_seconds)
     if run.ranks.rank == 0:
-        note_cursors(run, flight.step, flight.heard)
+        note_cursors(run, flight.step, flight.cursors)
         _retain(run, flight.step, done.name)
 
 
 def _retain(run: Run, step: int, new: str) -> None:
     """Delete what the policy does not keep; say what somebody else has deleted."""
     saves, root = run.checkpoints, run.checkpoint_dir
-    for name in sorted(saves.kept - set(complete_names(root))):
-        run.journal.event("checkpoint_missing", step, checkpoint=name)
-    gone = retention.apply(root, policy(run.config), run.run_id, run.resumed_from)
-    saves.kept = {*complete_names(root), new} - {*gone}
+    try:
+        for name in sorted(saves.kept - set(complete_names(root))):
+            run.journal.event("checkpoint_missing", step, checkpoint=name)
+        gone = retention.apply(root, policy(run.config), run.run_id, run.resumed_from)
+        saves.kept = {*complete_names(root), new} - {*gone}
+    except OSError as error:  # the new one is complete; the next commit deletes what this did not
+        run.journal.event("retention_failed", step, reason=str(error))
 
 
-def _failed(run: Run, step: int, failures: tuple[Failure, ...]) -> None:
+def _failed(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -> None:
     """An event; an error when it was the third in a row, or no later save can make up for it."""
     run.checkpoints.failed_in_a_row += 1
     texts = "; ".join(str(failure) for failure in failures)
     run.journal.event("save_failed", step, failures=texts)
-    last = step == run.step and run.due.stop(step)
     if last or run.checkpoints.failed_in_a_row >= _FAILURES_IN_A_ROW:
         raise RunError(
             f"step {step} could not be saved: {texts}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 
 import pytest
 from helpers.faults import KILLED, FaultyRun
@@ -29,6 +30,8 @@ def test_f13_what_is_written_late_is_the_state_of_its_own_step(faulty, strategy)
     assert run.launch("save.write=delay:0.05;loop.step=delay:0.2") == [0, 0]
     assert len(run.lines("checkpoint")) == 3
     assert files(run) == files(in_line)
+    noted = [(one.run_dir / "cursors.jsonl").read_bytes() for one in (run, in_line)]
+    assert noted[0] == noted[1], "of the saved step, not of the one at which it was committed"
     assert run.outcome().batches == in_line.outcome().batches
 
 
@@ -87,15 +90,25 @@ def test_f13_a_save_in_flight_is_complete_when_data_fails(faulty, straight):
     assert run.outcome() == straight(2)
 
 
+def test_f13_what_cannot_be_written_beside_the_training_is_said(faulty):
+    asked = {"checkpoint__writers": "rank0", "training__steps": 4}
+    run = faulty(2, "fsdp2", **BESIDE, **asked)
+    assert run.launch() == [0, 0]
+    assert [one["step"] for one in run.events("saving_in_line")] == [0]
+    assert run.valid() == ["step-00000004"]
+
+
 def test_f32_two_checkpoints_are_valid_at_every_instant(faulty):
     run = faulty(2, **BESIDE, checkpoint__every_steps=2, checkpoint__keep_last=2)
     ranks = run.start("save.write=delay:0.01;retain.delete=delay:0.1;save.rename=delay:0.1")
     seen: list[int] = []
     while ranks.alive():
         if run.checkpoints.is_dir():
-            before, valid = run.names(), run.valid()
-            if run.names() == before:  # else one may have gone while it was looked at
-                seen.append(len(valid))
+            before = run.names()
+            with suppress(FileNotFoundError):  # one has gone while it was looked at
+                valid = run.valid()
+                if run.names() == before:
+                    seen.append(len(valid))
     assert run.wait(ranks) == [0, 0]
     assert 2 in seen
     assert min(seen[seen.index(2) :]) >= 2, seen

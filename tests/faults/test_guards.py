@@ -164,3 +164,30 @@ def test_f45_replicas_that_differ_are_not_saved(faulty, straight):
     assert run.launch() == [0, 0]
     assert run.resumed() == [None, "step-00000004"]
     assert run.outcome() == straight(2)
+
+
+def worker_dies(faulty, block: int):
+    """A run on one process whose data worker dies before that block, and that nothing has saved."""
+    asked = {"data__workers": 1, "checkpoint__every_steps": 1000}
+    return faulty(1, **asked), f"worker.block@nth={block}=kill"
+
+
+def test_f37_a_step_that_cannot_be_saved_when_a_worker_dies_is_a_failed_store(faulty, straight):
+    run, dies = worker_dies(faulty, 40)
+    assert run.launch(f"{dies};save.create=enospc") == [74]
+    assert run.status()["exit_code"] == 74
+    assert "No space left" in run.status()["reason"]
+    assert run.launch() == [0]
+    assert run.outcome() == straight(1)
+
+
+def test_f37_a_stop_in_the_step_whose_data_failed_is_served(faulty, straight):
+    run, dies = worker_dies(faulty, 40)
+    ranks = run.start(f"{dies};loop.step@step=10=delay:5")
+    until(lambda: any(line["step"] == 8 for line in run.lines("train")), "step 8")
+    (run.run_dir / "STOP").touch()
+    assert run.wait(ranks) == [0]
+    assert run.status()["reason"] == "stop_file"
+    assert not (run.run_dir / "STOP").exists()
+    assert run.launch() == [0]
+    assert run.outcome() == straight(1)

@@ -14,6 +14,7 @@ from helpers.tiny import lines, status
 
 from llmtrain.errors import RunError
 from llmtrain.metrics import memory
+from llmtrain.metrics.jsonl import Lines
 from llmtrain.training.journal import Expected, Journal, RunLog
 
 GIB = 2**30
@@ -80,3 +81,18 @@ def test_an_end_that_cannot_be_recorded_is_a_failure_of_the_disk(tmp_path, monke
 
 def _refuse(_: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_record_that_the_disk_refuses_still_leaves_a_status_that_says_how_it_ended(
+    tmp_path, monkeypatch
+):
+    with closing(Journal(tmp_path, 0)) as journal:
+        monkeypatch.setattr(Lines, "sync", refused)
+        with pytest.raises(RunError, match="no room"):
+            journal.end("failed", 74, "three saves")
+        monkeypatch.undo()
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 74)
+
+
+def refused(_lines: Lines) -> None:
+    raise RunError("no room", 74, "")

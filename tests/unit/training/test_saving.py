@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from helpers.checkpoints import RUN, save
 from helpers.tiny import tiny_config
 
+from llmtrain.checkpoint import retention
 from llmtrain.config.schema import Config
 from llmtrain.training.saving import Saves, _retain, short_of_memory
 
@@ -59,3 +61,21 @@ def test_f33_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -
         "step-00000016",
         "step-00000020",
     ]
+
+
+def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> None:
+    def refused(*_: object) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(retention, "apply", refused)
+    events: list[tuple[str, int]] = []
+    run = SimpleNamespace(
+        config=Config.model_validate(tiny_config(tmp_path)),
+        run_id="one",
+        resumed_from=None,
+        checkpoint_dir=tmp_path,
+        checkpoints=Saves(None, sent=False, dealt=False),
+        journal=SimpleNamespace(event=lambda name, step, **_: events.append((name, step))),
+    )
+    _retain(run, 8, "step-00000008")
+    assert events == [("retention_failed", 8)]
