@@ -148,13 +148,22 @@ def check_space(
     remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
     problems = []
     if free < needed:
-        expected = f"{_size(needed)} free for the checkpoints that the run keeps, not {_size(free)}"
+        expected = f"{size(needed)} free for the checkpoints that the run keeps, not {size(free)}"
         problems.append(Problem("run.dir", root, f"{expected} ({needed} and {free} bytes)", remedy))
     if disk.f_files and disk.f_favail < files:
         expected = f"room for {files} files (inodes), not {disk.f_favail}"
         problems.append(Problem("run.dir", root, expected, remedy))
     if problems:
         raise UserError(*problems)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
 
 
 def _is_left_over(name: str) -> bool:
@@ -214,12 +223,3 @@ def _missing(root: Path, policy: Policy, steps: int, run_id: str | None) -> int:
         if run_id is None or _is_of_run(root / name, run_id)
     ]
     return max(1, most_at_once(policy, steps) - len(there))
-
-
-def _size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

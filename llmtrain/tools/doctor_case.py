@@ -108,15 +108,6 @@ def joined(verdicts: Iterable[Verdict]) -> Verdict:
     return Verdict(state, found, "; ".join(one.remedy for one in listed if one.remedy))
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
-
-
 def _in_a_line(problem: Problem) -> str:
     head = problem.key if problem.value is None else f"{problem.key} = {problem.value}"
     return f"{head} (expected: {problem.expected})"

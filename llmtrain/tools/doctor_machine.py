@@ -20,7 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, size, tried, warning
+from llmtrain.checkpoint.retention import size
+from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, tried, warning
 from llmtrain.tools.doctor_place import room
 from llmtrain.tools.launch import has_gpu
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmtrain.tools.doctor_case import Case, Verdict, error, ok, size, warning
+from llmtrain.checkpoint.retention import size
+from llmtrain.tools.doctor_case import Case, Verdict, error, ok, warning
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.tools.aside import aside
-from llmtrain.tools.doctor_case import Case, Verdict, error, ok, size, warning
+from llmtrain.tools.doctor_case import Case, Verdict, error, ok, warning
 
 if TYPE_CHECKING:
     from llmtrain.model.tokenizer import SpecialTokens
@@ -134,7 +134,7 @@ def model(describe: Describe) -> Verdict:
 
 def disk(case: Case, describe: Describe) -> Verdict:
     """Room for the checkpoints that the run keeps. Raises UserError if there is too little."""
-    from llmtrain.checkpoint.retention import Policy, check_space, space_needed
+    from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
     from llmtrain.distributed.state import bytes_of
     from llmtrain.tools.doctor_place import existing, room
 

@@ -159,6 +159,12 @@ def test_files_that_a_page_names_are_there(page):
     assert missing == []
 
 
+def test_the_first_page_leads_to_every_other():
+    docs = ROOT / "docs"
+    links = re.findall(r"\]\(([^)#:]+)\)", (docs / "index.md").read_text(encoding="utf-8"))
+    assert {page.name for page in docs.glob("*.md")} - {"index.md"} == set(links)
+
+
 def test_the_changelog_has_its_four_parts():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     version = PROJECT["version"]

@@ -3,9 +3,9 @@ import re
 import pytest
 from helpers.cases import SMALL, case
 
+from llmtrain.checkpoint.retention import size
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
-from llmtrain.tools.doctor_case import size
 from llmtrain.tools.doctor_plan import plan
 from llmtrain.tools.plan import plan as reckon
 from llmtrain.training import planning
