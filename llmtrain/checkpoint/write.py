@@ -184,8 +184,9 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
         durable.sync_directory(root.parent)
     remove_partials(root)
     final = root / form.directory_name(step)
-    if final.exists():  # renaming onto it would fail, after all the writing
-        raise FileExistsError(errno.EEXIST, "this checkpoint exists already", str(final))
+    if os.path.lexists(final):  # renaming onto it would fail, after all the writing
+        said = "something has this checkpoint's name, and it is not overwritten"
+        raise FileExistsError(errno.EEXIST, said, str(final))
     partial = root / form.partial_name(step)
     partial.mkdir()
     faults.hit("save.mkdir", step=step, path=partial)

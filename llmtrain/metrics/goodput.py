@@ -13,12 +13,12 @@ def goodput(run_dir: Path) -> float | None:
 
     Read from `metrics.jsonl` alone; None before the first step.
     """
-    lines = jsonl.read(run_dir / jsonl.FILE_NAME)
+    lines = jsonl.record(run_dir)
     final: dict[int, float] = {}
     for line in lines:
         if line["kind"] == "start":  # what a start resumes before is redone
             final = {step: seconds for step, seconds in final.items() if step <= line["step"]}
-        elif line["kind"] == "train":
+        elif line["kind"] == "train" and "span_seconds" in line:
             final[line["step"]] = line["span_seconds"]
     if not final:
         return None

@@ -108,6 +108,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [line for line in decoded if line is not None]
 
 
+def record(run_dir: Path) -> list[dict[str, Any]]:
+    """As `read`, the record of a run: a line without its kind, time and step is left out too."""
+    path, found = run_dir / FILE_NAME, []
+    for line in read(path):
+        if _is_of_record(line):
+            found.append(line)
+        else:
+            _log.warning("left out a line of %s without kind, time and step: %.80s", path, line)
+    return found
+
+
 def finite(value: object) -> object:
     """`value` with None for every number in it that is not finite."""
     if isinstance(value, float):
@@ -132,6 +143,11 @@ def _decode(line: bytes, number: int, path: Path) -> dict[str, Any] | None:
         return value
     _log.warning("left out line %d of %s, which is no JSON object", number, path)
     return None
+
+
+def _is_of_record(line: Mapping[str, object]) -> bool:
+    time_stamp = isinstance(line.get("time"), int | float)
+    return isinstance(line.get("kind"), str) and time_stamp and type(line.get("step")) is int
 
 
 def _end_torn_line(file: int, path: Path) -> None:

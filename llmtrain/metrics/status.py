@@ -33,6 +33,7 @@ _EMPTY: dict[str, object] = {
     "restarts": 0,
     "updated": None,
 }
+_TEXT = ("run_id", "state", "reason", "checkpoint", "strategy", "updated")
 _CARRIED: tuple[str, ...] = ("run_id", "step", "checkpoint")
 
 
@@ -47,8 +48,8 @@ def start_status(
     the one before, and adds 1 to `restarts`. Raises RunError (74).
     """
     before = read_status(run_dir)
-    kept = {key: before[key] for key in _CARRIED if key in before}
-    restarts = int(before["restarts"]) + 1 if "restarts" in before else 0
+    kept = {key: before[key] for key in _CARRIED if before.get(key) is not None}
+    restarts = before["restarts"] + 1 if "restarts" in before else 0
     started = {"strategy": strategy, "world_size": world_size, "restarts": restarts}
     return _replace(run_dir, _EMPTY | {"run_id": run_id} | kept | started)
 
@@ -66,13 +67,22 @@ def write_status(run_dir: Path, **fields: object) -> dict[str, Any]:
 def read_status(run_dir: Path) -> dict[str, Any]:
     """The fields of a run directory's status, or an empty dict if it has none that can be read.
 
-    A damaged file counts as none: it is a view of the run, and nothing of the run depends on it.
+    A damaged file counts as none, and so does a field of another type: it is a view of the run, and
+    nothing of the run depends on it.
     """
     try:
         value = json.loads((run_dir / FILE_NAME).read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    found = value if isinstance(value, dict) else {}
+    return {name: field for name, field in found.items() if _can_be(name, field)}
+
+
+def _can_be(name: str, field: object) -> bool:
+    """Whether a field has the type that it is written with."""
+    if field is None:
+        return _EMPTY.get(name) is None
+    return name not in _EMPTY or type(field) is (str if name in _TEXT else int)
 
 
 def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def collect(run_dir: Path) -> Tables:
             "give the directory that the config names as run.dir",
         )
         raise UserError(problem)
-    lines = [line for line in jsonl.read(path) if {"kind", "time", "step"} <= line.keys()]
+    lines = jsonl.record(run_dir)
     config = _text(run_dir / "config.yaml")
     history = final_history(lines)
     return Tables(

@@ -291,7 +291,7 @@ def _resumed_from(run_dir: Path | None) -> str | None:
     """What the last start went on from."""
     if run_dir is None:
         return None
-    lines = jsonl.read(run_dir / jsonl.FILE_NAME)
+    lines = jsonl.record(run_dir)
     starts = [line.get("resumed_from") for line in lines if line.get("kind") == "start"]
     return str(starts[-1]) if starts and starts[-1] else None
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.errors import UserError
 from llmtrain.tools.doctor_case import Case, Verdict, error, joined, ok, refused, warning
 
 _FORGETFUL = {
@@ -156,8 +157,14 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     from llmtrain.config.load import load_config
     from llmtrain.config.meaning import binding_values, changes
     from llmtrain.config.meaning import refused as not_accepted
+    from llmtrain.training import contents
 
     assert case.config is not None
+    try:
+        contents.check(case.run_dir)
+    except UserError as strange:
+        yield refused(strange.problems)
+        return
     holder = lock.read(case.run_dir / lock.NAME)
     alive = holder and holder.boot_id == lock.boot_id() and lock.start_time(holder.pid)
     if holder and alive and alive == holder.started:

@@ -302,14 +302,14 @@ def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
 
 def _started(run_dir: Path) -> Launched:
     """What the last start of a run was."""
-    lines = jsonl.read(run_dir / jsonl.FILE_NAME)
+    lines = jsonl.record(run_dir)
     last = [line for line in lines if line["kind"] == "start"][-1]
     return Launched(last["strategy"], last["world_size"], last["resumed_from"])
 
 
 def _numbers(run_dir: Path) -> dict[int, tuple[str, float | None]]:
     """Step → (batch digest, loss if it was finite); of a step that was trained twice, the last."""
-    lines = jsonl.read(run_dir / jsonl.FILE_NAME)
+    lines = jsonl.record(run_dir)
     return {
         line["step"]: (line["batch_digest"], line["loss"])
         for line in lines

@@ -140,7 +140,7 @@ def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
 
 def _start_of(run_dir: Path, step: int) -> _Start:
     """The start that made the step. One that resumed at an earlier step has undone later ones."""
-    starts = _starts(jsonl.read(run_dir / jsonl.FILE_NAME))
+    starts = _starts(jsonl.record(run_dir))
     last = starts[-1].last if starts else 0
     if starts:
         last = max(last, int(read_status(run_dir).get("step") or 0))
@@ -194,7 +194,7 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     """The stream at the last save before the step; at the run's beginning if there is none."""
     from llmtrain.data.state import DataState, carried_over
 
-    noted = _standing(jsonl.read(run_dir / "cursors.jsonl"), jsonl.read(run_dir / jsonl.FILE_NAME))
+    noted = _standing(jsonl.read(run_dir / "cursors.jsonl"), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
     if count:

@@ -215,7 +215,7 @@ def _read(path: Path) -> Mark | None:
     """None if it is gone, or no mark of ours."""
     try:
         mark = Mark(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, TypeError):
         return None
     return mark if isinstance(mark.code, int) and isinstance(mark.rank, int) else None
 

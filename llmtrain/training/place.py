@@ -27,7 +27,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.metrics import jsonl
 from llmtrain.metrics.status import read_status, start_status
-from llmtrain.training import marks
+from llmtrain.training import contents, marks
 
 # Set for the processes of a restart: by torch's launcher and by `llmtrain supervise`.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
@@ -55,18 +55,17 @@ class Place:
 def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Place]:
     """Make or reopen `run.dir`, take its lock, compare configs, say that the run is starting.
 
-    For rank 0. Raises UserError when the directory cannot be written, is in use by a live process
-    or belongs to another config; nothing of it is changed then.
+    For rank 0. Raises UserError when the directory cannot be written, holds what no run leaves
+    there, is in use by a live process or belongs to another config; nothing of it is changed then.
     """
     run_dir = Path(str(config.run.dir))
     _make_writable(run_dir)
     known, run_id = read_status(run_dir), _run_of(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
         store.probe(run_dir)
-        record = jsonl.read(run_dir / jsonl.FILE_NAME)
+        record = jsonl.record(run_dir)
         started = [line for line in record if line["kind"] == "start"]
-        saved = [line["name"] for line in record if line["kind"] == "checkpoint"]
-        newest = known.get("checkpoint") or (saved[-1] if saved else None)
+        newest = known.get("checkpoint") or _last_saved(record)
         stored = _stored(run_dir)
         if asked_resume(config, os.environ) == "never":
             _refuse_used(run_dir, bool(started), newest, stored)
@@ -74,7 +73,8 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         marks.clear(run_dir, 0, world_size)
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         steps = started[-1].get("steps") if started else None
-        step = int(known.get("step") or 0)
+        steps = steps if isinstance(steps, int) else None
+        step = known.get("step", 0)
         begun, pace = bool(started), _pace(record)
         yield Place(run_dir, run_id, step, newest, lock.takeover, begun, steps, pace)
 
@@ -93,22 +93,32 @@ def _run_of(run_dir: Path) -> str | None:
     """The run that lives here, from what says so first: its status, its record, a checkpoint."""
     if known := read_status(run_dir).get("run_id"):
         return str(known)
-    for line in reversed(jsonl.read(run_dir / jsonl.FILE_NAME)):
+    for line in reversed(jsonl.record(run_dir)):
         if line["kind"] == "start" and line.get("run_id"):
             return str(line["run_id"])
     return _run_of_checkpoints(run_dir)
 
 
+def _last_saved(record: list[dict[str, Any]]) -> str | None:
+    names = [line.get("name") for line in record if line["kind"] == "checkpoint"]
+    return next((name for name in reversed(names) if isinstance(name, str)), None)
+
+
 def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
-    last = {line["kind"]: line["seconds"] for line in record if "seconds" in line}
+    told = [line for line in record if isinstance(line.get("seconds"), int | float)]
+    last = {line["kind"]: line["seconds"] for line in told}
     found = last.get("checkpoint"), last.get("train")
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def check(config: Config) -> None:
-    """Raise UserError if `run.dir` belongs to another config. For who starts the ranks of a run."""
+    """Raise UserError if `run.dir` belongs to another config, or holds what no run leaves there.
+
+    For who starts the ranks of a run.
+    """
     run_dir = Path(str(config.run.dir))
-    record = jsonl.read(run_dir / jsonl.FILE_NAME)
+    contents.check(run_dir)
+    record = jsonl.record(run_dir)
     if (run_dir / "config.yaml").exists() and _has_begun(run_dir, record):
         _compare(run_dir, config)
 
@@ -143,7 +153,7 @@ def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[st
 
 
 def _make_writable(run_dir: Path) -> None:
-    """Make the directory if need be, and write a file in it. Raises UserError."""
+    """Make the directory if need be, look what is in it, write a file there. Raises UserError."""
     probe = run_dir / f".probe-{os.getpid()}"
     try:
         if run_dir.exists() and not run_dir.is_dir():
@@ -152,6 +162,7 @@ def _make_writable(run_dir: Path) -> None:
                 "move it, or use another",
             )
             raise UserError(Problem("run.dir", run_dir, expected, remedy))
+        contents.check(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
@@ -231,12 +242,24 @@ class Auto:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    remedy = "restore it, or begin anew in another run.dir"
     try:
         value: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        remedy = "restore it, or begin anew in another run.dir"
         raise UserError(Problem(str(path), None, f"JSON ({error})", remedy)) from error
+    if not _is_decided(value):
+        raise UserError(Problem(str(path), None, "what this program has written there", remedy))
     return value
+
+
+def _is_decided(value: object) -> bool:
+    """Whether it is of the form that `Auto.to_bytes` writes."""
+    if not isinstance(value, dict):
+        return False
+    run, launches = value.get("run", {}), value.get("launches", {})
+    if not (isinstance(run, dict) and isinstance(launches, dict)):
+        return False
+    return all(isinstance(one, dict) for one in launches.values())
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ end the run.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -255,9 +256,10 @@ def _failed(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -
     texts = "; ".join(str(failure) for failure in failures)
     run.journal.event("save_failed", step, failures=texts)
     if last or run.checkpoints.failed_in_a_row >= _FAILURES_IN_A_ROW:
+        blocked = any(failure.errno == errno.EEXIST for failure in failures)
+        first = "move away what has that name" if blocked else "make room or repair the disk"
         raise RunError(
             f"step {step} could not be saved: {texts}",
             DISK_FAILED,
-            "make room or repair the disk, then give the same command again: it resumes from the "
-            "newest checkpoint",
+            f"{first}, then give the same command again: it resumes from the newest checkpoint",
         )

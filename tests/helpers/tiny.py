@@ -54,7 +54,7 @@ def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml"
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind, oldest first; of a step that was trained again, the last."""
-    found = [line for line in jsonl.read(run_dir / jsonl.FILE_NAME) if line["kind"] == kind]
+    found = [line for line in jsonl.record(run_dir) if line["kind"] == kind]
     if kind != "train":
         return found
     last = {line["step"]: line for line in found}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmtrain.errors import RunError
-from llmtrain.metrics.jsonl import FILE_NAME, Lines, read
+from llmtrain.metrics.jsonl import FILE_NAME, Lines, read, record
 
 
 def test_every_line_has_kind_time_and_step(tmp_path):
@@ -134,3 +134,16 @@ def test_closing_twice_is_harmless(tmp_path):
     lines = Lines(tmp_path)
     lines.close()
     lines.close()
+
+
+def test_a_line_without_kind_time_or_step_is_no_line_of_a_record(tmp_path, caplog):
+    good = [{"kind": "start", "time": 1, "step": 0}, {"kind": "end", "time": 2.5, "step": 4}]
+    bad = [{}, {"kind": "train", "time": 1.0}, good[0] | {"step": 1.5}, good[0] | {"kind": None}]
+    lines = [good[0], *bad, good[1]]
+    (tmp_path / FILE_NAME).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert record(tmp_path) == good
+    assert [str(line) in caplog.text for line in bad] == [True] * 4
+
+
+def test_no_file_means_no_record(tmp_path):
+    assert record(tmp_path) == []

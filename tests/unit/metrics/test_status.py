@@ -77,3 +77,17 @@ def test_a_directory_without_a_readable_status_has_none(tmp_path):
     assert read_status(tmp_path) == {}
     (tmp_path / FILE_NAME).write_bytes(b"\0\0")
     assert read_status(tmp_path) == {}
+
+
+def test_what_is_no_file_is_no_status(tmp_path):
+    (tmp_path / FILE_NAME).mkdir()
+    assert read_status(tmp_path) == {}
+
+
+def test_a_field_of_another_type_counts_as_missing_and_the_others_stay(tmp_path):
+    strange = {"step": "x", "restarts": True, "checkpoint": 4, "state": None}
+    (tmp_path / FILE_NAME).write_text(json.dumps({"run_id": "mine", "reason": None} | strange))
+    assert read_status(tmp_path) == {"run_id": "mine", "reason": None}
+    told = start_status(tmp_path, run_id="other", strategy=None, world_size=1)
+    kept = {key: told[key] for key in ("run_id", "step", "checkpoint", "restarts")}
+    assert kept == {"run_id": "mine", "step": 0, "checkpoint": None, "restarts": 0}

@@ -191,3 +191,10 @@ def test_the_lock_is_asked_for_by_another_process(tmp_path):
     missing = [*command[:-1], str(tmp_path / "none")]
     done = subprocess.run(missing, capture_output=True, text=True, check=False)
     assert (done.returncode, "No such file" in done.stderr) == (1, True)
+
+
+def test_what_can_be_no_part_of_a_run_directory_is_an_error(tmp_path):
+    (tmp_path / "lock").mkdir()
+    looked = place.directory(case_at(str(tmp_path)))
+    assert looked.state == "error"
+    assert str(tmp_path / "lock") in looked.found

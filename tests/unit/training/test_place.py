@@ -1,4 +1,5 @@
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import RunError, UserError
 from llmtrain.metrics.jsonl import Lines
 from llmtrain.metrics.status import read_status, write_status
-from llmtrain.training.place import Auto, claim, write_atomically
+from llmtrain.training.place import Auto, check, claim, write_atomically
 
 
 def config(run_dir: Path, **changes: object) -> Config:
@@ -61,8 +62,11 @@ def test_a_lost_status_is_made_up_for_by_the_record(tmp_path: Path) -> None:
         assert place.checkpoint == "step-00000004"
 
 
-def test_a_damaged_auto_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "auto.json").write_text("{")
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", '{"run": 3}', '{"launches": []}', '{"launches": {"ddp/cpu/1": null}}']
+)
+def test_a_damaged_auto_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "auto.json").write_text(text)
     with pytest.raises(UserError, match=r"auto\.json"):
         Auto(tmp_path, "ddp/cpu/1")
 
@@ -237,3 +241,143 @@ def test_bad_input_21_a_parent_that_cannot_be_made_is_named(tmp_path: Path, pare
         place.touch()
     said = refusal(config(place / "deep" / "run"))
     assert f"{place} is none and cannot be made (" in said
+
+
+FILES = [
+    "config.yaml",
+    "auto.json",
+    "manifest.json",
+    "status.json",
+    "metrics.jsonl",
+    "cursors.jsonl",
+    "skipped-units.jsonl",
+    "eval.safetensors",
+    "lock",
+    "STOP",
+    "logs/rank-0.log",
+    "logs/rank-1.failed",
+]
+DIRECTORIES = [
+    "checkpoints",
+    "logs",
+    "tokenizer",
+    "anew",
+    "checkpoints/step-00000004",
+    "checkpoints/step-00000004.partial",
+    "checkpoints/step-00000004.damaged-2",
+    "checkpoints/.trash-4",
+]
+
+
+def put(path: Path, kind: str) -> None:
+    """Something of that kind where a run expects something else, or nothing at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "a directory":
+            path.mkdir()
+        case "a file":
+            path.write_text("mine")
+        case "a link that leads to nothing":
+            path.symlink_to("nowhere")
+        case _:
+            os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "a directory") for name in FILES),
+        *((name, "a file") for name in DIRECTORIES),
+        *((name, "a link that leads to nothing") for name in ("metrics.jsonl", "checkpoints")),
+        *((name, "no regular file") for name in ("metrics.jsonl", "lock", "checkpoints")),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named_and_nothing_is_changed(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    put(tmp_path / name, kind)
+    before = sorted(tmp_path.rglob("*"))
+    said = refusal(config(tmp_path))
+    assert said.startswith("1 problem\n")
+    assert f"  {tmp_path / name}\n" in said
+    expected = "a regular file" if name in FILES else "a directory"
+    assert f"expected: {expected}, or nothing of that name; it is {kind}" in said
+    assert "move it away" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_that_is_of_the_wrong_kind_is_told_at_once(tmp_path: Path) -> None:
+    put(tmp_path / "metrics.jsonl", "a directory")
+    put(tmp_path / "logs", "a file")
+    with pytest.raises(UserError) as raised:
+        check(config(tmp_path))
+    named = {problem.key for problem in raised.value.problems}
+    assert named == {str(tmp_path / "metrics.jsonl"), str(tmp_path / "logs")}
+
+
+def test_links_to_what_belongs_there_and_names_of_others_are_taken(tmp_path: Path) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    put(run_dir / "step-00000004", "a file")
+    put(run_dir / "notes", "a directory")
+    put(run_dir / "tensorboard", "a file")
+    put(elsewhere / "step-00000004.tar", "a file")
+    (run_dir / "checkpoints").symlink_to(elsewhere)
+    with claim(config(run_dir), 1, "ddp"):
+        pass
+
+
+STRANGE_LINES = [
+    {},
+    {"kind": "start", "time": 1.0},
+    {"kind": "start", "step": 0},
+    {"kind": 3, "time": 1.0, "step": 0},
+    {"kind": "checkpoint", "time": "now", "step": 4, "name": "step-00000008"},
+    {"kind": "start", "time": 1.0, "step": "0"},
+]
+
+
+@pytest.mark.parametrize("line", STRANGE_LINES, ids=json.dumps)
+def test_a_line_that_no_run_writes_counts_for_nothing_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: dict[str, object]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with claim(config(tmp_path), 1, "ddp") as place:
+        assert not place.begun
+        assert place.checkpoint is None
+    assert "left out a line of" in caplog.text
+    assert str(line) in caplog.text
+
+
+def test_a_line_without_what_lines_of_its_kind_have_is_taken_for_what_it_says(
+    tmp_path: Path,
+) -> None:
+    with closing(Lines(tmp_path)) as lines:
+        lines.write("start", 0, steps="many", run_id="this one")
+        lines.write("checkpoint", 4, name="step-00000004", seconds="long")
+        lines.write("checkpoint", 8)
+        lines.write("train", 9, seconds=1.0)
+    with claim(config(tmp_path), 1, "ddp") as place:
+        assert place.begun
+        assert (place.run_id, place.checkpoint) == ("this one", "step-00000004")
+        assert place.steps is None
+        assert place.pace is None
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"step": "x", "run_id": 3, "checkpoint": ["step-00000004"], "restarts": "1"},
+        {"step": None, "run_id": None, "checkpoint": None, "restarts": None},
+        {"step": True, "run_id": {}, "checkpoint": 4, "restarts": 1.5},
+    ],
+)
+def test_a_field_of_the_status_of_another_type_counts_as_missing(
+    tmp_path: Path, status: dict[str, object]
+) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    with claim(config(tmp_path), 1, "ddp") as place:
+        assert (place.step, place.checkpoint) == (0, None)
+        assert len(place.run_id) == 32
+        told = read_status(tmp_path)
+        assert (told["run_id"], told["step"], told["restarts"]) == (place.run_id, 0, 0)
