@@ -197,7 +197,7 @@ def is_held(run_dir: Path) -> bool:
         if error.errno not in _UNSUPPORTED:
             raise
         holder = read(run_dir / NAME)
-        return holder is not None and _lives_here(holder)
+        return holder is not None and lives_here(holder)
     finally:
         os.close(descriptor)
     return False
@@ -226,7 +226,7 @@ def start_time(pid: int) -> str | None:
     return fields[19] if fields else None
 
 
-def _lives_here(holder: Holder) -> bool:
+def lives_here(holder: Holder) -> bool:
     """Whether the process is one of this machine, and has not ended."""
     here = (holder.host, holder.boot_id) == (socket.gethostname(), boot_id())
     return here and _is_alive(holder.pid) and start_time(holder.pid) == holder.started

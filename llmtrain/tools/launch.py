@@ -192,8 +192,7 @@ def run_launcher(
             stderr=output,
         )
         forward.child = child
-        if forward.asked is not None:
-            child.send_signal(forward.asked)
+        forward.tell()
         launcher = child.wait()
         _wait_for_ranks(mark, others)
     left, asked_to_stop = found(mark), forward.asked is not None
@@ -205,28 +204,44 @@ def run_launcher(
 
 
 class Forward:
-    """What the handlers share: the child to tell, and what was asked for so far."""
+    """What the handlers share: the child to tell, and what was asked for so far.
 
-    def __init__(self) -> None:
+    to_group: tell the whole process group that the child leads. A shell, or accelerate's launcher
+    of one process, passes nothing on. Torch's ranks hear it from their launcher: they have sessions
+    of their own.
+    """
+
+    def __init__(self, *, to_group: bool = False) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.asked: signal.Signals | None = None
+        self._to_group = to_group
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         # USR1 would kill torch's launcher and orphan its ranks; TERM means the same stop.
         interrupt = number == signal.SIGINT
         self.asked = signal.SIGINT if interrupt else signal.SIGTERM
-        if self.child is not None:
+        self.tell()
+
+    def tell(self) -> None:
+        """Pass on what was asked for, if anything was and there is a child."""
+        if self.child is None or self.asked is None:
+            return
+        if not self._to_group:
             self.child.send_signal(self.asked)
+            return
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(self.child.pid, self.asked)
 
 
 @contextmanager
-def passing_signals_on() -> Iterator[Forward]:
+def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
     """SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach `child` from now on.
 
-    What its descendants leave behind becomes this process's children.
+    to_group: its process group too. What its descendants leave behind becomes this process's
+    children.
     """
-    forward = Forward()
+    forward = Forward(to_group=to_group)
     old = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +20,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.config.secrets import hider
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.tools.command import checked_run_dir, shown
 
 if TYPE_CHECKING:
     import psutil
@@ -38,8 +38,6 @@ _FINAL = {
     UserError.exit_code: "the end, since the input must change first",
     DISK_FAILED: "the end, since the disk has failed",
 }
-_CONFIGS_OF_LAUNCHERS = ("--config_file", "--config-file", "--accelerate")
-_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 _LOOK_SECONDS = 0.2
 _KILLED_SECONDS = 10.0
 
@@ -104,24 +102,28 @@ def supervise(
 ) -> Supervised:
     """Run a command until it has finished, was stopped or cannot be helped.
 
-    run_dir: None = that of the config in the command · say: takes one line of text. A SIGTERM,
-    SIGINT, SIGHUP or SIGUSR1 reaches the command, and nothing is started any more. Raises UserError
-    before the first start if the config is wrong or its run directory in use.
+    run_dir: None = that of the config in the command · say: takes one line of text, which holds no
+    secret. A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group,
+    and nothing is started any more. Raises UserError before the first start if the config is wrong,
+    says another run directory, or that is in use.
     """
+    from llmtrain.checkpoint.lock import RunLock
     from llmtrain.tools.launch import passing_signals_on
 
     patience = patience or Patience(leave=_grace(os.environ) + 30.0)
-    run_dir = _checked(command, run_dir)
-    known, tries = _committed(run_dir), Tries()
-    with passing_signals_on() as forward:
+    run_dir = checked_run_dir(command, run_dir)
+    RunLock(run_dir, "").check()
+    known, tries, hide = _committed(run_dir), Tries(), hider(os.environ)
+    with passing_signals_on(to_group=True) as forward:
         for number in count(1):
-            say(f"start {number}: {shlex.join(command)}")
+            say(f"start {number}: {shown(command)}")
             outcome = _start(command, run_dir, forward, patience.leave, say, restarts=number - 1)
             now = _committed(run_dir)
             progress, known = bool(now - known), known | now
             stopped = forward.asked is not None
             decision = decide(outcome, tries, patience, progress=progress, stopped=stopped)
-            say(f"start {number} {outcome.reason} with code {decision.code}: {decision.why}")
+            ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
+            say(hide(ended))
             if decision.restart:
                 _pause(_spread(decision.seconds), forward)
             if not decision.restart or forward.asked is not None:
@@ -160,7 +162,8 @@ def judge(
 ) -> Outcome:
     """How a start ended. launcher: the command's own code, negative for a signal.
 
-    changed: this start has written `status.json` · new_marks: what its ranks have left.
+    changed: this start has written `status.json` · new_marks: what its ranks have left. Where no
+    rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's failure.
     """
     from llmtrain.training.marks import worst
 
@@ -176,37 +179,9 @@ def judge(
         return Outcome(RESTARTABLE, "ended as rank 0 died without a word")
     if launcher < 0:
         return Outcome(RESTARTABLE, f"ended by signal {-launcher}")
-    return Outcome(1, "ended before a rank has written status.json")
-
-
-def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The config of a training command and the overrides behind it; None if it names none.
-
-    The first `*.yaml` that is not the launcher's own config.
-    """
-    for index, word in enumerate(command):
-        of_launcher = index > 0 and command[index - 1] in _CONFIGS_OF_LAUNCHERS
-        if word.endswith((".yaml", ".yml")) and not word.startswith("-") and not of_launcher:
-            return word, [one for one in command[index + 1 :] if _OVERRIDE.fullmatch(one)]
-    return None
-
-
-def _checked(command: Sequence[str], run_dir: Path | None) -> Path:
-    """The run directory, which this config may use and nobody uses now."""
-    from llmtrain.checkpoint.lock import RunLock
-    from llmtrain.config.load import load_config
-    from llmtrain.training import place
-
-    if run_dir is None:
-        found = config_in(command)
-        if found is None:
-            expected = "a command with the config (*.yaml) of the run, or --run DIR"
-            raise UserError(Problem("COMMAND", shlex.join(command), expected))
-        config = load_config(*found)
-        run_dir = Path(str(config.run.dir))
-        place.check(config)
-    RunLock(run_dir, "").check()
-    return run_dir
+    refused = launcher == UserError.exit_code and not new_marks and not changed
+    code = UserError.exit_code if refused else 1
+    return Outcome(code, "ended before a rank has written status.json")
 
 
 def _start(
@@ -232,11 +207,11 @@ def _start(
         )
     except OSError as error:
         expected = f"a program that can be started ({error.strerror})"
-        raise UserError(Problem("COMMAND", command[0], expected)) from error
-    if forward.asked is not None:
-        forward.child.send_signal(forward.asked)
+        raise UserError(Problem("COMMAND", shown(command[:1]), expected)) from error
+    forward.tell()
     launcher = forward.child.wait()
     _wait_for_ranks(run_dir, others, leave, say)
+    forward.child = None
     RunLock(run_dir, "").check()
     changed = identity(run_dir) != status
     new = marks.new_since(run_dir, left)
@@ -256,21 +231,28 @@ def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> 
     from llmtrain.checkpoint.lock import is_held
 
     def gone() -> bool:
-        return not _ranks(others) and not is_held(run_dir)
+        return not _ranks(run_dir, others) and not is_held(run_dir)
 
     if _until(gone, leave):
         return
-    for rank in _ranks(others):
+    for rank in _ranks(run_dir, others):
         say(f"killed process {rank.pid}: a rank {leave:.0f} s behind its launcher")
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.kill()
     _until(gone, _KILLED_SECONDS)
 
 
-def _ranks(others: set[int]) -> list[psutil.Process]:
-    """Ranks below this process, and what they have started; zombies are put to rest."""
+def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
+    """Ranks below this process, what they have started, and who holds the lock.
+
+    A run of one process has no RANK in its environment. Zombies are put to rest.
+    """
     import psutil
 
+    from llmtrain.checkpoint.lock import NAME, lives_here, read
+
+    holder = read(run_dir / NAME)
+    locker = holder.pid if holder is not None and lives_here(holder) else None
     found = []
     for child in psutil.Process().children():
         if child.pid in others:
@@ -280,8 +262,17 @@ def _ranks(others: set[int]) -> list[psutil.Process]:
                 os.waitpid(child.pid, os.WNOHANG)
                 continue
             family = [child, *child.children(recursive=True)]
-            found += [process for process in family if "RANK" in process.environ()]
+            found += [one for one in family if one.pid == locker or _has_rank(one)]
     return found
+
+
+def _has_rank(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return "RANK" in process.environ()
+    except psutil.Error:  # it has ended since, or is somebody else's
+        return False
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from helpers.config import SMALLEST, written
 from helpers.ranks import ROOT, until
 
-from llmtrain.checkpoint.lock import RunLock
+from llmtrain.checkpoint.lock import RunLock, is_held
 from llmtrain.errors import UserError
 from llmtrain.tools.supervise import (
     Decision,
@@ -22,7 +22,6 @@ from llmtrain.tools.supervise import (
     Patience,
     Supervised,
     Tries,
-    config_in,
     decide,
     judge,
     supervise,
@@ -118,6 +117,12 @@ def mark(code: int, *, lost_peer: bool = False) -> Mark:
         ({"state": "finished", "exit_code": 0}, [mark(75, lost_peer=True)], 1, False, 1),
         ({}, [], 1, True, 1),
         ({}, [], 1, False, 1),
+        ({}, [], 2, False, 2),
+        ({"state": "finished", "exit_code": 0}, [], 2, False, 2),
+        ({"state": "failed", "exit_code": 75}, [], 2, True, 75),
+        ({"state": "running", "exit_code": None}, [], 2, True, 75),
+        ({}, [mark(75, lost_peer=True)], 2, False, 1),
+        ({}, [mark(75)], 2, False, 1),
     ],
 )
 def test_the_record_of_the_run_decides_and_not_the_launcher(
@@ -130,27 +135,6 @@ def test_a_lost_launcher_is_told_from_a_stop_that_was_asked_for() -> None:
     stopped = {"state": "stopped", "exit_code": 0, "step": 7}
     assert judge(stopped | {"reason": "launcher_lost"}, [], -9, changed=True).lost_launcher
     assert not judge(stopped | {"reason": "signal"}, [], 1, changed=True).lost_launcher
-
-
-@pytest.mark.parametrize(
-    ("command", "config"),
-    [
-        ("accelerate launch --config_file a.yaml scripts/train.py my.yaml", ("my.yaml", [])),
-        ("accelerate launch --config_file=a.yaml scripts/train.py my.yaml", ("my.yaml", [])),
-        (
-            "llmtrain train my.yaml run.dir=r data.sources.0.path=x=y --processes 2",
-            ("my.yaml", ["run.dir=r", "data.sources.0.path=x=y"]),
-        ),
-        ("llmtrain train --accelerate a.yaml my.yml run.seed=2", ("my.yml", ["run.seed=2"])),
-        ("env A.B=1 sh -c exit my.yaml", ("my.yaml", [])),
-        ("sh run.sh", None),
-        ("train --config_file a.yaml", None),
-    ],
-)
-def test_the_config_of_the_run_is_found_in_the_command(
-    command: str, config: tuple[str, list[str]] | None
-) -> None:
-    assert config_in(command.split()) == config
 
 
 # The command counts its starts and does what the line of that number says.
@@ -204,6 +188,7 @@ def test_a_run_that_dies_between_checkpoints_is_finished(run_dir: Path) -> None:
         ("kill -9 $$", 75, 3),
         (ends("failed", 1), 1, 2),
         ("exit 0", 1, 2),
+        ("exit 2", 2, 1),
         (ends("failed", 2), 2, 1),
         (ends("failed", 74), 74, 1),
         (ends("stopped", 0, "stop_file"), 0, 1),
@@ -242,12 +227,16 @@ def test_the_lock_is_left_as_it_is_for_the_run_to_judge(run_dir: Path) -> None:
     assert (run_dir / "lock").read_text() == body
 
 
-def test_a_wrong_config_starts_nothing(tmp_path: Path) -> None:
-    path = written(tmp_path, SMALLEST.replace("steps", "step"))
-    with pytest.raises(UserError, match=r"training\.step "):
-        supervise(["/bin/sh", "-c", "exit", str(path)], None, print)
-    with pytest.raises(UserError, match="--run DIR"):
-        supervise(["/bin/sh", "-c", "exit"], None, print)
+@pytest.mark.parametrize("named", [None, "r", "typo"])
+def test_a_wrong_config_or_another_run_directory_starts_nothing(
+    tmp_path: Path, named: str | None
+) -> None:
+    wrong = SMALLEST if named == "typo" else SMALLEST.replace("steps", "step")
+    path, run_dir = str(written(tmp_path, wrong)), tmp_path / named if named else None
+    line = ["/bin/sh", "-c", f"touch {tmp_path}/started", path, f"run.dir={tmp_path}/r"]
+    with pytest.raises(UserError, match="--run" if named == "typo" else r"training\.step "):
+        supervise(line, run_dir, print)
+    assert {one.name for one in tmp_path.iterdir()} == {"my.yaml"}
 
 
 def test_the_run_directory_is_that_of_the_config_and_its_overrides(tmp_path: Path) -> None:
@@ -255,6 +244,21 @@ def test_the_run_directory_is_that_of_the_config_and_its_overrides(tmp_path: Pat
     line = f"cd {tmp_path}/r && {ends('finished', 0)}"
     ended = supervise(["/bin/sh", "-c", line, path, f"run.dir={tmp_path}/r"], None, print, NOW)
     assert ended == Supervised(0, 1, "finished at step 3")
+
+
+def test_no_secret_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "correct-horse-battery"
+    said: list[str] = []
+    command = ["env", f"HF_TOKEN={secret}", "sh", "-c", f"cd {run_dir}; {ends('finished', 0)}"]
+    supervise(command, run_dir, said.append, NOW)
+    assert "HF_TOKEN=***" in said[0]
+    assert not any(secret in line for line in said)
+    with pytest.raises(UserError, match="No such file") as caught:
+        supervise([f"HF_TOKEN={secret}", "llmtrain"], run_dir, said.append, NOW)
+    assert secret not in str(caught.value)
+    monkeypatch.setenv("MY_PASSWORD", secret)
+    supervise(["sh", "-c", f"cd {run_dir}; {ends('failed', 74, secret)}"], run_dir, said.append)
+    assert "failed at step 3 (***) with code 74" in said[-1]
 
 
 def test_a_program_that_is_not_there_is_bad_input(run_dir: Path) -> None:
@@ -278,9 +282,9 @@ with RunLock(run, "r"):
 """
 
 
-def outliving(run_dir: Path, how: int) -> str:
+def outliving(run_dir: Path, how: int, rank: str = "RANK=0") -> str:
     (run_dir / "rank.py").write_text(OUTLIVES)
-    rank = f"PYTHONPATH={ROOT} RANK=0 setsid {sys.executable} rank.py {run_dir} {how} &"
+    rank = f"PYTHONPATH={ROOT} {rank} setsid {sys.executable} rank.py {run_dir} {how} &"
     return f"{rank} while [ ! -e holding ]; do sleep 0.02; done; touch launcher-gone; kill -9 $$"
 
 
@@ -290,9 +294,10 @@ def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir: Path) -> None:
     assert "stopped at step 4 (launcher_lost)" in said[1]
 
 
-def test_ranks_that_never_end_are_killed(run_dir: Path) -> None:
+@pytest.mark.parametrize("rank", ["RANK=0", ""])
+def test_ranks_that_never_end_are_killed(run_dir: Path, rank: str) -> None:
     patience = Patience(first=0.0, leave=0.5)
-    ended, said = run(run_dir, outliving(run_dir, 1), ends("finished", 0), patience=patience)
+    ended, said = run(run_dir, outliving(run_dir, 1, rank), ends("finished", 0), patience=patience)
     assert (ended.exit_code, ended.starts) == (0, 2)
     assert "killed process" in said[1]
     assert "ended by signal 9 with code 75" in said[2]
@@ -341,6 +346,51 @@ def test_a_signal_reaches_the_command_and_nothing_is_started_again(
     said, _ = process.communicate()
     assert process.returncode == 75, said
     assert "asked to stop" in said
+
+
+# A run of one process, with no RANK, that only ends when it is told to.
+HEARS = """
+import json, signal, sys, time
+from pathlib import Path
+from llmtrain.checkpoint.lock import RunLock
+run, heard = Path(sys.argv[1]), []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+with RunLock(run, "r"):
+    (run / "ready").touch()
+    while not heard:
+        time.sleep(0.01)
+    text = json.dumps({"state": "stopped", "exit_code": 0, "reason": "SIGTERM", "step": 4})
+    (run / "status.json").write_text(text)
+"""
+
+
+def test_a_run_behind_a_shell_hears_the_signal_and_is_waited_for(
+    run_dir: Path, supervising
+) -> None:
+    (run_dir / "train.py").write_text(HEARS)
+    process = supervising(f"unset RANK; {sys.executable} train.py {run_dir}; true")
+    until((run_dir / "ready").exists, "the run holds its lock")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert "stopped at step 4 (SIGTERM) with code 0: asked to stop" in said
+    assert not is_held(run_dir)
+
+
+def test_a_run_that_was_interrupted_twice_is_not_started_again(run_dir: Path, supervising) -> None:
+    started = ends("running", "null")
+    again = "trap 'touch twice; exit 75' INT; touch once"
+    process = supervising(
+        f'{started}; trap "{again}" INT; touch ready; while :; do sleep 0.05; done'
+    )
+    for name in ("ready", "once"):
+        until((run_dir / name).exists, name)
+        process.send_signal(signal.SIGINT)
+    said, _ = process.communicate()
+    assert (run_dir / "twice").exists()
+    assert process.returncode == 75, said
+    assert said.count("start ") == 2  # one start, one end
+    assert "ended as rank 0 died without a word with code 75: asked to stop" in said
 
 
 def test_a_signal_ends_the_wait_for_a_restart(run_dir: Path, supervising) -> None:
