@@ -67,9 +67,3 @@ def test_a_rehearsal_under_fsdp2_finds_the_same_numbers(run: Callable[[str], str
     assert killed == "killed     in step 6, resumed from step-00000003"
     assert (batches[11:], losses[11:22]) == ("of 8 steps, by digest", "of 8 steps,")
     assert verdict.startswith("the same, in ")
-
-
-def test_every_exit_code_has_its_row() -> None:
-    index = (ROOT / "docs" / "index.md").read_text("utf-8")
-    row = re.compile(r"^\| (\d+) \|", flags=re.M)
-    assert sorted(row.findall(PAGE)) == sorted(row.findall(index))
