@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from llmtrain.config.checks import evaluates
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
@@ -93,8 +94,15 @@ def _is_of_data(key: str) -> bool:
 
 
 def dump(config: Config) -> str:
-    """The config as YAML; `load_config` of that file gives an equal one."""
-    return write(config.model_dump(mode="json", by_alias=True))
+    """The config as YAML; `load_config` of that file gives an equal one.
+
+    Where nothing is evaluated no best checkpoints are written down: `load_config` would take the
+    default for a wish.
+    """
+    values = config.model_dump(mode="json", by_alias=True)
+    if not evaluates(config.data, config.evaluation):
+        values["checkpoint"]["keep_best"] = 0
+    return write(values)
 
 
 def _binds(key: str) -> bool:

@@ -114,6 +114,19 @@ def test_a_written_config_is_the_same_config(tmp_path_factory, directory, revisi
     assert load_config(again) == config
 
 
+def test_a_config_without_an_evaluation_can_be_written_and_read_again(tmp_path):
+    config = Config.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}, "tokenizer": "sample"},
+            "data": {"sources": [{"path": "sample"}], "heldout": 0.0},
+            "training": {"steps": 3},
+        }
+    )
+    again = tmp_path / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8")
+    assert load_config(again).checkpoint.keep_best == 0
+
+
 @pytest.mark.parametrize("revision", ["12345e6", "on", "12:30", "null", "0o17", "1e5"])
 def test_texts_that_look_like_numbers_stay_texts(tmp_path, revision):
     config = loaded(tmp_path, f"data.sources.0.revision='{revision}'")
