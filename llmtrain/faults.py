@@ -136,7 +136,9 @@ def hit(
 
 
 def _parsed(part: str) -> Fault:
-    head, _, action = part.rpartition("=")
+    head, equals, action = part.rpartition("=")
+    if not equals:
+        raise ValueError(f"{part}: it lacks =action")
     point, *conditions = head.split("@")
     if point not in POINTS:
         raise ValueError(f"{part}: no failpoint {point!r}")
