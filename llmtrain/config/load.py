@@ -103,13 +103,15 @@ def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
     parts = name.split(".")
     if not equals or not all(parts):
         expected = "section.key=value, such as training.steps=100"
-        document.problems.append(Problem(f"override {override}", None, expected))
+        shown = secrets.unparsed(override)
+        document.problems.append(Problem(f"override {shown}", None, expected))
         return
     value = yaml12.parse(text)
     if value.problems:
         reason = value.problems[0].remedy or value.problems[0].expected
-        remedy = f"if it is a text, quote it: '{name}=\"{text}\"'"
-        document.problems.append(Problem(name, text, f"a value in YAML ({reason})", remedy))
+        shown = secrets.unparsed(override).partition("=")[2]
+        remedy = f"if it is a text, quote it: '{name}=\"{shown}\"'"
+        document.problems.append(Problem(name, shown, f"a value in YAML ({reason})", remedy))
         return
     path, problem = _place(tree, parts, value.value)
     if problem:
@@ -287,6 +289,9 @@ def _advice(key: Key, value: object, shown: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as it would stand in a message: one line, at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
+    """A value as it would stand in a message: one line, at most 60 characters, no secrets.
+
+    They are taken out first: of half a secret nothing tells that it is one.
+    """
+    text = secrets.unparsed(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else text[:59] + "…"

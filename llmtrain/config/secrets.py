@@ -1,9 +1,10 @@
 """Secrets: refused in a config, and hidden in whatever a run writes down or says.
 
-A secret is known by its name (`hub_token`, `api_key`), by what it looks like (`hf_…`, `sk-…`,
-`https://user:password@…`) or, in a text, by being the value of an environment variable so named.
+Known by the name (`hub_token`, `api_key`), by the look (`hf_…`, `sk-…`, a user or a password in an
+address, `?token=…`) and, in a text, as the value of an environment variable so named. Where a model
+or a tokenizer may have a field of the name, its value decides: see `_is_secret`.
 
-    model.config.hub_token: refused, remedy `export HF_TOKEN=…`        bos_token: "<s>" is no secret
+    model.config.hub_token: refused, remedy `export HF_TOKEN=…`   assistant_token: "<|a|>" is none
 
 The trap: a message about a secret must not show it. Nothing that leaves this file holds a value.
 """
@@ -21,38 +22,45 @@ from llmtrain.errors import Problem
 Hide = Callable[[str], str]
 
 HIDDEN = "***"
-_SHORTEST = 8  # of a variable's value: shorter ones are words that stand everywhere
+_SHORTEST = 8  # shorter values of variables, and of fields that may be a model's, are words
+_LONG = 16  # what is shorter may stand within another word, where it is not hidden
 
-_NAME = re.compile(r"(^|_)(token|secret|password|passwd|(api|access|private|secret)_?key)$")
-# `<s>` is the bos_token: these keys of models and tokenizers hold a piece of the vocabulary.
-_VOCABULARY = re.compile(
-    r"(^|_)(bos|eos|pad|unk|cls|sep|mask|start|end|image|video|audio|boi|eoi|boa|eoa|bov|eov|eot|eod"
-    r"|begin|stop|special|prefix|suffix|middle|language|lang|blank|newline|think)_token$"
+_NAME = re.compile(
+    r"(secret|password|passwd|passphrase|credentials?|authorization|connection_string"
+    r"|(api|access|private|secret)_?key|(hf|hub|auth|access)_?token)$"
 )
-# What a secret looks like, and the variable that it belongs into. Long enough to be no plain name:
-# `sk-` begins names of Slovak data, `hf_` names of files.
+_ALSO_A_FIELD = re.compile(r"(token|signature|(^|_)(key|pat|sig))$")
+_WORD = re.compile(r"[A-Za-z][a-z]{0,14}|[A-Z]{1,15}|")
+_OPAQUE = re.compile(r"[\w.~+/=:-]{8,}", re.ASCII)  # no `<s>`, `[INST]` or `### Answer:`
+# What a secret looks like, and the variable that it belongs into. As long and as mixed as they are
+# given out: `sk-` begins names of Slovak data, `hf_` and `pypi-` names of files.
+_MIXED = r"(?=[\w-]{0,31}[a-z])(?=[\w-]{0,31}[A-Z])"  # bounded: no time for a hostile line
+_DIGIT = r"(?=[\w-]{0,31}\d)"
 _LOOKS = (
-    ("HF_TOKEN", r"hf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}"),
-    ("ANTHROPIC_API_KEY", r"sk-ant-[\w-]{16,}"),
-    ("OPENAI_API_KEY", r"sk-(?:(?:proj|svcacct|admin|or-v1)-[\w-]{16,}|[A-Za-z0-9]{20,})"),
-    ("GITHUB_TOKEN", r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"),
+    ("HF_TOKEN", r"(?:hf|api_org)_" + _MIXED + r"[A-Za-z0-9]{34,}|hf_(?:oauth|jwt)_[\w.-]{20,}"),
+    ("ANTHROPIC_API_KEY", r"sk-ant-[a-z]+\d\d-[\w-]{20,}"),
+    ("OPENAI_API_KEY", r"sk-(?:proj|svcacct|admin)-" + _DIGIT + _MIXED + r"[\w-]{40,}"),
+    ("OPENAI_API_KEY", r"sk-" + _DIGIT + _MIXED + r"[A-Za-z0-9]{32,}"),
+    ("OPENAI_API_KEY", r"sk-(?:or-v1-)?[0-9a-f]{32,}"),
+    ("GITHUB_TOKEN", r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{20,}"),
     ("GITLAB_TOKEN", r"glpat-[\w-]{20,}"),
     ("SLACK_TOKEN", r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
     ("AWS_ACCESS_KEY_ID", r"A(?:KIA|SIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
     ("GOOGLE_API_KEY", r"AIza[\w-]{35}"),
     ("NPM_TOKEN", r"npm_[A-Za-z0-9]{36}"),
-    ("PYPI_TOKEN", r"pypi-[\w-]{40,}"),
+    ("PYPI_TOKEN", r"pypi-AgE[\w-]{50,}"),
     ("WANDB_API_KEY", r"wandb_v\d+_\w{20,}"),
+    ("ACCESS_TOKEN", r"eyJ[\w-]{12,500}(?:\.[\w-]+)+|(?i:bearer)\s+(?=\S*\d)[\w.~+/-]{16,}=*"),
     ("PRIVATE_KEY_FILE", r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
 )
 _BEFORE = r"(?<![A-Za-z0-9])"
 _LOOK = re.compile(_BEFORE + "(?:" + "|".join(f"(?:{text})" for _, text in _LOOKS) + ")")
-_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s\"'@:]*:[^/\s\"'@]+(?=@)")
-_IN_ADDRESS = re.compile(
-    r"(?<=://)[^/\s\"'@]+(?=@)"
-    r"|(?<=[?&])[\w.-]*(?:sig|signature|token|key|credential)=[^&\s\"']+",
-    re.IGNORECASE,
+# A user alone is a token over HTTP, elsewhere a name: `ssh://git@host`, `abfss://container@host`.
+_USER = re.compile(
+    r"(?:(?<=://)[^/?#\s\"':]*:|(?<=http://)|(?<=https://))[^/?#\s\"']+(?=@)", re.IGNORECASE
 )
+_QUERY = re.compile(r"(?<=[?&#])([\w.-]+)=[^&#\s\"']+")
+_KEY = re.compile(r"(?<![\w.-])[\w.-]++(?=[\\\"']*\s*[:=])")
 
 
 class Found(NamedTuple):
@@ -66,7 +74,7 @@ class Found(NamedTuple):
 def is_secret_name(key: str) -> bool:
     """Whether what is called so is a secret, in any spelling: `hub_token`, `apiKey`, `API-KEY`."""
     name = _plain(key)
-    return bool(_NAME.search(name)) and not _VOCABULARY.search(name)
+    return bool(_NAME.search(name) or _ALSO_A_FIELD.search(name))
 
 
 def in_config(tree: object) -> list[Found]:
@@ -84,47 +92,67 @@ def problems(found: Iterable[Found]) -> list[Problem]:
 
 def cleared(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
     """The secrets' own problems, and the others without anything of them in their texts."""
-    found, said = list(found), list(said)
-    unread = [str(one.value) for one in said if one.value and is_secret_name(one.key)]
-    hide, keys = without([*(one.text for one in found), *unread]), {one.key for one in found}
+    found = list(found)
+    hide, keys = without(one.text for one in found), {one.key for one in found}
     others = [
-        Problem(
-            hide(one.key),
-            one.value if one.value is None else hide(str(one.value)),
-            hide(one.expected),
-            hide(one.remedy),
-        )
+        Problem(hide(one.key), _value(one, hide), hide(one.expected), hide(one.remedy))
         for one in said
         if one.key not in keys
     ]
     return [*problems(found), *others]
 
 
+def unparsed(text: str) -> str:
+    """A text that is no YAML, as far as it can be shown: up to the first name of a secret."""
+    text = without([])(text)
+    for name in _KEY.finditer(text):
+        if is_secret_name(name[0]):
+            return text[: name.end()] + re.sub(
+                r"(?s)([:=]\s*).*", rf"\1{HIDDEN}", text[name.end() :]
+            )
+    return text
+
+
 def hider(environ: Mapping[str, str]) -> Hide:
     """A function that puts `***` for every secret of a text: for the edges where texts go out.
 
-    environ: the variables whose values are secrets if their names say so.
+    environ: hidden are the values of the variables whose names say so, from 8 characters on and
+    unless they are one plain word (`training`); below 16 characters where they stand as words of
+    their own. Hidden whatever it holds: what looks like a token or key, a user or password in an
+    address, and its parameters with the name of a secret.
     """
-    return without(
-        [value for name, value in environ.items() if is_secret_name(name)],
-        shortest=_SHORTEST,
-    )
+    named = [value.strip() for name, value in environ.items() if is_secret_name(name)]
+    return without(one for one in named if len(one) >= _SHORTEST and not _WORD.fullmatch(one))
 
 
-def without(secrets: Iterable[str], *, shortest: int = 1) -> Hide:
+def without(secrets: Iterable[str]) -> Hide:
     """Hides these texts, however JSON and addresses spell them, and all that looks like one."""
-    spelled = {text for one in secrets if len(one.strip()) >= shortest for text in _spellings(one)}
+    spelled = {text for one in secrets if one.strip() for text in _spellings(one.strip())}
     # The longest first: one may begin with another.
-    known = "|".join(re.escape(text) for text in sorted(spelled, key=lambda t: (-len(t), t)))
+    known = "|".join(map(_pattern, sorted(spelled, key=lambda text: (-len(text), text))))
     known_pattern = re.compile(known) if known else None
 
     def hide(text: str) -> str:
         if known_pattern is not None:
             text = known_pattern.sub(HIDDEN, text)
         text = _LOOK.sub(HIDDEN, text)
-        return _IN_ADDRESS.sub(HIDDEN, text) if "://" in text or "=" in text else text
+        if "://" in text:
+            text = _USER.sub(HIDDEN, text)
+        return _QUERY.sub(_parameter, text) if "=" in text else text
 
     return hide
+
+
+def _pattern(text: str) -> str:
+    r"""The text; a short one as a word, of which `\n` and `%20` before it are no part."""
+    escaped = re.escape(text)
+    if len(text) >= _LONG:
+        return escaped
+    return rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-F][0-9A-F])){escaped}(?![A-Za-z0-9])"
+
+
+def _parameter(found: re.Match[str]) -> str:
+    return HIDDEN if is_secret_name(found[1]) else found[0]
 
 
 def hidden(values: Mapping[str, Any], hide: Hide) -> dict[str, Any]:
@@ -139,7 +167,16 @@ def _hidden(key: str, value: Any, hide: Hide) -> Any:
         return [_hidden(key, inner, hide) for inner in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if is_secret_name(str(key)) else hide(value)
+    return HIDDEN if _is_secret(str(key), value) else hide(value)
+
+
+def _value(said: Problem, hide: Hide) -> object:
+    """What a problem shows as found; its key may go on with ` (line 3)`, a tag begins with `!`."""
+    if said.value is None:
+        return None
+    shown = str(said.value)
+    secret = _is_secret(said.key.partition(" ")[0], shown.strip("\"'!"))
+    return HIDDEN if secret else hide(shown)
 
 
 def _walk(value: object, path: tuple[str, ...]) -> Iterator[Found]:
@@ -156,30 +193,40 @@ def _walk(value: object, path: tuple[str, ...]) -> Iterator[Found]:
 def _variable(path: tuple[str, ...], value: object) -> str:
     """Where the secret belongs; "" if it is none."""
     names = [name for name in path if not name.isdecimal()]
-    if names and is_secret_name(names[-1]) and _may_be_secret(names[-1], value):
+    if names and _is_secret(names[-1], value):
         return _named_after(names)
     if not isinstance(value, str):
         return ""
     for variable, look in _LOOKS:
         if re.search(_BEFORE + f"(?:{look})", value):
             return variable
-    return "HF_TOKEN" if _USER_AND_PASSWORD.search(value) else ""
+    parameters = (found[1] for found in _QUERY.finditer(value))
+    in_address = _USER.search(value) or any(map(is_secret_name, parameters))
+    return "HF_TOKEN" if in_address else ""
 
 
-def _may_be_secret(name: str, value: object) -> bool:
-    """Texts; a password may be a number, which a count per token is not."""
-    if isinstance(value, str):
-        return bool(value.strip())
-    counted = isinstance(value, bool) or name.lower().endswith("token")
-    return value is not None and not counted
+def _is_secret(name: str, value: object) -> bool:
+    """Whether the value under this name is one; a password may be a number.
+
+    Where a model may have a field of the name (`assistant_token`, `sort_key`) only a text of 8
+    and more letters, digits and `_.~+/=:-`, unless it consists of plain words.
+    """
+    plain = _plain(name)
+    if _NAME.search(plain):
+        return value is not None and not isinstance(value, bool) and bool(str(value).strip())
+    if not isinstance(value, str) or not _ALSO_A_FIELD.search(plain):
+        return False
+    text = value.strip()
+    words = all(_WORD.fullmatch(part) for part in re.split(r"[^A-Za-z0-9]", text))
+    return bool(_OPAQUE.fullmatch(text)) and not words
 
 
 def _named_after(names: list[str]) -> str:
     path, last = _plain("_".join(names)), _plain(names[-1])
     if "wandb" in path:
         return "WANDB_API_KEY"
-    hub = last in ("token", "auth_token", "access_token", "use_auth_token") or "hf" in last
-    return "HF_TOKEN" if hub or "hub" in last else last.upper()
+    plain = last in ("token", "auth_token", "access_token", "use_auth_token")
+    return "HF_TOKEN" if plain or {"hf", "hub"} & set(last.split("_")) else last.upper()
 
 
 def _plain(name: str) -> str:
@@ -188,9 +235,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", parted.lower())
 
 
-def _spellings(secret: str) -> set[str]:
+def _spellings(plain: str) -> set[str]:
     """As it is, in JSON with and without its own letters, in an address, and as Python shows it."""
-    plain = secret.strip()
     return {
         plain,
         json.dumps(plain)[1:-1],

@@ -166,4 +166,6 @@ def _place(error: yaml.MarkedYAMLError) -> str:
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
-    return ", ".join(part for part in (error.context, error.problem) if part)
+    """Without the name of an alias or anchor: it may be a password that begins with `*` or `&`."""
+    text = ", ".join(part for part in (error.context, error.problem) if part)
+    return re.sub(r"(alias|anchor) '[^']*'", r"\1", text)
