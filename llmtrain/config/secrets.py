@@ -2,7 +2,7 @@
 
 Known by the name (`hub_token`, `api_key`), by the look (`hf_…`, `sk-…`, a user or a password in an
 address, `?token=…`) and, in a text, as the value of an environment variable so named. Where a model
-or a tokenizer may have a field of the name, its value decides: see `_is_secret`.
+or a tokenizer may have a field of the name, its value decides: see `is_secret`.
 
     model.config.hub_token: refused, remedy `export HF_TOKEN=…`   assistant_token: "<|a|>" is none
 
@@ -75,6 +75,22 @@ def is_secret_name(key: str) -> bool:
     """Whether what is called so is a secret, in any spelling: `hub_token`, `apiKey`, `API-KEY`."""
     name = _plain(key)
     return bool(_NAME.search(name) or _ALSO_A_FIELD.search(name))
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether the value under this name is one; a password may be a number.
+
+    Where a model may have a field of the name (`assistant_token`, `sort_key`) only a text of 8
+    and more letters, digits and `_.~+/=:-`, unless it consists of plain words.
+    """
+    plain = _plain(name)
+    if _NAME.search(plain):
+        return value is not None and not isinstance(value, bool) and bool(str(value).strip())
+    if not isinstance(value, str) or not _ALSO_A_FIELD.search(plain):
+        return False
+    text = value.strip()
+    words = all(_WORD.fullmatch(part) for part in re.split(r"[^A-Za-z0-9]", text))
+    return bool(_OPAQUE.fullmatch(text)) and not words
 
 
 def in_config(tree: object) -> list[Found]:
@@ -167,7 +183,7 @@ def _hidden(key: str, value: Any, hide: Hide) -> Any:
         return [_hidden(key, inner, hide) for inner in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if _is_secret(str(key), value) else hide(value)
+    return HIDDEN if is_secret(str(key), value) else hide(value)
 
 
 def _value(said: Problem, hide: Hide) -> object:
@@ -175,7 +191,7 @@ def _value(said: Problem, hide: Hide) -> object:
     if said.value is None:
         return None
     shown = str(said.value)
-    secret = _is_secret(said.key.partition(" ")[0], shown.strip("\"'!"))
+    secret = is_secret(said.key.partition(" ")[0], shown.strip("\"'!"))
     return HIDDEN if secret else hide(shown)
 
 
@@ -193,7 +209,7 @@ def _walk(value: object, path: tuple[str, ...]) -> Iterator[Found]:
 def _variable(path: tuple[str, ...], value: object) -> str:
     """Where the secret belongs; "" if it is none."""
     names = [name for name in path if not name.isdecimal()]
-    if names and _is_secret(names[-1], value):
+    if names and is_secret(names[-1], value):
         return _named_after(names)
     if not isinstance(value, str):
         return ""
@@ -203,22 +219,6 @@ def _variable(path: tuple[str, ...], value: object) -> str:
     parameters = (found[1] for found in _QUERY.finditer(value))
     in_address = _USER.search(value) or any(map(is_secret_name, parameters))
     return "HF_TOKEN" if in_address else ""
-
-
-def _is_secret(name: str, value: object) -> bool:
-    """Whether the value under this name is one; a password may be a number.
-
-    Where a model may have a field of the name (`assistant_token`, `sort_key`) only a text of 8
-    and more letters, digits and `_.~+/=:-`, unless it consists of plain words.
-    """
-    plain = _plain(name)
-    if _NAME.search(plain):
-        return value is not None and not isinstance(value, bool) and bool(str(value).strip())
-    if not isinstance(value, str) or not _ALSO_A_FIELD.search(plain):
-        return False
-    text = value.strip()
-    words = all(_WORD.fullmatch(part) for part in re.split(r"[^A-Za-z0-9]", text))
-    return bool(_OPAQUE.fullmatch(text)) and not words
 
 
 def _named_after(names: list[str]) -> str:

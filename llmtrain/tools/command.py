@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmtrain.config.secrets import HIDDEN, hider, is_secret_name
+from llmtrain.config.secrets import HIDDEN, hider, is_secret, is_secret_name
 from llmtrain.errors import Problem, UserError
 
 _CONFIGS_OF_LAUNCHERS = ("--config_file", "--config-file", "--accelerate")
@@ -78,14 +78,14 @@ def _asks_for_secret(word: str) -> bool:
 
 
 def _masked(text: str) -> str:
-    name, equals, _ = text.partition("=")
-    if equals and is_secret_name(name) and not re.search(r"\s", name):
+    name, equals, value = text.partition("=")
+    if equals and is_secret(name, value) and not re.search(r"\s", name):
         return f"{name}={HIDDEN}"
     return _ASSIGNMENT.sub(lambda found: f"{found[1]}={_masked_value(found[1], found[2])}", text)
 
 
 def _masked_value(name: str, value: str) -> str:
-    return HIDDEN if is_secret_name(name) else _masked(value)
+    return HIDDEN if is_secret(name, value.strip("\"'")) else _masked(value)
 
 
 def _is_config(path: Path) -> bool:

@@ -270,7 +270,10 @@ def test_cursors_that_a_resume_has_undone_are_not_used(run: Path, tmp_path: Path
     start = next(
         i for i, line in enumerate(record) if line["kind"] == "start" and line["step"] == 4
     )
-    other = [record[start] | {"weights": [1.0, 1.0]}, {"kind": "checkpoint", "step": 6}]
+    other = [
+        record[start] | {"weights": [1.0, 1.0]},
+        {"kind": "checkpoint", "time": 0.0, "step": 6},
+    ]
     kept = [line for line in record if (line["kind"], line["step"]) != ("checkpoint", 6)]
     write_lines(undone / "metrics.jsonl", [*record[:start], *other, *kept[start:]])
     wrong = noted[-1] | {"step": 6}
@@ -289,7 +292,7 @@ def test_cursors_that_were_not_noted_again_are_not_those_of_the_start_before(
     start = next(
         i for i, line in enumerate(record) if line["kind"] == "start" and line["step"] == 4
     )
-    other = [record[start], {"kind": "checkpoint", "step": 6}]
+    other = [record[start], {"kind": "checkpoint", "time": 0.0, "step": 6}]
     write_lines(undone / "metrics.jsonl", [*record[:start], *other, *record[start:]])
     wrong = noted[-1] | {"step": 6}
     write_lines(undone / "cursors.jsonl", [wrong if one["step"] == 6 else one for one in noted])

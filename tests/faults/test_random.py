@@ -153,7 +153,6 @@ def test_f48_a_few_random_kills_end_in_the_bits_of_a_straight_run(faulty, record
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_f48_a_hundred_random_kills_end_in_the_bits_of_a_straight_run(
     faulty, record_property, world_size
@@ -198,7 +197,6 @@ def damage(run: FaultyRun, action: str, *key: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 def test_f48_a_soak_of_faults_of_any_kind_ends_in_the_bits_of_a_straight_run(
     faulty, record_property
 ):
