@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# As every launcher does, before anything imports torch: tests run side by side, and threads that
+# spin for each other take the cores from what they wait for.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from helpers.ranks import Server

@@ -25,6 +25,7 @@ from llmtrain.distributed import zero
 from llmtrain.distributed.accelerator import on_cpu
 from llmtrain.distributed.launch import allowed_strategies, family
 from llmtrain.distributed.plan import (
+    OFFLOADS,
     Count,
     Hardware,
     Layout,
@@ -139,13 +140,20 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
 
 
 def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
-    """The layout of this start. Raises UserError when no allowed strategy fits the device."""
+    """The layout of this start. Raises UserError when no allowed strategy fits the device.
+
+    Offloading, which is the last resort, is reckoned only where nothing else fits: what it would
+    keep costs as much to count as the rest of the plan, and at each start.
+    """
     model = described(config, run_dir)
     hardware = this_machine(config, os.environ)
     asked = work(config, precision, cpu=hardware.cpu)
     allowed, without = _possible(allowed_strategies(os.environ, config), cpu=hardware.cpu)
+    resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:
-        choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
+        choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
+        if choice.chosen is None and resident != allowed:
+            choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
     except CannotCountError as error:
         return _unplanned(model.shape, asked, hardware, allowed, str(error))
     if choice.chosen is None:

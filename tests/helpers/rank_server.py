@@ -12,6 +12,20 @@ import sys
 import traceback
 from pathlib import Path
 
+# What the forks must not import again: the loop, and what a run imports on its way.
+USED = (
+    "llmtrain.training.loop",
+    "llmtrain.cli.main",
+    "llmtrain.cli.rank",
+    "llmtrain.report.page",
+    "bokeh.plotting",
+    "pandas",
+    "safetensors.torch",
+    "tiktoken",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+)
+
 
 def start(one: dict) -> int:
     pid = os.fork()
@@ -67,8 +81,8 @@ def answer(text: str) -> None:
 
 def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import llmtrain.training.loop  # noqa: F401  # what the forks must not import again
-
+    for name in USED:
+        importlib.import_module(name)
     answer("ready")
     for line in sys.stdin:
         command = json.loads(line)
