@@ -15,10 +15,10 @@ quickstart: $(VENV)/installed  ## train on the built-in sample with two processe
 	@$(BIN)/llmtrain quickstart
 
 test: $(VENV)/installed-dev  ## the test suite
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
-	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile sweep \
+	@$(BIN)/python -m pytest -q -m "slow or deeper" --hypothesis-profile sweep \
 	  --timeout 3600 -o faulthandler_timeout=3660
 
 test-faults: $(VENV)/installed-dev  ## every scenario of faults, sweeps and soak too; writes docs/faults.md

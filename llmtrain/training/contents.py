@@ -7,20 +7,23 @@ operating system, or let it train what it can never save. So a start looks at al
 from __future__ import annotations
 
 import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.errors import Problem, UserError
 
-# Folder, names in it, whether they are directories. Where nothing lies there is nothing to say.
+_FOLDER, _FILE = "a directory", "a regular file"
+# Folder, names in it, what they are. Where nothing lies there is nothing to say.
 # `footers` is not here: data is read without it, if need be.
 _KINDS = (
-    ("", r"checkpoints|logs|tokenizer|anew(\.partial)?", True),
-    ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", False),
-    ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", False),
-    ("", r"report\.html|lock|\.shared|STOP|SAVE", False),
-    ("logs", r"rank-\d+\.(log|failed|partial)", False),
-    ("checkpoints", r"step-\d{8,18}(\.partial|(\.damaged|\.superseded)(-\d+)?)?", True),
-    ("checkpoints", r"\.trash-.+", True),
+    ("", r"checkpoints|logs|tokenizer|anew(\.partial)?", _FOLDER),
+    ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
+    ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
+    ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),
+    ("logs", r"rank-\d+\.(log|failed|partial)", _FILE),
+    ("checkpoints", r"step-\d{8,18}(\.partial|(\.damaged|\.superseded)(-\d+)?)?", _FOLDER),
+    ("checkpoints", r"\.trash-.+", _FOLDER),
 )
 
 
@@ -29,31 +32,35 @@ def check(run_dir: Path) -> None:
 
     A link counts as what it leads to. OSError for what cannot be looked at.
     """
-    if problems := [_problem(path, is_folder=kind) for path, kind in _wrong(run_dir)]:
+    remedy = "move it away, or set run.dir to another directory"
+    problems = [
+        Problem(str(path), None, f"{wanted}, or nothing of that name; it is {found}", remedy)
+        for path, wanted, found in _wrong(run_dir)
+    ]
+    if problems:
         raise UserError(*problems)
 
 
-def _wrong(run_dir: Path) -> list[tuple[Path, bool]]:
-    """Names that are taken by something else, and whether each is one of a directory."""
-    return [
-        (path, is_folder)
-        for folder, names, is_folder in _KINDS
-        if (run_dir / folder).is_dir()
-        for path in sorted((run_dir / folder).iterdir())
-        if re.fullmatch(names, path.name)
-        if not (path.is_dir() if is_folder else path.is_file())
-    ]
+def _wrong(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
+    """Names that are taken by something else: what belongs there, and what is there."""
+    for folder, names, wanted in _KINDS:
+        if (run_dir / folder).is_dir():
+            for path in sorted((run_dir / folder).iterdir()):
+                found = _what(path) if re.fullmatch(names, path.name) else None
+                if found not in (wanted, None):
+                    yield path, wanted, str(found)
 
 
-def _problem(path: Path, *, is_folder: bool) -> Problem:
-    kind = "directory" if is_folder else "regular file"
-    expected = f"a {kind}, or nothing of that name; it is {_what(path)}"
-    return Problem(str(path), None, expected, "move it away, or set run.dir to another directory")
-
-
-def _what(path: Path) -> str:
-    if path.is_symlink() and not path.exists():
-        return "a link that leads to nothing"
-    if path.is_dir():
-        return "a directory"
-    return "a file" if path.is_file() else "no regular file (a pipe, a device or the like)"
+def _what(path: Path) -> str | None:
+    """The kind of what stands there; None if it has gone: ranks of this start come and go, too."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if path.is_symlink():
+            return "a link that leads to nothing"
+        if isinstance(error, FileNotFoundError):
+            return None
+        raise
+    if stat.S_ISDIR(mode):
+        return _FOLDER
+    return _FILE if stat.S_ISREG(mode) else "neither: a pipe, a device or the like"

@@ -146,12 +146,12 @@ def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_pa
     stopped_cleanly(run_dir, "signal")
 
 
-@pytest.mark.slow
+@pytest.mark.deeper
 def test_di_31_runs_that_start_and_end_exit_with_0_every_time(
     server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A hundred in `make test-slow`: one in forty aborted where the interpreter was finalised."""
-    cycles = 100 if request.config.getoption("markexpr") == "slow" else 5
+    cycles = 100 if "deeper" in request.config.getoption("markexpr") else 5
     for cycle in range(cycles):
         run_dir = tmp_path / f"run-{cycle}"
         path = write_config(tmp_path, tiny_config(run_dir, training__steps=1))

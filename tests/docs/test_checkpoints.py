@@ -61,6 +61,7 @@ def test_a_rehearsal_finds_the_same_bytes(run: Callable[[str], str], tmp_path: P
     assert [file.name for file in tmp_path.iterdir()] == ["configs"]  # and leaves nothing
 
 
+@pytest.mark.slow
 def test_a_rehearsal_under_fsdp2_finds_the_same_numbers(run: Callable[[str], str]) -> None:
     straight, killed, resumed, batches, losses, verdict = run(UNDER_FSDP2).splitlines()
     assert (straight, resumed) == ("straight   ddp, 2 processes", "resumed    fsdp2, 2 processes")

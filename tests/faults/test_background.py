@@ -27,7 +27,7 @@ def test_f13_what_is_written_late_is_the_state_of_its_own_step(faulty, strategy)
     assert in_line.launch() == [0, 0]
     run = faulty(2, strategy, "beside", **ALL, **BESIDE, training__steps=12)
     # The step under way goes on: its own micro-batches wait, or nothing would be beside the save.
-    assert run.launch("save.write=delay:0.05;loop.step=delay:0.2") == [0, 0]
+    assert run.launch("save.write=delay:0.02;loop.step=delay:0.1") == [0, 0]
     assert len(run.lines("checkpoint")) == 3
     assert files(run) == files(in_line)
     noted = [(one.run_dir / "cursors.jsonl").read_bytes() for one in (run, in_line)]
@@ -73,7 +73,7 @@ def test_f13_a_save_that_fails_beside_the_training_is_an_event(faulty, straight,
 
 def test_f13_a_save_in_flight_is_complete_when_a_stop_ends_the_run(faulty, straight):
     run = faulty(2, **BESIDE)
-    assert run.launch("save.write@step=8=delay:1;loop.micro@step=9@rank=1=term") == [0, 0]
+    assert run.launch("save.write@step=8=delay:0.03;loop.micro@step=9@rank=1=term") == [0, 0]
     assert run.status()["state"] == "stopped"
     assert [line["step"] for line in run.lines("checkpoint")][:2] == [4, 8]
     assert run.valid()[-1] == run.status()["checkpoint"] == f"step-{run.status()['step']:08d}"
@@ -83,7 +83,7 @@ def test_f13_a_save_in_flight_is_complete_when_a_stop_ends_the_run(faulty, strai
 
 def test_f13_a_save_in_flight_is_complete_when_data_fails(faulty, straight):
     run = faulty(2, **BESIDE)
-    assert run.launch("save.write@step=8=delay:1;data.next@rank=1@nth=10=raise") == [1, 1]
+    assert run.launch("save.write@step=8=delay:0.03;data.next@rank=1@nth=10=raise") == [1, 1]
     assert run.valid()[-1] == "step-00000008"
     assert run.launch() == [0, 0]
     assert run.resumed() == [None, "step-00000008"]

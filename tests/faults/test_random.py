@@ -102,6 +102,7 @@ def newest_step(run: FaultyRun) -> int:
 def long_run(make: Make, world_size: int, steps: int, name: str = "struck") -> FaultyRun:
     """A run of so many steps."""
     run = make(world_size, name=name, training__steps=steps, evaluation__every_steps=EVALUATE_EVERY)
+    run.config["distributed"]["timeout_minutes"] = 1.0  # how long peers of a killed one may wait
     run.patience_seconds = 3600.0
     return run
 
@@ -204,7 +205,6 @@ def test_f48_a_soak_of_faults_of_any_kind_ends_in_the_bits_of_a_straight_run(
     seed, count = seed_and_count(50)
     note("replay", f"FAULTS_SEED={seed} FAULTS_COUNT={count}")
     run = long_run(faulty, 2, (LONGEST + 1) * count)
-    run.config["distributed"]["timeout_minutes"] = 1.0  # what a hang costs
     actions: Counter[str] = Counter()
     for number in range(count):
         action, fault = soaking(seed, number, newest_step(run), 2)

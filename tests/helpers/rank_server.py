@@ -4,6 +4,7 @@ It reads one JSON command a line: {"start": [{"argv", "env", "cwd", "output"}, â
 {"wait": pid} answers the exit code once that rank has ended (negative: the signal that ended it).
 """
 
+import gc
 import importlib
 import json
 import os
@@ -83,6 +84,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in USED:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page of the above
     answer("ready")
     for line in sys.stdin:
         command = json.loads(line)

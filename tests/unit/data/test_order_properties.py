@@ -23,7 +23,7 @@ from llmtrain.data.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
 from llmtrain.types import Cursor
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deeper
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def put(path: Path, kind: str) -> None:
     match kind:
         case "a directory":
             path.mkdir()
-        case "a file":
+        case "a regular file":
             path.write_text("mine")
         case "a link that leads to nothing":
             path.symlink_to("nowhere")
@@ -287,9 +287,9 @@ def put(path: Path, kind: str) -> None:
     ("name", "kind"),
     [
         *((name, "a directory") for name in FILES),
-        *((name, "a file") for name in DIRECTORIES),
+        *((name, "a regular file") for name in DIRECTORIES),
         *((name, "a link that leads to nothing") for name in ("metrics.jsonl", "checkpoints")),
-        *((name, "no regular file") for name in ("metrics.jsonl", "lock", "checkpoints")),
+        *((name, "neither: a pipe") for name in ("metrics.jsonl", "lock", "checkpoints")),
     ],
 )
 def test_what_is_of_the_wrong_kind_is_named_and_nothing_is_changed(
@@ -308,20 +308,39 @@ def test_what_is_of_the_wrong_kind_is_named_and_nothing_is_changed(
 
 def test_all_that_is_of_the_wrong_kind_is_told_at_once(tmp_path: Path) -> None:
     put(tmp_path / "metrics.jsonl", "a directory")
-    put(tmp_path / "logs", "a file")
+    put(tmp_path / "logs", "a regular file")
     with pytest.raises(UserError) as raised:
         check(config(tmp_path))
     named = {problem.key for problem in raised.value.problems}
     assert named == {str(tmp_path / "metrics.jsonl"), str(tmp_path / "logs")}
 
 
+def test_what_goes_while_it_is_looked_at_is_not_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks of the same start remove their old marks."""
+    put(tmp_path / "logs" / "rank-1.failed", "a regular file")
+    put(tmp_path / "lock", "a directory")
+    listed = Path.iterdir
+
+    def others_at_work(folder: Path) -> list[Path]:
+        there = list(listed(folder))
+        (tmp_path / "logs" / "rank-1.failed").unlink(missing_ok=True)
+        return there
+
+    monkeypatch.setattr(Path, "iterdir", others_at_work)
+    with pytest.raises(UserError) as raised:
+        check(config(tmp_path))
+    assert [problem.key for problem in raised.value.problems] == [str(tmp_path / "lock")]
+
+
 def test_links_to_what_belongs_there_and_names_of_others_are_taken(tmp_path: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    put(run_dir / "step-00000004", "a file")
+    put(run_dir / "step-00000004", "a regular file")
     put(run_dir / "notes", "a directory")
-    put(run_dir / "tensorboard", "a file")
-    put(elsewhere / "step-00000004.tar", "a file")
+    put(run_dir / "tensorboard", "a regular file")
+    put(elsewhere / "step-00000004.tar", "a regular file")
     (run_dir / "checkpoints").symlink_to(elsewhere)
     with claim(config(run_dir), 1, "ddp"):
         pass
