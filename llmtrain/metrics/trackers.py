@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, assert_never
 
+from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 
 FILE_NAME = "trackers.json"
 RETRY_EVERY = 100
@@ -133,7 +134,8 @@ def open_trackers(
 
     step: the last finished one; TensorBoard forgets what an earlier start wrote after it.
     report(event, detail) is called for a failure and for a recovery. After `Accelerator()` only:
-    accelerate's trackers ask its process state. Raises UserError for a missing package.
+    accelerate's trackers ask its process state. Raises UserError for a missing package or a broken
+    `trackers.json`, RunError (74) when that cannot be written.
     """
     check_installed(names)
     ids = _ids(names, run_dir)
@@ -149,15 +151,38 @@ def open_trackers(
 
 
 def _ids(names: Sequence[Name], run_dir: Path) -> dict[str, str]:
-    """One id a tracker. Written before the first use: a kill in between opens no second run."""
+    """One id a tracker. Written before the first use: a kill in between opens no second run.
+
+    Raises UserError for a file that is not ours, RunError (74) when the disk refuses.
+    """
     path = run_dir / FILE_NAME
-    kept: dict[str, str] = json.loads(path.read_bytes()) if path.exists() else {}
+    kept = _kept(path)
     ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
     if ids != kept:
-        partial = path.with_name(f"{FILE_NAME}.partial")
-        partial.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            durable.write(path, (json.dumps(ids, indent=2) + "\n").encode())
+        except OSError as error:
+            raise RunError(
+                f"cannot write {path}: {error.strerror or error}",
+                DISK_FAILED,
+                "make room or repair the disk, then give the same command again",
+            ) from error
     return ids
+
+
+def _kept(path: Path) -> dict[str, str]:
+    """The ids of earlier starts."""
+    try:
+        kept = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        kept = None
+    if isinstance(kept, dict) and all(isinstance(one, str) for one in kept.values()):
+        return kept
+    expected = "a JSON object of trackers' ids, as this program has written there"
+    remedy = "restore it, or delete it: trackers then begin new runs of their own"
+    raise UserError(Problem(str(path), None, expected, remedy))
 
 
 def _opener(

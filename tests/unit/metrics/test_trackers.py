@@ -1,9 +1,10 @@
+import errno
 import importlib.util
 import json
 
 import pytest
 
-from llmtrain.errors import UserError
+from llmtrain.errors import RunError, UserError
 from llmtrain.metrics import trackers
 from llmtrain.metrics.trackers import check_installed, open_trackers
 
@@ -151,6 +152,24 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, events):
     scalars = read_scalars(tmp_path / "tensorboard", "train/loss")
     assert [step for step, _ in scalars] == list(range(1, 41))
     assert dict(scalars)[25] == 25 + 2000
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}', "\xff"])
+def test_a_broken_file_of_ids_is_named(tmp_path, events, text):
+    (tmp_path / "trackers.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match="delete it: trackers then begin new runs"):
+        opened(tmp_path, events)
+    assert (tmp_path / "trackers.json").read_bytes() == text.encode("latin-1")
+
+
+def test_a_disk_that_takes_no_ids_is_said(tmp_path, events, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trackers.durable, "write", full)
+    with pytest.raises(RunError, match="No space left") as raised:
+        opened(tmp_path, events)
+    assert raised.value.exit_code == 74
 
 
 def read_scalars(directory, tag):
