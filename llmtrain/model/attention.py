@@ -246,8 +246,9 @@ def model_keywords(
 def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     """Why the model must keep its own attention; empty: ours computes the same.
 
-    Two forwards on few tokens. What few tokens cannot show, masks with a window or chunks, is seen
-    in the mask functions that the model asks for: they are asked about `seq_len` positions.
+    Forwards on few tokens, with its own and with ours. What these cannot show, masks with a window
+    or chunks, is seen in the mask functions that the model asks for: they are asked about `seq_len`
+    positions.
     """
     if not type(model)._can_set_attn_implementation():  # private, but asking aloud is logged
         return "it does not go through transformers' attention interface"
@@ -263,7 +264,7 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     model.eval()
     try:
         with torch.no_grad():
-            expected = model(ids, use_cache=False).logits
+            expected = model(ids, use_cache=False).logits if compare else None
             model.set_attn_implementation(_TRIED)
             found = model(ids, **one_document).logits
     except OtherAttentionError as error:
@@ -277,7 +278,7 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
         return "it has no attention layer that asks transformers' interface"
     if not all(handed_down):
         return "it does not hand keywords down to its attention"
-    if not compare:
+    if expected is None:
         return ""
     same = torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     return "" if same else "ours gives other logits"

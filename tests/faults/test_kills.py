@@ -100,18 +100,6 @@ def test_f12_killed_in_its_very_first_save_it_begins_again_and_says_so(faulty, s
     assert run.outcome() == straight(2)
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(2, 1), (2, 0), (3, 2)])
-def test_f35_a_rank_killed_within_a_step_ends_the_others(faulty, straight, world_size, rank):
-    run = faulty(world_size)
-    codes = run.launch(f"loop.micro@rank={rank}@step=10@nth=2=kill")
-    assert codes == [KILLED if one == rank else 75 for one in range(world_size)]
-    said = run.status()
-    assert (said["state"], said["exit_code"]) == (("failed", 75) if rank else ("running", None))
-    assert run.launch() == [0] * world_size
-    assert run.resumed() == [None, "step-00000008"]
-    assert run.outcome() == straight(world_size)
-
-
 def test_f35_under_a_real_launcher_too(faulty, straight):
     run = faulty(2)
     assert run.accelerate("loop.micro@rank=1@step=10@nth=2=kill").returncode == 1
