@@ -73,7 +73,7 @@ def small(bench: Any, folder: Path) -> None:
     resumed = found["resumed"]
     bench.say("a resume of it: searching, verifying, loading", resumed["resuming"], "s", "≤ 1")
     bench.say("  that whole start, from `train` to its first step", resumed["start"], "s")
-    bench.say("  CPU time of it, most of it the memory plan", resumed["start_cpu"], "s")
+    bench.say("  CPU time of it", resumed["start_cpu"], "s")
     beside = ran(config(folder / "beside", SMALL, background=True, **work))
     blocked = 1e3 * statistics.median(line["blocked_seconds"] for line in beside["saves"])
     bench.say(f"a save of {model} beside the training: blocked", blocked, "ms", "≤ 60")

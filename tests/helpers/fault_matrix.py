@@ -175,7 +175,7 @@ What is done to a run, and what the tests saw. This page is written by
 {sweep}
 ```
 
-which runs every scenario, the long sweeps too (hours on two cores), and keeps the results in
+which runs every scenario, the long sweeps too (an hour on two cores), and keeps the results in
 `benchmarks/results/faults.json`. The suite (`make test`) runs all but the sweeps.
 
 Each scenario strikes a run of a tiny model (accumulation 2, dropout 0.1, 24 steps, a checkpoint
