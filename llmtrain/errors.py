@@ -8,7 +8,10 @@ is 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 DISK_FAILED = 74
 RESTARTABLE = 75
@@ -67,6 +70,19 @@ class RunError(Exception):
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n    next:     {self.remedy}"
+
+
+@contextmanager
+def needed_on_disk(path: Path) -> Iterator[None]:
+    """What the disk refuses within, a run cannot do without: OSError becomes RunError (74)."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}",
+            DISK_FAILED,
+            "make room or repair the disk, then give the same command again",
+        ) from error
 
 
 class PeerError(RunError):

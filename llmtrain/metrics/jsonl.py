@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, RunError
+from llmtrain.errors import RunError, needed_on_disk
 
 FILE_NAME = "metrics.jsonl"
 
@@ -40,11 +40,9 @@ class Lines:
         self._hide = secrets.hider(os.environ)
         self._unwritten = b""
         self._one_at_a_time = threading.Lock()  # the watchdog has a thread of its own
-        try:
+        with needed_on_disk(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             _end_torn_line(self._file, self._path)
-        except OSError as error:
-            raise _disk_failed(self._path, error) from error
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Append one line, without secrets. Numbers that are not finite become null."""
@@ -64,12 +62,10 @@ class Lines:
 
     def sync(self) -> None:
         """Wait until every line so far is on the disk. Raises RunError (74)."""
-        try:
+        with needed_on_disk(self._path):
             with self._one_at_a_time:
                 self._write()
             os.fsync(self._file)
-        except OSError as error:
-            raise _disk_failed(self._path, error) from error
 
     def _write(self) -> None:
         """One write call, unless the disk takes only a part of it."""
@@ -169,12 +165,3 @@ def _last_newline(file: int, size: int) -> int:
             return start + found + 1
         end = start
     return 0
-
-
-def _disk_failed(path: Path, error: OSError) -> RunError:
-    reason = error.strerror or str(error)
-    return RunError(
-        f"cannot write {path}: {reason}",
-        DISK_FAILED,
-        "make room or repair the disk, then give the same command again",
-    )

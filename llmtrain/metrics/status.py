@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, RunError
+from llmtrain.errors import needed_on_disk
 
 FILE_NAME = "status.json"
 
@@ -91,12 +91,6 @@ def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
         "updated": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
     path = run_dir / FILE_NAME
-    try:
+    with needed_on_disk(path):
         durable.write(path, (json.dumps(fields, indent=2) + "\n").encode())
-    except OSError as error:
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}",
-            DISK_FAILED,
-            "make room or repair the disk, then give the same command again",
-        ) from error
     return fields

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, assert_never
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import Problem, UserError, needed_on_disk
 
 FILE_NAME = "trackers.json"
 RETRY_EVERY = 100
@@ -159,14 +159,8 @@ def _ids(names: Sequence[Name], run_dir: Path) -> dict[str, str]:
     kept = _kept(path)
     ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
     if ids != kept:
-        try:
+        with needed_on_disk(path):
             durable.write(path, (json.dumps(ids, indent=2) + "\n").encode())
-        except OSError as error:
-            raise RunError(
-                f"cannot write {path}: {error.strerror or error}",
-                DISK_FAILED,
-                "make room or repair the disk, then give the same command again",
-            ) from error
     return ids
 
 

@@ -79,13 +79,18 @@ def _asks_for_secret(word: str) -> bool:
 
 def _masked(text: str) -> str:
     name, equals, value = text.partition("=")
-    if equals and is_secret(name, value) and not re.search(r"\s", name):
+    if equals and _is_secret(name, value) and not re.search(r"\s", name):
         return f"{name}={HIDDEN}"
     return _ASSIGNMENT.sub(lambda found: f"{found[1]}={_masked_value(found[1], found[2])}", text)
 
 
 def _masked_value(name: str, value: str) -> str:
-    return HIDDEN if is_secret(name, value.strip("\"'")) else _masked(value)
+    return HIDDEN if _is_secret(name, value.strip("\"'")) else _masked(value)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """A key of a config may be a field of a model; a variable or a flag of that name is none."""
+    return is_secret(name, value) if "." in name else is_secret_name(name)
 
 
 def _is_config(path: Path) -> bool:

@@ -24,7 +24,7 @@ from llmtrain.checkpoint.lock import RunLock, Takeover
 from llmtrain.config.load import load_config
 from llmtrain.config.meaning import binding_values, changes, dump, refused
 from llmtrain.config.schema import Config
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import Problem, UserError, needed_on_disk
 from llmtrain.metrics import jsonl
 from llmtrain.metrics.status import read_status, start_status
 from llmtrain.training import contents, marks
@@ -267,11 +267,5 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     Raises RunError 74 when the disk refuses.
     """
-    try:
+    with needed_on_disk(path):
         durable.write(path, data)
-    except OSError as error:
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}",
-            DISK_FAILED,
-            "make room or repair the disk, then give the same command again",
-        ) from error

@@ -93,6 +93,8 @@ SECRET = "correct-horse-battery"
         (["env", f"HF_TOKEN=a {SECRET}", "llmtrain", "train"], "train"),
         ([f"HF_TOKEN={SECRET}", "llmtrain", "train"], "train"),
         (["docker", "run", f"--env=WANDB_API_KEY={SECRET}", "image"], "image"),
+        (["env", f"GITLAB_TOKEN={SECRET}", "llmtrain", "train"], "train"),
+        (["train.py", f"--x-token={SECRET}", "my.yaml"], "my.yaml"),
         (["train.py", f"--hub-token={SECRET}", "my.yaml"], "my.yaml"),
         (["train.py", "--hub-token", SECRET, "my.yaml"], "my.yaml"),
         (["sh", "-c", f"cd x; HF_TOKEN={SECRET} llmtrain train my.yaml"], "train my.yaml"),
