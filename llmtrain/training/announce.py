@@ -28,7 +28,7 @@ def announce(run: Run, seconds: float) -> None:
     on_rank_zero(run.ranks, run.auto.save)
     journal, first = run.journal, run.first_step
     journal.step = first
-    journal.track(run.config, first)
+    on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
     shape = run.planned.shape  # the model's own tensors may be a part of theirs
     journal.write(
         "start",

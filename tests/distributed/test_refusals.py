@@ -198,6 +198,19 @@ def test_a_directory_in_use_is_refused_and_the_run_in_it_unharmed(
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/llmtrain"])
+def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", logging__trackers=["tensorboard"])
+    path = write_config(tmp_path, config)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trackers.json").write_text("{")
+    assert server.run(["train", str(path)], 2, tmp_path) == [2, 2]
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("1 problem") == 1
+    assert "trackers then begin new runs of their own" in said
+
+
 def test_a_directory_that_cannot_be_written_is_refused(
     server: Server, tmp_path: Path, place: str
 ) -> None:
