@@ -197,7 +197,6 @@ def test_a_directory_in_use_is_refused_and_the_run_in_it_unharmed(
     assert first.wait() == [0]
 
 
-@pytest.mark.parametrize("place", ["file", "file/run", "/proc/llmtrain"])
 def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
     server: Server, tmp_path: Path
 ) -> None:
@@ -211,6 +210,7 @@ def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
     assert "trackers then begin new runs of their own" in said
 
 
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/llmtrain"])
 def test_a_directory_that_cannot_be_written_is_refused(
     server: Server, tmp_path: Path, place: str
 ) -> None:
