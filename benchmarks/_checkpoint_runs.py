@@ -53,9 +53,9 @@ def ran(path: Path) -> dict[str, Any]:
     """The run in a process of its own, twice; what it said and its lines of checkpoints."""
     command = [sys.executable, __file__, str(path)]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    from llmtrain.metrics import jsonl
+    from llmtrain.rundir import record
 
-    lines = jsonl.read(path.parent / "run" / jsonl.FILE_NAME)
+    lines = record.read(path.parent / "run" / record.FILE_NAME)
     saves = [line for line in lines if line["kind"] == "checkpoint"]
     steps = [line["seconds"] for line in lines if line["kind"] == "train"]
     return {"saves": saves, "step_seconds": steps, **json.loads(told.splitlines()[-1])}
@@ -83,7 +83,7 @@ def main() -> None:
     """Two starts of one config: the second has one more step to make, so it resumes."""
     from llmtrain import load_config, train
     from llmtrain.checkpoint import read
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
     path = Path(sys.argv[1])
     steps = json.loads(path.read_text())["training"]["steps"]

@@ -35,7 +35,7 @@ class Bench:
     """A prepared run: its tokenizer, and manifests of it in several forms."""
 
     def __init__(self, data: Path, tokenizer: Path, folder: Path, sizes: Sizes) -> None:
-        from llmtrain.training.prepare import TOKENIZER, prepare
+        from llmtrain.training.start.prepare import TOKENIZER, prepare
 
         self.data, self.gpt2, self.folder, self.sizes = data, tokenizer, folder, sizes
         prepare(self.config(), folder, 1, None)
@@ -60,15 +60,15 @@ class Bench:
 
     def manifest(self, backend: str = "tiktoken", **data: Any) -> Any:
         """The data with this back end, packing, lanes …"""
-        from llmtrain.data.tokenizer import open_tokenizer
-        from llmtrain.data.units import freeze, survey
+        from llmtrain.data.survey import freeze, survey
+        from llmtrain.data.tokens.tokenizer import open_tokenizer
 
         return freeze(survey(self.config(**data), 1), open_tokenizer(self.tokenizer, backend))
 
     @contextmanager
     def stream(self, manifest: Any, workers: int = 0) -> Iterator[Any]:
         """All batches of one process."""
-        from llmtrain.data.readers import Reading
+        from llmtrain.data.documents.reader import Reading
         from llmtrain.data.stream import open_stream
 
         stream = open_stream(
@@ -99,10 +99,10 @@ class Bench:
 
 def opened(bench: Bench, manifest: Any, g: int, cursors: Any) -> tuple[list[Any], Any]:
     """All lanes, as a process would open them from block g on, and their reader."""
+    from llmtrain.data.documents.reader import Reader, Reading
     from llmtrain.data.lanes import Lane
     from llmtrain.data.packing import START
-    from llmtrain.data.readers import Reader, Reading
-    from llmtrain.data.tokenizer import open_tokenizer
+    from llmtrain.data.tokens.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(bench.tokenizer, manifest.tokenizer.backend)
     reader = Reader(Reading(600))

@@ -16,7 +16,7 @@ from _data_bench import BLOCKS, SEQ_LEN, Bench, opened
 @contextmanager
 def recorded(texts: list[str]) -> Iterator[None]:
     """Whatever the stream tokenizes is noted in `texts`."""
-    from llmtrain.data.tokenizer import Tokenizer
+    from llmtrain.data.tokens.tokenizer import Tokenizer
 
     original = Tokenizer.documents
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmtrain.distributed.plan import Hardware, Layout, Work
-from llmtrain.distributed.scaling import Machine, calibrated, machine_of, step_time
+from llmtrain.distributed.plan.memory import Hardware, Layout, Work
+from llmtrain.distributed.plan.speed import Machine, calibrated, machine_of, step_time
 from llmtrain.types import ModelShape, ParameterShape
 
 _RECOMPUTED = {6: "none", 7: "selective", 8: "full"}

@@ -14,12 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-from llmtrain.distributed.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run import Run
+from llmtrain.training.run.run import Run
 from llmtrain.training.step import update
 from llmtrain.types import Batch, Flags, StepVector
 

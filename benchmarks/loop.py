@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import llmtrain
 from llmtrain.hashing import mix, permutation
-from llmtrain.training.run import Run
+from llmtrain.training.run.run import Run
 
 SHAPE = {
     "hidden_size": 16,

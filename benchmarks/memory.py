@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from llmtrain.metrics import jsonl
+from llmtrain.rundir import record as jsonl
 
 MODELS = {
     "124M": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},

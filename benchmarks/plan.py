@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _published import MISSES, ROWS, error, predicted
 
 from llmtrain.config.schema import Config
-from llmtrain.distributed.plan import Hardware
-from llmtrain.distributed.scaling import device_by_memory
+from llmtrain.distributed.plan.memory import Hardware
+from llmtrain.distributed.plan.speed import device_by_memory
 from llmtrain.tools.plan import Plan, reckon
-from llmtrain.training.planning import described
+from llmtrain.training.start.planning import described
 
 GIB = 2**30
 BATCH = 512

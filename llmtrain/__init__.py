@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from llmtrain.config.load import load_config
     from llmtrain.config.schema import Config
     from llmtrain.errors import Problem, RunError, UserError
+    from llmtrain.tools.data.stream import open_stream
     from llmtrain.tools.plan import plan
-    from llmtrain.tools.stream import open_stream
     from llmtrain.training.ending import Result
 
 __all__ = [
@@ -35,7 +35,7 @@ _HOMES = {
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
     "load_config": "llmtrain.config.load",
-    "open_stream": "llmtrain.tools.stream",
+    "open_stream": "llmtrain.tools.data.stream",
     "plan": "llmtrain.tools.plan",
 }
 
@@ -47,10 +47,10 @@ def train(config: Config) -> Result:
     Raises UserError for what a person can put right, RunError for what the machine did.
     """
     from llmtrain.config.checks import check
-    from llmtrain.distributed.launch import check_environment
+    from llmtrain.distributed.launch.environment import check_environment
     from llmtrain.errors import Problem, UserError
     from llmtrain.metrics.trackers import check_installed
-    from llmtrain.training import stop
+    from llmtrain.training.stop import signals
 
     problems = check(config)
     if config.run.dir is None:
@@ -63,7 +63,7 @@ def train(config: Config) -> Result:
     # Threads that wait for work spin by default: on a machine that others use, too, they then take
     # the cores from what they wait for. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with stop.catching():  # before torch is imported, which takes seconds
+    with signals.catching():  # before torch is imported, which takes seconds
         from llmtrain.training.ending import Result, StoppedEarlyError
         from llmtrain.training.loop import train as run
 

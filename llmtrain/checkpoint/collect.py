@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from llmtrain import pulse
+from llmtrain import heartbeat
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import write
 from llmtrain.checkpoint.format import Extents
@@ -64,7 +64,7 @@ def _exchanged(
     """Everybody's bytes at rank 0, each round in the order of the file; elsewhere nothing."""
     room = -(-ROUND_BYTES // ranks.world_size)
     for name, place in begun.places.items():
-        pulse.beat(f"sending {name} to rank 0")
+        heartbeat.beat(f"sending {name} to rank 0")
         mine = _messages(own.get(name, []), room)
         # As many rounds as if one rank held all of it: how it is split, the others do not know.
         for _ in range(-(-form.tensor_bytes(place.tensor) // room)):

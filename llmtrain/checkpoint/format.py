@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from llmtrain.inside import unsafe_name
+from llmtrain.safe_paths import unsafe_name
 from llmtrain.types import Spec, TensorSpec
 
 FORMAT = 1

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
-from llmtrain import faults, pulse
+from llmtrain import faults, heartbeat
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Aside, Candidate
 from llmtrain.checkpoint.format import DamagedError, Extent, OtherFormatError, Place
-from llmtrain.checkpoint.patience import Patience, StoppedError
+from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Failure, Piece, Ranks, Spec, TensorSpec, failure
 
@@ -197,7 +197,7 @@ def _verify_together(
     except Exception as caught:  # the vote's edge
         error = _noted(caught)
     failures = ranks.vote(error).failures
-    pulse.beat("looking for a checkpoint")
+    heartbeat.beat("looking for a checkpoint")
     damaged = [failed for failed in failures if failed.kind == DamagedError.__name__]
     _raise_trouble(path, tuple(failed for failed in failures if failed not in damaged))
     return "; ".join(failed.text for failed in damaged) if damaged else None
@@ -279,7 +279,7 @@ def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:
     """Fill `block` from a file; OSError if the file ends before."""
-    pulse.beat("reading a checkpoint")
+    heartbeat.beat("reading a checkpoint")
     faults.hit("load.read", step=form.step_of(path.parent.name), path=path)
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -315,7 +315,7 @@ def _from_rank_0(
             answer = {"failure": asdict(failure(0, _noted(caught)))}
     answer["aside"] = [asdict(one) for one in aside]
     answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))
-    pulse.beat("looking for a checkpoint")
+    heartbeat.beat("looking for a checkpoint")
     _tell(log, [Aside(**one) for one in answer["aside"]])
     if "problems" in answer:
         raise UserError(*(Problem(**one) for one in answer["problems"]))

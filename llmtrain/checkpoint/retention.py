@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import durable, faults, pulse
+from llmtrain import durable, faults, heartbeat
 from llmtrain.checkpoint import format as form
 from llmtrain.errors import Problem, UserError
 
@@ -206,7 +206,7 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
     gone = []
     for name in found:
         try:
-            pulse.beat("deleting an old checkpoint")
+            heartbeat.beat("deleting an old checkpoint")
             faults.hit("retain.delete", path=root / name)
             shutil.rmtree(root / name)
             gone.append(name)

@@ -27,11 +27,11 @@ import torch
 from xxhash import xxh3_128
 
 from llmtrain import durable, faults
-from llmtrain.checkpoint import disk
+from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
 from llmtrain.checkpoint.retention import remove_partials
-from llmtrain.inside import unsafe_name
+from llmtrain.safe_paths import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec, failure
 
 BEAT_BYTES = 64 << 20  # written between two signs of life

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from llmtrain.tools.checkpoints import Listing, Row, Verified
-    from llmtrain.tools.prune import Pruned
-    from llmtrain.tools.rehearse import Rehearsal
+    from llmtrain.tools.checkpoints.look import Listing, Row, Verified
+    from llmtrain.tools.checkpoints.prune import Pruned
+    from llmtrain.tools.checkpoints.rehearse import Rehearsal
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -42,8 +42,8 @@ _MEANS = {
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
 def list_(run: Run, as_json: Json = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
-    from llmtrain.cli.plain import show
-    from llmtrain.tools.checkpoints import look
+    from llmtrain.cli.escapes import show
+    from llmtrain.tools.checkpoints.look import look
 
     found = look(run)
     show([json.dumps(found.to_json())] if as_json else listing(found))
@@ -58,8 +58,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
-    from llmtrain.cli.plain import show
-    from llmtrain.tools.checkpoints import verify as look
+    from llmtrain.cli.escapes import show
+    from llmtrain.tools.checkpoints.look import verify as look
 
     found, tell = [], _progress()
     for one in look(run, name, tell):
@@ -86,8 +86,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
-    from llmtrain.cli.plain import show
-    from llmtrain.tools.prune import prune as clear
+    from llmtrain.cli.escapes import show
+    from llmtrain.tools.checkpoints.prune import prune as clear
 
     tell = _progress()
     found = clear(run, keep_last, yes=yes, set_aside=set_aside, told=tell)
@@ -116,8 +116,8 @@ def rehearse(
     as_json: Json = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
-    from llmtrain.cli.plain import show
-    from llmtrain.tools.rehearse import rehearse as prove
+    from llmtrain.cli.escapes import show
+    from llmtrain.tools.checkpoints.rehearse import rehearse as prove
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -200,7 +200,7 @@ def _why(row: Row, found: Listing) -> str:
 
 
 def _bytes(count: int) -> str:
-    from llmtrain.distributed.remedies import gib
+    from llmtrain.distributed.plan.remedies import gib
 
     return gib(count)
 

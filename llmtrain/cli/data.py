@@ -42,10 +42,10 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Look at a config's data, before a run or beside one."""
-    from llmtrain.cli.look import inspection
-    from llmtrain.cli.plain import show
+    from llmtrain.cli.data_views import inspection
+    from llmtrain.cli.escapes import show
     from llmtrain.config.load import load_config
-    from llmtrain.tools.inspect import inspect as look
+    from llmtrain.tools.data.inspect import inspect as look
 
     found = look(load_config(config, overrides or []), blocks=blocks, documents=documents)
     show([json.dumps(found.to_json())] if as_json else inspection(found))
@@ -63,9 +63,9 @@ def which(
     as_json: Json = False,
 ) -> None:
     """Name the documents of a step of a run."""
-    from llmtrain.cli.look import step_documents
-    from llmtrain.cli.plain import show
-    from llmtrain.tools.which import which as find
+    from llmtrain.cli.data_views import step_documents
+    from llmtrain.cli.escapes import show
+    from llmtrain.tools.data.which import which as find
 
     found = find(run, step, overrides=overrides or [], text=text)
     show([json.dumps(found.to_json())] if as_json else step_documents(found))
@@ -86,8 +86,8 @@ def tokenize(
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
     with _interruptible():
         from llmtrain.config.load import load_config
-        from llmtrain.tools.pool import processors
-        from llmtrain.tools.tokenize import tokenize as write
+        from llmtrain.tools.data.pool import processors
+        from llmtrain.tools.data.tokenize import tokenize as write
 
         result = write(load_config(config, overrides or []), out, jobs or processors(), told)
     values = {
@@ -118,8 +118,8 @@ def repack(
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
     with _interruptible():
-        from llmtrain.tools.pool import processors
-        from llmtrain.tools.repack import repack as write
+        from llmtrain.tools.data.pool import processors
+        from llmtrain.tools.data.repack import repack as write
 
         result = write(path, out, row_group_mb, text_column, jobs or processors(), told)
     values = {"files": list(result.files), "rows": result.rows}

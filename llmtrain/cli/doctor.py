@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.plain import WIDTH, clipped, harmless, wrapped
-from llmtrain.cli.plain import show as print_lines
+from llmtrain.cli.escapes import WIDTH, clipped, harmless, wrapped
+from llmtrain.cli.escapes import show as print_lines
 
 if TYPE_CHECKING:
-    from llmtrain.tools.doctor import Check
+    from llmtrain.tools.doctor.doctor import Check
 
 _STATE, _NAME = 9, 13  # columns
 _COLOURS = {"ok": "32", "warning": "33", "error": "31"}
@@ -33,7 +33,7 @@ def show(
     as_json: bool,
 ) -> int:
     """Look, print each check as soon as it is made, and return the exit code."""
-    from llmtrain.tools.doctor import Diagnosis, doctor
+    from llmtrain.tools.doctor.doctor import Diagnosis, doctor
 
     tell = _waiting()
     checks = []

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from llmtrain.cli import checkpoints, data
 
 if TYPE_CHECKING:
-    from llmtrain.tools.launch import Ended
+    from llmtrain.tools.launch.launch import Ended
 
 _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"
@@ -147,7 +147,7 @@ def train(
 
         train_here(config, overrides or [])
     else:
-        from llmtrain.tools.launch import launch
+        from llmtrain.tools.launch.launch import launch
 
         _end(launch(config, overrides or [], accelerate, processes))
 
@@ -167,7 +167,7 @@ def supervise(
     ] = None,
 ) -> None:
     """Run a command; start it again while that may help. Exit code: that of the run."""
-    from llmtrain.tools.supervise import supervise as start
+    from llmtrain.tools.launch.supervise import supervise as start
 
     ended = start(command, run, lambda line: print(f"supervise: {line}", file=sys.stderr))
     raise typer.Exit(ended.exit_code)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.plain import WIDTH, show, wrapped
-from llmtrain.distributed.remedies import gib
+from llmtrain.cli.escapes import WIDTH, show, wrapped
+from llmtrain.distributed.plan.remedies import gib
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.distributed.plan import Layout
-    from llmtrain.distributed.strategy import Candidate
+    from llmtrain.distributed.plan.memory import Layout
+    from llmtrain.distributed.plan.strategy import Candidate
     from llmtrain.tools.plan import Plan
 
 _PARTS = {

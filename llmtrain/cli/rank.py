@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain.config import secrets
 from llmtrain.errors import PeerError, RunError, UserError
-from llmtrain.tools.mark import leave
+from llmtrain.tools.launch.last_words import leave
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config
@@ -33,7 +33,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     log: Path | None = None
     try:
         import llmtrain
-        from llmtrain.training.stop import install
+        from llmtrain.training.stop.signals import install
 
         install()  # until the end: a signal while the report is written finds the run ended
         config = llmtrain.load_config(config_file, overrides)
@@ -54,9 +54,9 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
 
 def _end_again(run_dir: Path, config: Config) -> None:
     """End at once where the launcher's attempt before ended for this config, whose files it is."""
-    from llmtrain.training import marks
+    from llmtrain.rundir import failures
 
-    mark = marks.refused_before(run_dir, marks.digest(config))
+    mark = failures.refused_before(run_dir, failures.digest(config))
     if mark is not None:
         raise PeerError(mark.reason, mark.code, mark.rank)
 
@@ -67,13 +67,13 @@ def _marked(run_dir: Path, config: Config) -> Iterator[None]:
 
     Rank 0 leaves none here: it may be the run directory of another process.
     """
-    from llmtrain.training import marks
+    from llmtrain.rundir import failures
 
     try:
         yield
     except Exception as error:
-        if _rank() and not marks.has(run_dir, _rank()):
-            marks.leave(run_dir, _rank(), error, marks.digest(config))
+        if _rank() and not failures.has(run_dir, _rank()):
+            failures.leave(run_dir, _rank(), error, failures.digest(config))
         raise
 
 

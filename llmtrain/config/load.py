@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
-from llmtrain.config.names import guess
 from llmtrain.config.schema import Config, Section
+from llmtrain.config.suggestions import guess
 from llmtrain.errors import Problem, UserError
 
 Tree = dict[str, Any]

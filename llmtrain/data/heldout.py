@@ -27,12 +27,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmtrain import pulse
-from llmtrain.data import token_cache
+from llmtrain import heartbeat
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest, Source
-from llmtrain.data.readers import Reader, Reading
-from llmtrain.data.rows import Rows
-from llmtrain.data.tokenizer import Tokenizer
+from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
 
@@ -212,7 +212,7 @@ def prepare(
     starts: list[int] = []
     size, end = 0, len(ids)
     for text, document in in_turn(streams, max_documents):
-        pulse.beat("tokenizing the held-out documents")
+        heartbeat.beat("tokenizing the held-out documents")
         mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
         ids.append(document)

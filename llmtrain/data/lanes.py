@@ -20,13 +20,13 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import pyarrow as pa
 
-from llmtrain.data import token_cache
+from llmtrain.data.documents.reader import Reader
+from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
 from llmtrain.data.packing import START, Document, Packed, Packing, Span, bestfit, concat
-from llmtrain.data.readers import Reader
-from llmtrain.data.rows import Rows
-from llmtrain.data.tokenizer import Tokenizer
+from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from llmtrain.config.meaning import way_out
+from llmtrain.config.binding import way_out
 from llmtrain.config.schema import Config
-from llmtrain.data.sources import File, is_index, locate
-from llmtrain.data.tokenizer import Backend
+from llmtrain.data.sources.local import File, is_index, locate
+from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
 
 VERSION = 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain.config.meaning import touches, way_out
+from llmtrain.config.binding import touches, way_out
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
 from llmtrain.errors import Problem, UserError

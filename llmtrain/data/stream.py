@@ -31,15 +31,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from llmtrain import faults, pulse
+from llmtrain import faults, heartbeat
 from llmtrain.data.batches import batch_of
+from llmtrain.data.documents.byte_ranges import refetched
+from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.readers import Reader, Reading
-from llmtrain.data.request import Stopping
-from llmtrain.data.spans import refetched
-from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.units import differing_tokenizer
+from llmtrain.data.remote.request import Stopping
+from llmtrain.data.survey import differing_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import (
     Asked,
     Failed,
@@ -161,7 +161,7 @@ class Stream(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Raises UserError for bad data, RunError if it cannot be read or a worker died."""
         began = time.perf_counter()
-        pulse.beat("waiting for data")
+        heartbeat.beat("waiting for data")
         faults.hit("data.next")
         first = self._next_block
         self._next_block += self._blocks_per_step
@@ -172,7 +172,7 @@ class Stream(Iterator[Batch]):
                 self._running.discard(self._g % self.lanes)
             numbered.append((self._g, block))
             self._g += self._world_size
-        pulse.beat("a step, its data is there")
+        heartbeat.beat("a step, its data is there")
         return batch_of(
             numbered,
             self._manifest,

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from llmtrain import pulse
+from llmtrain import heartbeat
 from llmtrain.errors import RESTARTABLE, PeerError, RunError
 from llmtrain.types import Alone, Failure, Ranks, Vote, failure
 
@@ -104,14 +104,14 @@ def _split(ballot: bytes) -> tuple[bytes, bytes]:
 
 def vote(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
     """`Ranks.vote`, of what gathers and broadcasts."""
-    _, phase = pulse.read()
-    pulse.beat(f"a vote of all processes ({phase})")
+    _, phase = heartbeat.read()
+    heartbeat.beat(f"a vote of all processes ({phase})")
     said = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
     heard = ranks.gather(len(said).to_bytes(8, "little") + said + body)
     ballots = [_split(ballot) for ballot in heard]
     failed = [json.loads(said) for said, _ in ballots if said]
     failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
-    pulse.beat(phase)
+    heartbeat.beat(phase)
     return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
 
 

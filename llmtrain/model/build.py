@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import foreign
+from llmtrain.model import untrusted
 from llmtrain.model.freeze import freeze
 from llmtrain.model.shape import on_meta
 from llmtrain.model.tokenizer import SpecialTokens
@@ -47,7 +47,7 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
 def stored_config(checkpoint: Path) -> Any:
     """The transformers config that a checkpoint of ours holds. UserError: it has its own code."""
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    foreign.refuse_code(config, str(checkpoint))
+    untrusted.refuse_code(config, str(checkpoint))
     return config
 
 
@@ -153,7 +153,7 @@ def resolve_revision(path: str, revision: str | None) -> str | None:
 
 def _from_weights(asked: ModelConfig) -> Any:
     path = str(asked.from_)
-    foreign.check(path)
+    untrusted.check(path)
     try:
         config = AutoConfig.from_pretrained(
             path, revision=asked.revision or "main", trust_remote_code=False
@@ -165,7 +165,7 @@ def _from_weights(asked: ModelConfig) -> Any:
                 "model.from", path, f"a model that transformers knows without its own code: {first}"
             )
         ) from error
-    foreign.refuse_code(config, path)
+    untrusted.refuse_code(config, path)
     _causal(config.model_type, "model.from")
     return config
 

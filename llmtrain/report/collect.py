@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, UserError
-from llmtrain.metrics import jsonl, status
+from llmtrain.rundir import record, status
 
 Line = Mapping[str, Any]
 
@@ -66,16 +66,16 @@ class Curve:
 
 def collect(run_dir: Path) -> Tables:
     """Read a run directory. Raises UserError if it holds no `metrics.jsonl`."""
-    path = run_dir / jsonl.FILE_NAME
+    path = run_dir / record.FILE_NAME
     if not path.is_file():
         problem = Problem(
             "RUN",
             run_dir,
-            f"a run directory, with {jsonl.FILE_NAME} in it",
+            f"a run directory, with {record.FILE_NAME} in it",
             "give the directory that the config names as run.dir",
         )
         raise UserError(problem)
-    lines = jsonl.record(run_dir)
+    lines = record.record(run_dir)
     config = _text(run_dir / "config.yaml")
     history = final_history(lines)
     return Tables(

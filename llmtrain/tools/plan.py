@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
-from llmtrain.distributed.named import one_sided
-from llmtrain.distributed.plan import (
+from llmtrain.distributed.launch.named import one_sided
+from llmtrain.distributed.plan.memory import (
     Hardware,
     Work,
     arithmetic_of,
     checkpoint_bytes,
     memory,
 )
-from llmtrain.distributed.remedies import gib, missing
-from llmtrain.distributed.scaling import device_by_memory, machine_of, step_time
-from llmtrain.distributed.strategy import Candidate, Choice, choose_strategy, possible
+from llmtrain.distributed.plan.remedies import gib, missing
+from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
+from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import Saved
 
 if TYPE_CHECKING:
-    from llmtrain.training.planning import Described
+    from llmtrain.training.start.planning import Described
     from llmtrain.types import ModelShape
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
@@ -129,7 +129,7 @@ def plan(
     problems = list(_problems(config, devices, nodes, device_memory_gb, host_memory_gb))
     if problems:
         raise UserError(*problems)
-    from llmtrain.training import planning  # imports torch and transformers
+    from llmtrain.training.start import planning  # imports torch and transformers
 
     hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
     problems = [*check_batch(config, hardware.devices), *_mesh(config, hardware)]
@@ -145,9 +145,9 @@ def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: boo
     assumed: whether the device was named after its memory. Where activations cannot be counted, the
     rest is reckoned, and `uncounted` says why.
     """
-    from llmtrain.distributed.launch import allowed_strategies
+    from llmtrain.distributed.launch.environment import allowed_strategies
     from llmtrain.model.count import CannotCountError
-    from llmtrain.training import planning
+    from llmtrain.training.start import planning
 
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
     allowed, uncounted = allowed_strategies({}, config), None
@@ -176,7 +176,7 @@ def _without_count(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
 ) -> Choice:
     """What is known of each strategy; a start takes the first, whatever it needs."""
-    from llmtrain.training import planning
+    from llmtrain.training.start import planning
 
     candidates = []
     for name in possible(shape, work, hardware, allowed):
@@ -255,7 +255,7 @@ def _hardware(
     host_memory_gb: float | None,
 ) -> Hardware:
     """This machine's devices, with what was asked for in their place."""
-    from llmtrain.training import planning
+    from llmtrain.training.start import planning
 
     local = devices or _devices_here()
     here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
@@ -272,14 +272,14 @@ def _hardware(
 def _devices_here() -> int:
     import torch
 
-    from llmtrain.distributed.accelerator import on_cpu
+    from llmtrain.distributed.engines.accelerator import on_cpu
 
     return 1 if on_cpu() else torch.cuda.device_count()
 
 
 def _precision(config: Config, hardware: Hardware) -> str:
     """bf16 or fp32: as a run would decide, and bf16 on a device that is not here."""
-    from llmtrain.distributed.accelerator import on_cpu, resolve_precision
+    from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
 
     asked = config.training.precision
     if asked == "auto" and hardware.cpu == on_cpu():

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch import family
-from llmtrain.distributed.plan import OFFLOADS, Hardware
+from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.plan.memory import OFFLOADS, Hardware
 
 _ADDRESS = "10.0.0.1"  # as in accelerate_configs/: of the first machine, to be put right
 

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from llmtrain.tools.launch import Ended, launch
+from llmtrain.tools.launch.launch import Ended, launch
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 PROCESSES = 2

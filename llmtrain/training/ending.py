@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.patience import StoppedError
+from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.distributed.ranks import ControlGroup, lost_peer, peer_lost, refuse
 from llmtrain.errors import RESTARTABLE, PeerError, RunError
-from llmtrain.training import marks, saving
-from llmtrain.training.due import agreed_stop
-from llmtrain.training.journal import Journal
-from llmtrain.training.stop import Signals
+from llmtrain.rundir import failures
+from llmtrain.training import saving
+from llmtrain.training.run.due import agreed_stop
+from llmtrain.training.run.journal import Journal
+from llmtrain.training.stop.signals import Signals
 from llmtrain.types import Flags
 
 if TYPE_CHECKING:
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +108,14 @@ def stopped_alone(journal: Journal, reason: str) -> int:
     ends here says so in its mark, and rank 0 looks who is gone without a word.
     """
     if journal.rank:
-        marks.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
+        failures.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
         return 0
     told = None if reason == "launcher_lost" else _why_gone(journal.run_dir)
     if told is None:
         journal.end("stopped", 0, reason)
         return 0
     code, why = told
-    marks.write(journal.run_dir, 0, code, why, lost_peer=True)
+    failures.write(journal.run_dir, 0, code, why, lost_peer=True)
     _log.error("%s", why)
     journal.end("failed", code, why)
     return code
@@ -122,8 +123,8 @@ def stopped_alone(journal: Journal, reason: str) -> int:
 
 def _why_gone(run_dir: Path) -> tuple[int, str] | None:
     """Code and reason of a rank that has failed or died, None where all of them are there."""
-    dead = marks.silent(run_dir, os.environ)
-    told = marks.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")), seconds=0)
+    dead = failures.silent(run_dir, os.environ)
+    told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")), seconds=0)
     if told is not None:
         return told.code, f"rank {told.rank}: {told.reason}"
     if dead:
@@ -146,7 +147,7 @@ def recorded(journal: Journal, config: str) -> Iterator[None]:
     except Exception as error:
         shown = _as_run_error(error)
         lost = shown is not error
-        marks.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
+        failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         _log.error("the run failed", exc_info=True)
         if lost and journal.rank == 0:
             shown = _outranked(journal.run_dir) or shown
@@ -161,7 +162,7 @@ def recorded(journal: Journal, config: str) -> Iterator[None]:
 
 def _outranked(run_dir: Path) -> PeerError | None:
     """What the rank that is gone has left, or one that knows more."""
-    told = marks.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
+    told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
     return PeerError(f"rank {told.rank}: {told.reason}", told.code, told.rank) if told else None
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llmtrain import faults, pulse
+from llmtrain import faults, heartbeat
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.training.documents import on
-from llmtrain.training.due import agreed_stop
+from llmtrain.model.documents import on
+from llmtrain.training.run.due import agreed_stop
 
 if TYPE_CHECKING:
     from llmtrain.data.heldout import HeldOut
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def evaluate(run: Run) -> Evaluation | None:
     with run.engine.evaluating():
         for round_ in range(rounds(heldout, run)):
             faults.hit("eval.batch", step=run.step)
-            pulse.beat("a batch of the evaluation")
+            heartbeat.beat("a batch of the evaluation")
             stops = agreed_stop(run.ranks, run.flags())
             if stops:
                 run.due.ask(stops)

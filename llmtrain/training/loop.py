@@ -8,7 +8,7 @@ from __future__ import annotations
 from llmtrain.config.schema import Config
 from llmtrain.training.ending import Result
 from llmtrain.training.evaluate import evaluate
-from llmtrain.training.run import open_run
+from llmtrain.training.run.run import open_run
 from llmtrain.training.sample import sample
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.step import update

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmtrain.config.meaning import binding_values
+from llmtrain.config.binding import binding_values
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
-from llmtrain.distributed import state
-from llmtrain.training import rng
+from llmtrain.distributed.engines import state
+from llmtrain.training.run import rng
 
 if TYPE_CHECKING:
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
 FORMAT = 1
 

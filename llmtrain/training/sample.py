@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmtrain import pulse
+from llmtrain import heartbeat
 from llmtrain.hashing import mix
 
 if TYPE_CHECKING:
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
 _NEW_TOKENS = 64
 _TEMPERATURE = 0.5  # a model that is still learning says little that is likely
@@ -47,7 +47,7 @@ def _continue(run: Run, prompt: str) -> str:
     generator = torch.Generator(run.device)
     generator.manual_seed(mix(run.config.run.seed, _SEED_STREAM, run.step))
     while len(ids) < given + _NEW_TOKENS:
-        pulse.beat("a token of a sample")
+        heartbeat.beat("a token of a sample")
         context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
         logits = run.model(context)[0] / _TEMPERATURE  # (V,)
         # Ranks whose logits differ by a bit draw other tokens and end elsewhere, and where weights

@@ -23,23 +23,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.checkpoint import collect, retention, store, write
+from llmtrain.checkpoint import collect, filesystem, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import Extents, complete_names
 from llmtrain.config.schema import Config
-from llmtrain.distributed.accelerator import Launched
-from llmtrain.distributed.launch import family
+from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import from_rank_zero
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.metrics import memory
-from llmtrain.training.announce import warn_of_grace
-from llmtrain.training.guards import check_replicas
-from llmtrain.training.opening import policy
+from llmtrain.training.run.guards import check_replicas
 from llmtrain.training.run_state import cursors_line, gathered, note_cursors, small_files
+from llmtrain.training.start.announce import warn_of_grace
+from llmtrain.training.start.processes import policy
 from llmtrain.types import Failure, Piece
 
 if TYPE_CHECKING:
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
 _FAILURES_IN_A_ROW = 3
 _SPARE = 1.1  # of the host memory that a copy takes: the training goes on beside it
@@ -146,8 +146,8 @@ def opened(config: Config, launched: Launched, run_dir: Path) -> Saves:
     keep, kind = config.checkpoint, family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a directory sees a disk: all must come to the same answer.
-    network = bool(launched.ranks.highest(int(store.network(run_dir))))
-    writers = store.resolved(keep.writers, kind, nodes, network)
+    network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
+    writers = filesystem.resolved(keep.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
     wanted = launched.device.type == "cuda" if keep.background == "auto" else keep.background
     return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmtrain import faults, pulse
+from llmtrain import faults, heartbeat
 from llmtrain.types import SLOTS, Batch, Flags, StepVector
 
 if TYPE_CHECKING:
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
 _FLAGS = tuple(one.name for one in fields(Flags))  # each has a slot of its name
 
@@ -29,12 +29,12 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     micro_batches = run.micro_batches(batch)  # device tensors, each (B, T)
     for index, micro_batch in enumerate(micro_batches):
         faults.hit("loop.micro")
-        pulse.beat("a micro-batch")
+        heartbeat.beat("a micro-batch")
         with run.engine.micro(last=index == len(micro_batches) - 1):  # which reduces gradients
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)
         loss_sum += loss.detach()
-    pulse.beat("the reduction of a step")
+    heartbeat.beat("the reduction of a step")
     sums = run.sum(step_vector(run, batch, loss_sum))  # fp64, the one reduction
     run.engine.clip(sums, run.max_grad_norm)  # on the device, as is the skip below
     run.checkpoints.wait_snapshot()  # what is saved may still be copied from these weights

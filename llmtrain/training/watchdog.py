@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmtrain import pulse
+from llmtrain import heartbeat
 from llmtrain.errors import RESTARTABLE
-from llmtrain.training import marks
-from llmtrain.training.journal import Journal
+from llmtrain.rundir import failures
+from llmtrain.training.run.journal import Journal
 
 _TICK_SECONDS = 1.0
 _REPORT_SECONDS = 300.0
@@ -53,7 +53,7 @@ class Watchdog:
         self._rank = journal.rank
         self._leave = leave
         self._median: Callable[[], float] | None = None
-        self._seen = pulse.read()[0]
+        self._seen = heartbeat.read()[0]
         self._still = 0
         self._reported = False
 
@@ -63,7 +63,7 @@ class Watchdog:
 
     def look(self) -> None:
         """One tick: report a hang once, and end the process before its peers give up."""
-        count, phase = pulse.read()
+        count, phase = heartbeat.read()
         if count != self._seen:
             self._seen, self._still, self._reported = count, 0, False
             return
@@ -94,7 +94,7 @@ class Watchdog:
         code = self._journal.exit_code  # of a run that is over, and hangs while it closes
         _aside(lambda: _stacks(self._log_file(), said))
         if code is None:
-            _aside(lambda: marks.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
+            _aside(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
             code, why = self._cause() or (RESTARTABLE, said)
             _aside(lambda: self._journal.end("failed", code, why))
         _aside(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
@@ -105,8 +105,8 @@ class Watchdog:
         if self._rank:
             return None
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        found: list[marks.Mark | None] = []
-        _aside(lambda: found.append(marks.outranking(self._journal.run_dir, world_size, 0)))
+        found: list[failures.Mark | None] = []
+        _aside(lambda: found.append(failures.outranking(self._journal.run_dir, world_size, 0)))
         told = found[0] if found else None
         return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
 

@@ -32,11 +32,11 @@ def where(config_file: str, *overrides: str) -> str:
 
 def seen(run_dir: str) -> str:
     """Which `status.json` and marks lie in a run directory, on one line: so new ones are known."""
-    from llmtrain.training import marks
+    from llmtrain.rundir import failures
 
     path = Path(run_dir) / "status.json"
     version = [path.stat().st_ino, path.stat().st_mtime_ns] if path.exists() else None
-    left = {str(mark): version for mark, version in marks.seen(Path(run_dir)).items()}
+    left = {str(mark): version for mark, version in failures.seen(Path(run_dir)).items()}
     return json.dumps({"status": version, "marks": left})
 
 
@@ -63,10 +63,10 @@ def next_(run_dir: str, before: str, time_limit: str) -> str:
 
 def _cause(run_dir: Path, before: dict) -> tuple[int, str] | None:
     """Code and reason of a rank that left a new mark, if a restart does not cure them."""
-    from llmtrain.training import marks
+    from llmtrain.rundir import failures
 
     old = {Path(path): tuple(version) for path, version in before.items()}
-    mark = marks.worst(marks.new_since(run_dir, old))
+    mark = failures.worst(failures.new_since(run_dir, old))
     if mark is None or not mark.is_cause:
         return None
     return mark.code, " ".join(f"rank {mark.rank}: {mark.reason}".split())

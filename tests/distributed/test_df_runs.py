@@ -16,7 +16,7 @@ from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.config.load import load_config
 from llmtrain.data.manifest import load
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 DOCUMENTS = 401
 

@@ -14,7 +14,7 @@ from helpers.ranks import ROOT, Server, until
 from helpers.slurm import NODES, STALE, Slurm
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
-from llmtrain.training import marks
+from llmtrain.rundir import failures
 
 SLURM = ROOT / "scripts" / "slurm"
 STEPS = 300
@@ -146,9 +146,9 @@ def test_a_status_of_an_earlier_start_is_no_answer(slurm: Slurm, tmp_path: Path)
 
 
 def marking(rank: int, code: int, reason: str) -> str:
-    """An `srun` in which a rank leaves its mark, as `llmtrain.training.marks` writes it."""
+    """An `srun` in which a rank leaves its mark, as `llmtrain.rundir.failures` writes it."""
     program = (
-        "import sys; from pathlib import Path; from llmtrain.training import marks; "
+        "import sys; from pathlib import Path; from llmtrain.rundir import failures; "
         "marks.write(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
     )
     return f'"$PYTHON" -c "{program}" "$FAKE/../run" {rank} {code} "{reason}"\n'
@@ -171,7 +171,7 @@ def test_where_rank_0_died_without_a_word_another_rank_may_know_why(
 def test_a_mark_of_an_earlier_start_explains_nothing(slurm: Slurm, tmp_path: Path) -> None:
     path = written(tmp_path)
     (tmp_path / "run").mkdir()
-    marks.write(tmp_path / "run", 3, 2, "an old config")
+    failures.write(tmp_path / "run", 3, 2, "an old config")
     slurm.program("srun", leaving({"state": "running", "exit_code": None}))
     assert slurm.sbatch([str(path)]).wait() == 75
     assert slurm.requeued == [str(slurm.number)]

@@ -9,7 +9,7 @@ import pytest
 from helpers import counted
 from helpers.ranks import Server
 
-from llmtrain.distributed.plan import Hardware, States, model_states, persistent_bytes
+from llmtrain.distributed.plan.memory import Hardware, States, model_states, persistent_bytes
 from llmtrain.types import ModelShape
 
 

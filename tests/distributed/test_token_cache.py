@@ -13,8 +13,8 @@ from helpers.ranks import ROOT, Server
 from helpers.tiny import lines, tiny_config, write_config
 
 from llmtrain.config.load import load_config
-from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.tools.stream import open_stream
+from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.tools.data.stream import open_stream
 
 STEPS = 12
 

@@ -17,10 +17,10 @@ from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 import llmtrain
-from llmtrain.data.sources import EDGE_BYTES
+from llmtrain.data.sources.local import EDGE_BYTES
 from llmtrain.errors import UserError
-from llmtrain.metrics import jsonl
-from llmtrain.tools.which import which
+from llmtrain.rundir import record as jsonl
+from llmtrain.tools.data.which import which
 
 SAMPLE = Path(llmtrain.__file__).parent / "data" / "sample"
 SEQ_LEN, BLOCKS = 32, 24
@@ -140,7 +140,7 @@ def test_the_run_is_not_changed(run: Path) -> None:
 
 def test_no_torch_is_imported(run: Path) -> None:
     code = (
-        "import sys, pathlib\nfrom llmtrain.tools.which import which\n"
+        "import sys, pathlib\nfrom llmtrain.tools.data.which import which\n"
         f"which(pathlib.Path({str(run)!r}), 2)\n"
         "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & sys.modules.keys()"
     )

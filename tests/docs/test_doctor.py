@@ -11,7 +11,7 @@ from pathlib import Path
 from helpers.ranks import ROOT
 from markdown_it import MarkdownIt
 
-from llmtrain.tools.doctor import NAMES
+from llmtrain.tools.doctor.doctor import NAMES
 
 PAGE = (ROOT / "docs" / "doctor.md").read_text("utf-8")
 

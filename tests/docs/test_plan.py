@@ -12,7 +12,7 @@ import pytest
 from helpers.ranks import ROOT
 from markdown_it import MarkdownIt
 
-from llmtrain.tools.launch_file import read_launch_file
+from llmtrain.tools.launch.file import read_launch_file
 
 PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "plan.py"))

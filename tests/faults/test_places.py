@@ -16,8 +16,8 @@ from helpers.damage import copy_as, files_of
 from helpers.faults import KILLED, FaultyRun
 from helpers.ranks import until
 
-from llmtrain.checkpoint import lock
 from llmtrain.hashing import mix
+from llmtrain.rundir import lock
 
 ALONE = {"training__steps": 8, "evaluation__every_steps": 1000}
 

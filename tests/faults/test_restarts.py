@@ -21,7 +21,7 @@ LAUNCH = [
 TRAIN = str(ROOT / "scripts" / "train.py")
 SUPERVISE = """
 import sys
-from llmtrain.tools.supervise import Patience, supervise
+from llmtrain.tools.launch.supervise import Patience, supervise
 say = lambda line: print("supervise:", line, flush=True)
 sys.exit(supervise(sys.argv[1:], None, say, Patience(first=0.1)).exit_code)
 """
@@ -132,7 +132,7 @@ ALONE = """
 import os, signal, sys, time
 from pathlib import Path
 if os.environ["RANK"] == "1":
-    from llmtrain.training.stop import install
+    from llmtrain.training.stop.signals import install
     signals = install()
     while signals.reason is None:
         time.sleep(0.05)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmtrain.training import resuming
+from llmtrain.training.start import resuming
 
 _inside: list[str] = []  # the stages that run now
 _seen: list[str] = []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from helpers.config import SMALLEST, loaded
 
-from llmtrain.tools.doctor_case import Case
-from llmtrain.tools.launch_file import LaunchFile
+from llmtrain.tools.doctor.case import Case
+from llmtrain.tools.launch.file import LaunchFile
 
 SMALL = """\
 model: {config: {model_type: llama, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 2,

@@ -12,9 +12,8 @@ def train(days: str, *arguments: str) -> None:
     `time.time` and `datetime.now` are what Python asks for it; both ask the system, so neither
     follows the other.
     """
-    from llmtrain.checkpoint import lock
     from llmtrain.cli.main import main
-    from llmtrain.metrics import status
+    from llmtrain.rundir import lock, status
 
     off = dates.timedelta(days=float(days))
     real = time.time  # noqa: TID251

@@ -10,9 +10,9 @@ import zstandard
 
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.train_tokenizer import train_bpe
-from llmtrain.data.units import freeze, survey
+from llmtrain.data.survey import freeze, survey
+from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.data.tokens.train import train_bpe
 
 WORDS = "der river flows past hills where old stones lie under moss and rain falls on quiet towns"
 

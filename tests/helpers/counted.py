@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-from llmtrain.distributed.accelerator import close, make_accelerator
-from llmtrain.distributed.plan import largest_block
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
+from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.model.shape import shape
 from llmtrain.training.optimizer import make_optimizer

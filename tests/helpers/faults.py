@@ -32,7 +32,7 @@ from helpers.ranks import PATIENCE_SECONDS, Ranks, Server, until
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read
-from llmtrain.checkpoint.lock import RunLock
+from llmtrain.rundir.lock import RunLock
 
 STEPS = 24
 EVERY = 4

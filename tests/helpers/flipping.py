@@ -11,8 +11,8 @@ from helpers import sharded
 from helpers.sharded import Job
 from torch import Tensor
 
-from llmtrain.distributed import state
-from llmtrain.distributed.accelerator import close
+from llmtrain.distributed.engines import state
+from llmtrain.distributed.engines.accelerator import close
 
 
 def flip(tensor: Tensor, bit: int = 0) -> None:

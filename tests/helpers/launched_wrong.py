@@ -5,8 +5,8 @@ import os
 from accelerate import Accelerator
 
 from llmtrain.cli.main import main
-from llmtrain.distributed import accelerator
-from llmtrain.training import opening
+from llmtrain.distributed.engines import accelerator
+from llmtrain.training.start import processes
 
 
 def alone(config: str) -> None:
@@ -19,7 +19,7 @@ def alone(config: str) -> None:
 
 def other_version(config: str) -> None:
     """`llmtrain train CONFIG`; rank 1 has another version of a library."""
-    real = opening.version
+    real = processes.version
     if os.environ["RANK"] == "1":
-        opening.version = lambda name: "0.0.1" if name == "tokenizers" else real(name)
+        processes.version = lambda name: "0.0.1" if name == "tokenizers" else real(name)
     main(["train", config])

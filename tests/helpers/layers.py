@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "llmtrain"
-ROOMS = ("data", "model", "distributed", "checkpoint", "metrics")
+ROOMS = ("data", "model", "distributed", "checkpoint", "metrics", "rundir")
 LAYERS = {
-    **dict.fromkeys(("errors", "types", "hashing", "durable", "faults", "pulse", "inside"), 0),
+    **dict.fromkeys(
+        ("errors", "types", "hashing", "durable", "faults", "heartbeat", "safe_paths"), 0
+    ),
     "config": 1,
     **dict.fromkeys(ROOMS, 2),
     "training": 3,
@@ -31,19 +33,19 @@ TOP_LEVEL: dict[str, set[str]] = {
     "data": {"numpy", "pyarrow", "xxhash"},
     "data.stream": {"numpy", "xxhash", "torch"},
     "model": {"torch", "transformers"},
+    "model.documents": {"torch", "numpy"},
     "distributed": {"torch", "accelerate"},
     "distributed.plan": set(),
     "distributed.launch": set(),
-    "distributed.named": set(),
+    "distributed.launch.attempts": {"torch"},
+    "distributed.launch.rendezvous": {"torch"},
     "checkpoint": {"safetensors", "xxhash"},
     "checkpoint.write": {"safetensors", "xxhash", "torch"},
     "checkpoint.background": {"safetensors", "xxhash", "torch"},
     "metrics": {"torch"},
-    "metrics.jsonl": set(),
-    "metrics.status": set(),
+    "rundir": set(),
     "training": {"torch", "accelerate", "numpy"},
-    "training.stop": set(),
-    "training.marks": set(),
+    "training.stop.signals": set(),
     "cli": {"typer"},
 }
 

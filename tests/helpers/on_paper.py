@@ -7,7 +7,7 @@ The formulas of saved bytes are for Llama with torch's attention; they were comp
 
 from __future__ import annotations
 
-from llmtrain.distributed.plan import Hardware, Work
+from llmtrain.distributed.plan.memory import Hardware, Work
 from llmtrain.types import ModelShape, ParameterShape, Saved
 
 GIB = 2**30

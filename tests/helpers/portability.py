@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-from llmtrain.distributed import state
-from llmtrain.distributed.accelerator import close, make_accelerator
+from llmtrain.distributed.engines import state
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer

@@ -13,7 +13,7 @@ from helpers.sharded_models import build
 from torch import nn
 
 from llmtrain.config.schema import DdpConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.accelerator import close, make_accelerator
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer

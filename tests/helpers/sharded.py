@@ -27,14 +27,14 @@ from torch.utils._pytree import tree_leaves
 
 from llmtrain.checkpoint import read, write
 from llmtrain.config.schema import DdpConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed import fsdp, state, weights
-from llmtrain.distributed.accelerator import Launched, close, make_accelerator
-from llmtrain.distributed.launch import family
+from llmtrain.distributed.engines import fsdp, state, weights
+from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import UserError
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule
-from llmtrain.training.isolation import hiding_attention
 from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.start.isolation import hiding_attention
 from llmtrain.training.step import update
 
 RUN = "0123456789abcdef"

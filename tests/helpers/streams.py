@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from helpers import reference_stream
 
+from llmtrain.data.documents.reader import Reading
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.readers import Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import Stream, open_stream
-from llmtrain.data.tokenizer import Tokenizer
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.types import Batch
 
 BLOCKS = 12  # of a step

@@ -59,7 +59,7 @@ def poison(wanted: int) -> None:
 
 def leave_out(wanted: int) -> None:
     """The optimizer never hears of a step."""
-    from llmtrain.distributed.engine import TorchEngine
+    from llmtrain.distributed.engines.engine import TorchEngine
 
     step, made = _steps(), TorchEngine.step
 
@@ -73,7 +73,7 @@ def leave_out(wanted: int) -> None:
 
 def flip(wanted: int) -> None:
     """A bit of the mantissa, high enough that no rounding takes it back."""
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
     begin = Run.begin
 
@@ -108,7 +108,7 @@ def hurry() -> None:
 
 def _steps() -> list[int]:
     """The last is the step that has begun."""
-    from llmtrain.training.run import Run
+    from llmtrain.training.run.run import Run
 
     seen, begin = [0], Run.begin
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.schema import DistributedConfig
-from llmtrain.distributed.accelerator import close, make_accelerator
-from llmtrain.distributed.meeting import meet
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
+from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.ranks import agreed, from_rank_zero, lost_peer
 from llmtrain.errors import PeerError, Problem, UserError
 

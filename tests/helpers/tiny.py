@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from llmtrain.metrics import jsonl
+from llmtrain.rundir import record
 
 
 def tiny_config(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml"
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind, oldest first; of a step that was trained again, the last."""
-    found = [line for line in jsonl.record(run_dir) if line["kind"] == kind]
+    found = [line for line in record.record(run_dir) if line["kind"] == kind]
     if kind != "train":
         return found
     last = {line["step"]: line for line in found}

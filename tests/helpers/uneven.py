@@ -17,7 +17,7 @@ from helpers.updates import run_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-from llmtrain.distributed.accelerator import close, make_accelerator
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer

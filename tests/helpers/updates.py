@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from llmtrain.distributed.accelerator import Launched
+from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.training.run import Run
+from llmtrain.training.run.run import Run
 from llmtrain.types import Flags, StepVector
 
 

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmtrain.checkpoint import collect, read, write
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-from llmtrain.distributed import state
-from llmtrain.distributed.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines import state
+from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer

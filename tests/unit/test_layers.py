@@ -141,7 +141,7 @@ def test_help_loads_no_heavy_package():
 
 def test_reports_and_status_load_no_torch():
     code = (
-        "import sys, llmtrain.report.page, llmtrain.metrics.status, llmtrain.metrics.jsonl\n"
+        "import sys, llmtrain.report.page, llmtrain.rundir.status, llmtrain.rundir.record\n"
         "assert not {'torch', 'bokeh', 'numpy', 'accelerate'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

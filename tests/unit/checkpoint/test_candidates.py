@@ -10,7 +10,7 @@ from xxhash import xxh3_128_hexdigest
 
 from llmtrain.checkpoint import candidates, check, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.patience import Patience, StoppedError
+from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Alone
 

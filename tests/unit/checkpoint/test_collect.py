@@ -6,7 +6,7 @@ from helpers.checkpoints import RUN, SPEC, divided, on_ranks, save, tensors, who
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.checkpoint import collect, disk, read, write
+from llmtrain.checkpoint import collect, files, read, write
 from llmtrain.types import Piece
 
 
@@ -43,8 +43,8 @@ def parted(ranks, values):
 
 def test_rank_0_alone_opens_files(tmp_path, monkeypatch):
     opened = []
-    real = disk.opened
-    monkeypatch.setattr(disk, "opened", lambda path: opened.append(path.name) or real(path))
+    real = files.opened
+    monkeypatch.setattr(files, "opened", lambda path: opened.append(path.name) or real(path))
 
     def work(ranks):
         begun = write.begin(tmp_path, 4, SPEC, {}, ranks, RUN)
@@ -94,7 +94,7 @@ def test_a_disk_that_is_full_at_rank_0_fails_the_save_on_all(tmp_path, monkeypat
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(disk, "opened", full)
+    monkeypatch.setattr(files, "opened", full)
 
     def work(own):
         pieces = parted(own, tensors(SPEC, 4))

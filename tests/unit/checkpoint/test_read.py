@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from llmtrain.checkpoint import check, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.patience import Patience
+from llmtrain.checkpoint.retry import Patience
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Alone, Piece, TensorSpec
 

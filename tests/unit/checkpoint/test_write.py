@@ -25,9 +25,10 @@ from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from llmtrain import faults, pulse
-from llmtrain.checkpoint import disk, read, write
+from llmtrain import faults, heartbeat
+from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read, write
 from llmtrain.types import Alone, Piece, TensorSpec
 
 MODEL = "model.safetensors"
@@ -412,16 +413,16 @@ def test_there_is_a_sign_of_life_at_every_64_mib(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "BEAT_BYTES", 32)
     monkeypatch.setattr(form, "BLOCK_BYTES", 16)
     spec = {"model.safetensors": {"a": TensorSpec("F32", (64,))}}
-    before, _ = pulse.read()
+    before, _ = heartbeat.read()
     save(tmp_path, 4, spec)
-    after, phase = pulse.read()
+    after, phase = heartbeat.read()
     assert after - before == 256 // 32 + 1  # and one before the fsync
     assert phase == "fsync of model.safetensors of step 4"
     thread = threading.Thread(target=save, args=(tmp_path, 8, spec))
-    pulse.beat("the forward")
+    heartbeat.beat("the forward")
     thread.start()
     thread.join()
-    assert pulse.read() == (after + 1 + 9, "the forward")
+    assert heartbeat.read() == (after + 1 + 9, "the forward")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -5,10 +5,10 @@ import json
 import pytest
 from helpers.checkpoints import RUN, flip, save, saved_run
 
-from llmtrain.checkpoint.lock import RunLock
 from llmtrain.cli.main import main
-from llmtrain.tools import rehearse as tool
-from llmtrain.tools.rehearse import Compared, Launched, Rehearsal
+from llmtrain.rundir.lock import RunLock
+from llmtrain.tools.checkpoints import rehearse as tool
+from llmtrain.tools.checkpoints.rehearse import Compared, Launched, Rehearsal
 
 MODEL = "model.safetensors"
 

@@ -8,8 +8,8 @@ import pytest
 from helpers.config import written
 
 from llmtrain.cli import doctor as module
-from llmtrain.cli.plain import columns
-from llmtrain.tools.doctor import Check
+from llmtrain.cli.escapes import columns
+from llmtrain.tools.doctor.doctor import Check
 
 ROOT = Path(__file__).parents[3]
 FAST = ["--skip", "all-reduce", "--skip", "devices", "--skip", "compiler"]

@@ -151,7 +151,7 @@ def test_a_report_of_no_run_is_refused(tmp_path):
 
 
 def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, monkeypatch, capsys):
-    from llmtrain.tools import launch as tools
+    from llmtrain.tools.launch import launch as tools
 
     seen = []
 

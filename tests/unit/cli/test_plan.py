@@ -6,10 +6,10 @@ import re
 import pytest
 from helpers.config import written
 
-from llmtrain.cli.plain import columns
+from llmtrain.cli.escapes import columns
 from llmtrain.cli.plan import show_plan
 from llmtrain.model.count import CannotCountError
-from llmtrain.training import planning
+from llmtrain.training.start import planning
 
 SMALL = """\
 model:

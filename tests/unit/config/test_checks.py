@@ -1,8 +1,8 @@
 import pytest
 from helpers.config import loaded, problems
 
+from llmtrain.config.binding import dump
 from llmtrain.config.checks import check, check_batch
-from llmtrain.config.meaning import dump
 from llmtrain.config.schema import Config
 
 

@@ -18,14 +18,14 @@ import psutil
 import pytest
 from helpers import corpus, hub
 
-from llmtrain.data import hub as resolving
-from llmtrain.data import remote, request
-from llmtrain.data.readers import Reader, Reading
-from llmtrain.data.remote import Remote
-from llmtrain.data.request import HubFile
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.remote import request, retry
+from llmtrain.data.remote.request import HubFile
+from llmtrain.data.remote.retry import Remote
+from llmtrain.data.sources import hub as resolving
 from llmtrain.data.stream import open_stream
-from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.units import freeze, survey
+from llmtrain.data.survey import freeze, survey
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RunError, UserError
 
 STEPS, BLOCKS = 40, 12
@@ -97,8 +97,8 @@ def server(place, tmp_path, monkeypatch):
     """The Hub; waiting and giving up are quick."""
     with hub.serving(hub.read_files(place / "data")) as serving:
         hub.stand_in(monkeypatch, serving, tmp_path / "home")
-        monkeypatch.setattr(remote, "MAX_WAIT_SECONDS", 0.02)
-        monkeypatch.setattr(remote, "ATTEMPT_SECONDS", 0.3)
+        monkeypatch.setattr(retry, "MAX_WAIT_SECONDS", 0.02)
+        monkeypatch.setattr(retry, "ATTEMPT_SECONDS", 0.3)
         monkeypatch.setattr(request, "READ_SECONDS", 0.2)
         yield serving
 
@@ -206,8 +206,8 @@ class Clock:
 @pytest.mark.parametrize("seconds", [60, 600])
 def test_df_36_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
     clock = Clock(seconds, lambda: setattr(server, "down", False))
-    monkeypatch.setattr(remote, "time", clock)
-    monkeypatch.setattr(remote, "MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(retry, "MAX_WAIT_SECONDS", 60.0)
     name, server.down = "b.jsonl", True
     content = server.files[name]
     reader = Remote(20 * 60, clock)
@@ -219,8 +219,8 @@ def test_df_36_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
 
 def test_df_36_a_quarter_of_an_hour_without_a_network_ends_the_run(server, monkeypatch):
     clock = Clock(1e9, lambda: None)
-    monkeypatch.setattr(remote, "time", clock)
-    monkeypatch.setattr(remote, "MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(retry, "MAX_WAIT_SECONDS", 60.0)
     server.down = True
     reader = Remote(20 * 60, clock)
     file = HubFile(server.url("b.jsonl"), 10_000, "")
@@ -389,7 +389,7 @@ import signal, sys
 from pathlib import Path
 
 from llmtrain.data.manifest import load
-from llmtrain.data.readers import Reading
+from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import open_stream
 from llmtrain.config.schema import Config
 

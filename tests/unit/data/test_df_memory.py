@@ -39,7 +39,7 @@ READ = (
     + """
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import load
-from llmtrain.data.readers import Reader, Reading
+from llmtrain.data.documents.reader import Reader, Reading
 
 place = Path(sys.argv[1])
 manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]))
@@ -59,7 +59,7 @@ STREAMED = (
     + """
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import load
-from llmtrain.data.readers import Reading
+from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import open_stream
 
 place = Path(sys.argv[1])
@@ -81,7 +81,7 @@ ENCODED = (
     MEASURED
     + """
 import random
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 tokenizer = open_tokenizer(Path(sys.argv[1]) / "tokenizer", sys.argv[2])
 draw = random.Random(1)

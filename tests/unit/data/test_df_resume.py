@@ -9,7 +9,7 @@ import pytest
 from helpers import corpus, reference_stream
 from helpers.streams import BLOCKS, Run, lane_documents, named, whole_epochs
 
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.hashing import mix
 
 STEPS = 100

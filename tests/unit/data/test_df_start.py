@@ -9,9 +9,9 @@ import pytest
 from helpers import corpus
 from helpers.streams import Run
 
-from llmtrain.data.readers import Reading
+from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import Blocks
-from llmtrain.data.units import survey
+from llmtrain.data.survey import survey
 from llmtrain.errors import UserError
 
 LANES = 24

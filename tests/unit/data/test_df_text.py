@@ -10,8 +10,8 @@ from helpers.streams import Run
 from tokenizers import Tokenizer as Plain
 
 from llmtrain.data.packing import START, Document, bestfit, concat
-from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.units import freeze, survey
+from llmtrain.data.survey import freeze, survey
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 SEQ_LEN = 16
 LENGTHS = [9, 40, 5, 17, 2, 16, 33, 60, 12, 7, 3, 18, 25, 8]  # tokens, the end of text included

@@ -5,10 +5,10 @@ import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
+from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.heldout import HeldOut, load, prepare
-from llmtrain.data.readers import Reader, Reading, reading_of
-from llmtrain.data.tokenizer import open_tokenizer
-from llmtrain.data.units import evaluation_sources, freeze, survey
+from llmtrain.data.survey import evaluation_sources, freeze, survey
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
 

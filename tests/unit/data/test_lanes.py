@@ -1,8 +1,8 @@
 from helpers import corpus
 
+from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import walk
-from llmtrain.data.readers import Reader, Reading
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.types import Cursor
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from llmtrain.data import stream
 from llmtrain.data.batches import batch_of
+from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
-from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
 from llmtrain.types import Cursor
 

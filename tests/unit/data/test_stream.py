@@ -22,11 +22,11 @@ from helpers import corpus, reference_stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
-from llmtrain.data.readers import Reader, Reading
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.types import Cursor
 
@@ -120,7 +120,9 @@ def test_the_back_end_that_the_manifest_names_is_opened_and_gives_the_same_block
     facts = replace(mixed.tokenizer, backend="tiktoken", probe=fast.probe)
     slow = opened(mixed, place)
     expected = [next(slow).ids.tolist() for _ in range(STEPS)]
-    monkeypatch.setattr("llmtrain.data.tokenizer.Reference", None)  # would be called to open it
+    monkeypatch.setattr(
+        "llmtrain.data.tokens.tokenizer.Reference", None
+    )  # would be called to open it
     stream = opened(replace(mixed, tokenizer=facts), place)
     assert [next(stream).ids.tolist() for _ in range(STEPS)] == expected
 
@@ -481,7 +483,7 @@ ORPHAN = """
 import json, sys, time
 from pathlib import Path
 from helpers import corpus
-from llmtrain.data.readers import Reading
+from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import open_stream
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.model import attention
 from llmtrain.model.attention import NAME, OtherAttentionError, install
+from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
-from llmtrain.training.documents import document_tensors
 
 CPU = torch.device("cpu")
 VOCABULARY = 61

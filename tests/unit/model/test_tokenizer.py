@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from llmtrain.data.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.model.tokenizer import save_tokenizer, special_tokens
 

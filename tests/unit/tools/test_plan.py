@@ -6,11 +6,11 @@ import pytest
 from helpers.config import loaded
 
 import llmtrain
-from llmtrain.distributed.plan import PARTS
+from llmtrain.distributed.plan.memory import PARTS
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
 from llmtrain.tools.plan import launch_file, plan
-from llmtrain.training import planning
+from llmtrain.training.start import planning
 
 GIB = 2**30
 SMALL = """\
@@ -182,7 +182,7 @@ def test_all_wrong_options_are_named_at_once(tmp_path):
 
 
 def test_the_file_of_a_plan_is_written_and_read_by_the_launcher(tmp_path):
-    from llmtrain.tools.launch_file import read_launch_file
+    from llmtrain.tools.launch.file import read_launch_file
 
     config = large(tmp_path)
     path = tmp_path / "new" / "accelerate.yaml"

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from helpers.on_paper import gpus
 
-from llmtrain.distributed.plan import Hardware
-from llmtrain.tools.launch_file import read_launch_file
+from llmtrain.distributed.plan.memory import Hardware
+from llmtrain.tools.launch.file import read_launch_file
 from llmtrain.tools.plan_file import launch_values, write_launch_file
 
 FILES = Path(__file__).parents[3] / "accelerate_configs"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from llmtrain.config.load import load_config
 from llmtrain.tools import quickstart as module
-from llmtrain.tools.launch import Ended
+from llmtrain.tools.launch.launch import Ended
 
 
 def test_two_cpu_processes_train_the_packaged_config(monkeypatch):

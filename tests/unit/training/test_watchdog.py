@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from helpers.ranks import until
 
-from llmtrain import pulse
-from llmtrain.training import marks, watchdog
+from llmtrain import heartbeat
+from llmtrain.rundir import failures
+from llmtrain.training import watchdog
 from llmtrain.training.watchdog import Watchdog, watching
 
 
@@ -33,7 +34,7 @@ class Record:
 
 @pytest.fixture
 def record(tmp_path: Path) -> Record:
-    pulse.beat("a micro-batch")
+    heartbeat.beat("a micro-batch")
     return Record(tmp_path)
 
 
@@ -77,7 +78,7 @@ def test_a_hang_is_reported_once_and_ended_before_the_peers_give_up(
 def test_one_long_call_of_a_library_is_told_late_and_never_ended(
     record: Record, phase: str
 ) -> None:
-    pulse.beat(phase)
+    heartbeat.beat(phase)
     assert reported(record, None, 20, 4000) == ([600], [])
 
 
@@ -113,7 +114,7 @@ def test_the_end_is_recorded_with_75_and_the_phase(
     assert left == [75]
     assert record.ends == [("failed", 75, "no progress for 54 s: a micro-batch")]
     assert "rank 0: error: no progress for 54 s: a micro-batch" in capfd.readouterr().err
-    (mark,) = marks.read(record.run_dir)
+    (mark,) = failures.read(record.run_dir)
     assert (mark.rank, mark.code, mark.lost_peer) == (0, 75, False)
     assert mark.reason == record.ends[0][2]
     log = (record.run_dir / "logs" / "rank-0.log").read_text()
@@ -124,8 +125,8 @@ def test_the_cause_is_that_of_a_rank_that_failed_while_this_one_waited(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    marks.write(record.run_dir, 1, 75, "no progress")
-    marks.write(record.run_dir, 2, 1, "a defect")
+    failures.write(record.run_dir, 1, 75, "no progress")
+    failures.write(record.run_dir, 2, 1, "a defect")
     left: list[int] = []
     dog = Watchdog(record, 1.0, left.append)
     for _ in range(54):
@@ -150,13 +151,13 @@ def test_progress_begins_the_count_anew_and_another_hang_is_another_report(recor
     for _ in range(3):
         for _ in range(299):
             dog.look()
-        pulse.beat("the reduction of a step")
+        heartbeat.beat("the reduction of a step")
     dog.look()
     assert record.events == []
     for _ in range(2):
         for _ in range(500):
             dog.look()
-        pulse.beat("a micro-batch")
+        heartbeat.beat("a micro-batch")
         dog.look()
     phases = [detail["phase"] for _, _, detail in record.events]
     assert phases == ["the reduction of a step", "a micro-batch"]

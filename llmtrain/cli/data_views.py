@@ -1,0 +1,167 @@
+"""What `llmtrain data inspect` and `llmtrain data which` show to people: lines of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from llmtrain.cli.escapes import WIDTH, clipped, columns, harmless, wrapped
+
+if TYPE_CHECKING:
+    from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
+    from llmtrain.tools.data.which import Found, StepDocuments
+
+BAR = 40
+SHOWN_DOCUMENTS = 6  # of a block
+SHOWN_LINES = 3  # of a document
+INDENT = "    "
+
+
+def inspection(found: Inspection) -> Iterator[str]:
+    """Counts, lengths, blocks. A number behind ~ is an estimate."""
+    count = len(found.sources)
+    rough = _marked(found.estimated)
+    measured = f"in the first {found.measured_blocks:,} blocks"
+    yield f"data      {count} source{'s' * (count > 1)}, {found.lanes} lanes"
+    yield (
+        f"tokens    {rough('tokens_per_byte')}{found.tokens_per_byte:.3f} a byte, "
+        f"tokenized by {found.backend}"
+    )
+    yield f"blocks    {found.seq_len:,} tokens, {found.packing}"
+    yield f"epoch     {rough('steps_per_epoch')}{found.steps_per_epoch:,} steps"
+    yield f"padding   {rough('padding')}{found.padding:.1%} of the tokens {measured}"
+    yield (
+        f"cut       {rough('documents_cut')}{found.documents_cut:.1%} of the "
+        f"{found.measured_documents:,} documents {measured}"
+    )
+    for source in found.sources:
+        yield ""
+        yield from _source(source)
+    yield ""
+    yield from _lengths(found.lengths, "lengths" in found.estimated)
+    for block in found.blocks:
+        yield ""
+        yield from _block(block)
+
+
+def _marked(names: Sequence[str]) -> Callable[[str], str]:
+    """What stands before the value of that name."""
+    return lambda name: "~" if name in names else ""
+
+
+def _source(source: SourceFacts) -> Iterator[str]:
+    rough = _marked(source.estimated)
+    name = clipped(harmless(source.name), 40)
+    yield f"source {name}: {source.files:,} files, {source.units:,} units"
+    if source.revision:
+        yield f"{INDENT}revision {source.revision}"
+    if source.estimated:
+        yield f"{INDENT}~ estimated from {source.looked_at:,} documents"
+    facts = [
+        ("documents", f"{rough('documents')}{source.documents:,}"),
+        ("held out", f"{rough('heldout')}{source.heldout:,}"),
+        ("dropped", f"{rough('dropped')}{source.dropped:,}"),
+        ("replaced", f"{rough('replaced')}{source.replaced:,}"),
+        ("bytes", f"{rough('bytes')}{source.bytes:,}"),
+        ("tokens", f"{rough('tokens')}{source.tokens:,}"),
+        ("duplicates", f"{source.duplicates:,} of {source.looked_at:,}"),
+        ("epochs", f"{rough('epochs')}{source.epochs:,.2f} in the run"),
+    ]
+    for at in range(0, len(facts), 2):
+        pairs = [f"{label:<11}{value:<24}" for label, value in facts[at : at + 2]]
+        yield (INDENT + " ".join(pairs)).rstrip()
+
+
+def _lengths(buckets: Sequence[Bucket], estimated: bool) -> Iterator[str]:
+    looked = "of the documents that were looked at" if estimated else "of all documents"
+    yield f"lengths in tokens, {looked}"
+    most = max((bucket.documents for bucket in buckets), default=1)
+    for bucket in buckets:
+        bar = "#" * -(-BAR * bucket.documents // most)
+        span = f"{bucket.least:,}-{bucket.most:,}"
+        yield f"{INDENT}{span:>17} {bucket.documents:>11,} {bar}".rstrip()
+
+
+def _block(block: Shown) -> Iterator[str]:
+    trained = sum(end - begin for begin, end in block.trained)
+    share = trained / max(1, len(block.text))
+    padding = f", {block.padding:,} tokens of padding" if block.padding else ""
+    source = "no source" if block.source is None else harmless(block.source)
+    yield clipped(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
+    edges = [0, *block.borders, len(block.text)]
+    texts = [block.text[start:stop] for start, stop in pairwise(edges)]
+    for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
+        if number:
+            yield f"{INDENT}-------- document border"
+        yield from _text(text)
+    if len(texts) > SHOWN_DOCUMENTS:
+        yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
+
+
+def _text(text: str) -> Iterator[str]:
+    """The beginning of a text, and how much more there is."""
+    lines = list(_lines(text[: SHOWN_LINES * WIDTH]))
+    yield from lines[:SHOWN_LINES]
+    if len(lines) > SHOWN_LINES:  # lines are shorter than WIDTH, so what was not looked at is more
+        yield f"{INDENT}... ({len(text):,} characters)"
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in wrapped(harmless(text), WIDTH - len(INDENT)):
+        yield (INDENT + line).rstrip()
+
+
+def step_documents(found: StepDocuments) -> Iterator[str]:
+    """One line a document and block; its text below, if there is one."""
+    yield f"step {found.step}: {found.blocks} blocks, digest {found.batch_digest}"
+    yield _check(found)
+    yield ""
+    rows = [_row(document) for document in found.documents]
+    head = ("block", "tokens", "source", "id", "title")
+    limits = (12, 11, 21, 16, WIDTH)
+    widths = [
+        min(limit, max(columns(row[i]) for row in [head, *rows])) for i, limit in enumerate(limits)
+    ]
+    widths[-1] = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    yield _columned(head, widths)
+    for row, document in zip(rows, found.documents, strict=True):
+        yield _columned(row, widths)
+        if document.text is not None:
+            yield from _lines(document.text)
+
+
+def _check(found: StepDocuments) -> str:
+    """What stands for it that these were the documents."""
+    if found.checked_at == found.step:
+        return "checked: metrics.jsonl has the same digest"
+    if found.checked_at is not None:
+        return (
+            f"checked at step {found.checked_at} only, the next whose digest was logged "
+            "(logging.every_steps)"
+        )
+    return "not checked: metrics.jsonl has no digest of this step or one soon after it"
+
+
+def _row(document: Found) -> tuple[str, ...]:
+    place = f"{document.file} " + (f"{document.group}:" if document.group is not None else "")
+    return tuple(
+        map(
+            harmless,
+            (
+                f"{document.g}",
+                f"{document.span[0]}:{document.span[1]}",
+                document.source,
+                document.id or "-",
+                document.title or document.url or f"{place}{document.at}",
+            ),
+        )
+    )
+
+
+def _columned(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [clipped(cell, width) for cell, width in zip(row, widths, strict=True)]
+    padded = [
+        cell + " " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True)
+    ]
+    return "  ".join(padded).rstrip()

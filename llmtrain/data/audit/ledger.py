@@ -1,0 +1,218 @@
+"""Which documents were in which blocks: the lanes walked again, and their places looked up.
+
+    state at a save  ─►  replay: the lanes' blocks again  ─►  origins: file, row, id, title, url
+
+Nothing is stored for it: a block is a pure function of the manifest, the lanes' cursors at some
+block before it, and the weights in force. So only the lanes that are asked for are walked, and only
+from that block on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from llmtrain.data.documents.lines import BOM, parse
+from llmtrain.data.documents.reader import Reader
+from llmtrain.data.lanes import Block, Lane, units_of
+from llmtrain.data.manifest import Manifest, Source, Unit
+from llmtrain.data.packing import Span
+from llmtrain.data.sources.local import file_format
+from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.hashing import mix, permutation
+from llmtrain.types import Cursor
+
+DESCRIBING = ("title", "url")
+
+
+class Document(NamedTuple):
+    """A document by its place in the order of a lane, as `Span` has it.
+
+    Of a token cache, whose documents have numbers: row is the number, lane and unit are −1.
+    """
+
+    source: int
+    lane: int
+    epoch: int
+    unit: int
+    row: int
+
+
+class Origin(NamedTuple):
+    """Where a document was read, and what its row says of it.
+
+    file: relative to its source · group: the row group, None in other files · at: the row of that
+    group, the byte of the file at which its line begins, or the document's number in a token cache
+    · id, title, url: None where the row has none; the id of a token cache's document is its number
+    in the source.
+    """
+
+    file: str
+    group: int | None
+    at: int
+    id: str | None
+    title: str | None
+    url: str | None
+
+
+class _Row(NamedTuple):
+    at: int
+    columns: Mapping[str, str | None]
+
+
+def replay(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    reader: Reader,
+    *,
+    cursors: np.ndarray,
+    next_block: int,
+    first: int,
+    stop: int,
+) -> Iterator[tuple[int, Block]]:
+    """Blocks first … stop − 1 with their numbers, from the state at `next_block`.
+
+    cursors (L, sources, 4): of the block at which each lane stands at `next_block` ≤ first. Raises
+    as reading does.
+    """
+    count = manifest.lanes
+    lanes: dict[int, Lane] = {}
+    for g in range(first, stop):
+        index = g % count
+        if index not in lanes:
+            at = next_block + (index - next_block) % count
+            start = [Cursor(*map(int, cursor)) for cursor in cursors[index]]
+            lanes[index] = Lane(manifest, tokenizer, reader, index, at, start)
+        while lanes[index].next_block < g:
+            lanes[index].take()
+        yield g, lanes[index].take()
+
+
+def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Document:
+    """Whose tokens a span of block g holds."""
+    k, lane = block.source, g % manifest.lanes
+    source = manifest.sources[k]
+    if not source.cached:
+        return Document(k, lane, span.epoch, span.unit, span.row)
+    if manifest.packing == "concat":
+        return Document(k, -1, span.epoch, -1, span.row)
+    u = _unit_at(manifest, k, lane, span.epoch, span.unit)  # walked in lanes, like text
+    numbers = token_cache.rows_of(source, source.units[u]).numbers
+    row = _row_at(manifest, k, u, span.epoch, span.row, len(numbers))
+    return Document(k, -1, span.epoch, -1, int(numbers[row]))
+
+
+def is_whole(
+    manifest: Manifest, tokenizer: Tokenizer, document: Document, block: Block, span: Span
+) -> bool:
+    """Does a span that begins its document hold all of it?
+
+    Nothing in a text is encoded as the end of text; a token cache has documents as it likes.
+    """
+    source = manifest.sources[document.source]
+    if not source.cached:
+        return bool(block.ids[span.at + span.stop - span.start - 1] == tokenizer.eos)
+    _, begin, end = token_cache.open_documents(source).span(document.row)
+    return span.stop == end - begin
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """What a document's ids say, or a part of them: without begin and end token."""
+    return tokenizer.decode(token_cache.text_ids(ids, tokenizer))
+
+
+def origins(
+    manifest: Manifest, reader: Reader, documents: Collection[Document]
+) -> dict[Document, Origin]:
+    """Where documents come from. Reads each unit that one of them lies in, once more."""
+    wanted: dict[tuple[int, int], list[Document]] = defaultdict(list)
+    found: dict[Document, Origin] = {}
+    for document in documents:
+        k, lane, epoch, position, row = document
+        if manifest.sources[k].cached:
+            file, at = token_cache.place_of(manifest.sources[k], row)
+            found[document] = Origin(file, None, at, str(row), None, None)
+        else:
+            wanted[k, _unit_at(manifest, k, lane, epoch, position)].append(document)
+    for (k, u), asked in wanted.items():
+        source, unit = manifest.sources[k], manifest.sources[k].units[u]
+        rows = _rows(reader, source, unit)
+        for document in asked:
+            row = _row_at(manifest, k, u, document.epoch, document.row, len(rows))
+            found[document] = _origin(source, unit, rows[row])
+    return found
+
+
+def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -> int:
+    """The unit at a position of a lane's list."""
+    units = len(manifest.sources[k].units)
+    return int(units_of(units, manifest.seed, k, epoch, lane, manifest.lanes)[position])
+
+
+def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
+    """The row of a unit, in file order, at a place of the lane's order."""
+    return int(permutation(rows, mix(manifest.seed, 2, k, epoch, u))[row])
+
+
+def _origin(source: Source, unit: Unit, row: _Row) -> Origin:
+    group = unit.group if unit.group >= 0 else None
+    columns = row.columns
+    name = columns.get(source.id_column or "id")
+    title, url = (columns.get(column) for column in DESCRIBING)
+    return Origin(source.files[unit.file].name, group, row.at, name, title, url)
+
+
+def _rows(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
+    """The rows of a unit in file order, with the columns that tell one document from another."""
+    kind = (file_format(source.files[unit.file].name) or ("",))[0]
+    if kind == "parquet":
+        return _rows_of_group(reader, source, unit)
+    if kind == "text":
+        return [_Row(at, {}) for at, _ in reader.lines(source, unit)]
+    found = ((at, _columns_of_line(line, source)) for at, line in reader.lines(source, unit))
+    return [_Row(at, columns) for at, columns in found if columns is not None]
+
+
+def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | None:
+    """None: a line without a document, blank or left out as `on_bad_unit: skip` does."""
+    if not line.strip():
+        return None
+    try:
+        parse(line, source.text_column, None)
+    except ValueError:
+        return None
+    row = json.loads(line.removeprefix(BOM).decode("utf-8", "replace"))
+    return {name: None if row.get(name) is None else str(row[name]) for name in _wanted(source)}
+
+
+def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
+    there = reader.footer(source, unit.file).schema.to_arrow_schema().names
+    names = [name for name in _wanted(source) if name in there]
+    columns: dict[str, list[str | None]] = {}
+    for first, second in zip_longest(names[::2], names[1::2]):
+        # As if they were text and id of a source: so they are read as these are, the Hub included.
+        described = replace(source, text_column=first, id_column=second)
+        rows = reader.rows(described, unit, needed=True)
+        columns[first] = _decoded(rows.texts)
+        if rows.ids is not None:
+            columns[second] = _decoded(rows.ids)
+    return [
+        _Row(unit.start + i, {name: values[i] for name, values in columns.items()})
+        for i in range(unit.stop - unit.start)
+    ]
+
+
+def _wanted(source: Source) -> list[str]:
+    return [source.id_column or "id", *DESCRIBING]
+
+
+def _decoded(values: pa.Array) -> list[str | None]:
+    return [None if raw is None else raw.decode("utf-8", "replace") for raw in values.to_pylist()]

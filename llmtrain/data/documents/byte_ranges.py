@@ -1,0 +1,78 @@
+"""Which bytes of a file on the Hub a unit is read from.
+
+row group     the chunks of the text and id columns; near ones are one range
+lines         the unit's own bytes, one before them and a margin behind
+compressed    the whole file
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pyarrow.parquet as pq
+
+from llmtrain.data.documents.lines import reach
+from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.remote.prefetch import KEPT_BYTES
+from llmtrain.data.remote.request import HubFile, web_url
+from llmtrain.data.sources.local import file_format
+
+MERGE_BYTES = 1 << 20  # two ranges that are nearer than this are one request
+
+
+def hub_file(source: Source, file: int) -> HubFile:
+    """A file of a remote source."""
+    known = source.files[file]
+    return HubFile(web_url(source.where(file)), known.size, known.etag)
+
+
+def wanted(source: Source) -> list[str]:
+    """The columns that are read."""
+    return [source.text_column, *([source.id_column] if source.id_column else [])]
+
+
+def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> list[tuple[int, int]]:
+    """The byte ranges of a unit. footer: of its file if it is parquet, else None."""
+    if footer is not None:
+        return column_spans(footer.row_group(unit.group), wanted(source))
+    known = source.files[unit.file]
+    compressed = (file_format(known.name) or ("", None))[1] is not None
+    return [(0, known.size) if compressed else reach(unit, known.size)]
+
+
+def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[int, int]]:
+    """The byte ranges of a group that hold these columns; near ones are one."""
+    spans: list[tuple[int, int]] = []
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema in wanted:
+            first = column.data_page_offset
+            if column.dictionary_page_offset:
+                first = min(first, column.dictionary_page_offset)
+            spans.append((first, first + column.total_compressed_size))
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start - merged[-1][1] < MERGE_BYTES:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def refetched(source: Source, cache_bytes: int) -> str | None:
+    """What to say of a remote source whose row groups are fetched several times an epoch.
+
+    Slices of one group are units of their own, and lanes read them at different times. None: they
+    are kept in memory or on disk, as far as the sizes of the files tell, or there are none.
+    """
+    parts = Counter((unit.file, unit.group) for unit in source.units if unit.group >= 0)
+    sliced = {file for (file, _), count in parts.items() if count > 1}
+    size = sum(source.files[file].size for file in sliced)
+    if not source.remote or size <= (cache_bytes or KEPT_BYTES):
+        return None
+    factor = parts.total() / len(parts)
+    return (
+        f"source {source.label}: its row groups are read in {factor:.1f} slices on average, and "
+        f"fetched from the Hub up to {factor:.1f} times an epoch; with data.cache_gb of at least "
+        f"{size / 2**30 + 0.05:.1f} once, on each machine"
+    )

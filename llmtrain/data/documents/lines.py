@@ -1,0 +1,233 @@
+r"""Lines of JSON and of text: whose they are, what they say; compressed files as a whole.
+
+A range [a, b) of a plain file owns the lines that *begin* in it, so neighbours neither share nor
+lose a line:
+
+    bytes   0        a=8       b=16
+            first\n|second\n|third\n        [8, 16) owns what begins at 8 … 15
+                     ^ looked for from a − 1: a line begins behind the end of the line before
+
+JSON lines end with `\n` and nothing else; lines of text with `\n`, `\r\n` or `\r`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmtrain.data.documents.skipped import UnreadableError
+from llmtrain.data.manifest import Unit
+from llmtrain.errors import Problem
+
+MIB = 1 << 20
+DECODED_LIMIT = 64 * MIB  # a compressed file when decoded; a line
+LINE_MARGIN = 64 * 1024
+ZSTD_CHUNK = 64 * 1024
+TEXT_END = re.compile(rb"\r\n|\n|\r")
+JSON_END = re.compile(rb"\n")
+GZIP_MAGIC = b"\x1f\x8b"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
+
+
+def end_of_line(kind: str) -> re.Pattern[bytes]:
+    """What ends a line of this kind of file, jsonl or text."""
+    return JSON_END if kind == "jsonl" else TEXT_END
+
+
+def parse(
+    line: bytes, text_column: str, id_column: str | None
+) -> tuple[bytes | None, bytes | None]:
+    """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
+    return fields(decoded(line), text_column, id_column)
+
+
+def decoded(line: bytes) -> dict[str, Any]:
+    """The object of one JSON line. Raises ValueError that says what is wrong."""
+    if line.lstrip(BOM + b" \t\r").startswith(b"["):
+        raise ValueError("a JSON list; `llmtrain data repack` makes one object a line of it")
+    try:
+        row = json.loads(line.removeprefix(BOM).decode("utf-8", "surrogateescape"))
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{_kind(row)}, no object")
+    return row
+
+
+def fields(
+    row: Mapping[str, Any], text_column: str, id_column: str | None
+) -> tuple[bytes | None, bytes | None]:
+    """Text and id of a decoded line, as bytes. Raises ValueError that says what is wrong."""
+    if text_column not in row:
+        raise ValueError(f"its keys are {', '.join(map(repr, row)) or 'none'}")
+    text = row[text_column]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{text_column!r} holds {_kind(text)}, not a string")
+    name = row.get(id_column) if id_column is not None else None
+    return (
+        None if text is None else to_bytes(text),
+        None if name is None else to_bytes(str(name)),
+    )
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, for a message."""
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+    return "a number"
+
+
+def to_bytes(text: str) -> bytes:
+    """UTF-8; what JSON cannot mean (half a surrogate pair) becomes bytes that are no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def reach(unit: Unit, size: int, margin: int = LINE_MARGIN) -> tuple[int, int]:
+    """The bytes that hold a range's lines, if its last one is no longer than the margin."""
+    return max(unit.start - 1, 0), min(unit.stop + margin, size)
+
+
+def refuse_utf_16(data: bytes, where: str) -> None:
+    """Raise UnreadableError if a file begins as UTF-16 and 32 do."""
+    if data.startswith(UTF_16):
+        raise UnreadableError(not_utf_8(where, "its first bytes are those of UTF-16"))
+
+
+def not_utf_8(where: str, reason: str) -> Problem:
+    """Text in another encoding."""
+    remedy = "convert the file, with iconv for example"
+    return Problem(where, f"not UTF-8: {reason}", "text in UTF-8", remedy)
+
+
+def owned(
+    file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str, where: str
+) -> tuple[bytes, int]:
+    """The lines that begin in [start, stop) as bytes, and where the first begins.
+
+    Reads a margin behind the end for the last line, and twice as much while it is too little.
+    """
+    end = end_of_line(kind)
+    margin = LINE_MARGIN
+    while True:
+        base, stop = reach(unit, size, margin)
+        file.seek(base)
+        data = read_exactly(file, stop - base)
+        first = 0 if unit.start == 0 else _behind(end, data, 0, stop == size)
+        last = _behind(end, data, unit.stop - 1 - base, stop == size)
+        if first is not None and last is not None:
+            return data[first:last], base + first
+        if margin > DECODED_LIMIT:
+            expected = f"lines of at most {DECODED_LIMIT // MIB} MiB"
+            place = f"{where}, byte {unit.start}"
+            raise UnreadableError(Problem(place, "a longer line", expected))
+        margin *= 2
+
+
+def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
+    r"""Where the line that begins behind the first end of line from `start` on begins.
+
+    None: not in these bytes. An end of line at the very end may go on (`\r` + `\n`).
+    """
+    found = end.search(data, start)
+    if complete:
+        return found.end() if found else len(data)
+    return found.end() if found and found.end() < len(data) else None
+
+
+def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size: int) -> int:
+    """Bytes of a compressed file when decoded, as far as its own words tell; −1 or less: unknown.
+
+    gzip says it at its end (of the last member), zstd in its header. size: of the file in bytes.
+    """
+    if compression == "gz":
+        if file.read(2) != GZIP_MAGIC:
+            return -1  # reading it says so
+        file.seek(max(0, size - 4))
+        said = int.from_bytes(file.read(4) or b"", "little")
+        # Deflate cannot make 1,032 bytes of less than one: such a file was cut off.
+        return said if said <= 1032 * size else -1
+    import zstandard
+
+    try:
+        return int(zstandard.frame_content_size(file.read(18) or b""))
+    except zstandard.ZstdError:
+        return -1
+
+
+def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
+    """The whole content. Raises UnreadableError over DECODED_LIMIT, EOFError if it is cut off."""
+    if compression == "gz":
+        with gzip.GzipFile(fileobj=file) as stream:
+            data = stream.read(DECODED_LIMIT + 1)
+    else:
+        data = _unpack_zstd(file)
+    if len(data) > DECODED_LIMIT:
+        raise UnreadableError(too_large(where))
+    return data
+
+
+def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
+    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
+    import zstandard
+
+    data = bytearray()
+    decoder = None
+    try:
+        while len(data) <= DECODED_LIMIT and (chunk := file.read(ZSTD_CHUNK)):
+            while chunk:
+                if decoder is None or decoder.eof:
+                    decoder = zstandard.ZstdDecompressor().decompressobj()
+                data += decoder.decompress(chunk)
+                chunk = decoder.unused_data
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from error
+    if len(data) <= DECODED_LIMIT and decoder is not None and not decoder.eof:
+        raise EOFError("the file ends early")
+    return bytes(data)
+
+
+def line_number(
+    file: io.RawIOBase | io.BufferedReader, compression: str | None, where: str, position: int
+) -> int:
+    """The number, from 1, of the line that begins at byte `position` of the content."""
+    if compression:
+        return decompress(file, compression, where)[:position].count(b"\n") + 1
+    count = 1
+    while position > 0:
+        chunk = read_exactly(file, min(MIB, position))
+        count, position = count + chunk.count(b"\n"), position - len(chunk)
+    return count
+
+
+def too_large(where: str) -> Problem:
+    """A compressed file can only be read whole."""
+    expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
+    remedy = "rewrite it with `llmtrain data repack`, or split it"
+    return Problem(where, "a larger one", expected, remedy)
+
+
+def read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:
+    """The next `size` bytes. Raises EOFError if there are fewer."""
+    parts = []
+    while size > 0:
+        part = file.read(size)
+        if not part:
+            raise EOFError("the file ends early")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,124 @@
+"""Decoded rows: texts and ids as bytes, and what makes text of them.
+
+A text is decoded when its row is asked for; whether a unit is UTF-8 at all is judged at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from llmtrain.data.documents.lines import not_utf_8
+from llmtrain.data.documents.skipped import UnreadableError
+
+REPLACED_SHARE = 100  # a unit is no UTF-8 if over 1 / 100 of its characters are not …
+MIN_REPLACED = 8  # … and not just one damaged word in a unit of a line or two
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The decoded rows of one unit: texts and ids as bytes, null where there is none.
+
+    skipped: parts of the file that were left out of it, the unit itself or lines.
+    """
+
+    texts: pa.Array
+    ids: pa.Array | None
+    skipped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the texts and ids."""
+        return int(self.texts.nbytes) + (0 if self.ids is None else int(self.ids.nbytes))
+
+    def text(self, row: int) -> tuple[str | None, bool]:
+        """The document, and whether invalid UTF-8 was replaced; None: null, empty or blank."""
+        raw = self.texts[row].as_py()
+        if raw is None:
+            return None, False
+        try:
+            text, replaced = raw.decode("utf-8"), False
+        except UnicodeDecodeError:
+            text, replaced = raw.decode("utf-8", "replace"), True
+        return (None, False) if not text or text.isspace() else (text, replaced)
+
+    def usable(self, row: int) -> bool:
+        """Is there a document?"""
+        return self.text(row)[0] is not None
+
+    def hash(self, row: int, seed: int) -> int:
+        """xxh3_64 of the document's id, or of its text where it has none."""
+        name = None if self.ids is None else self.ids[row].as_py()
+        if name is None:
+            name = self.texts[row].as_py() or b""
+        return xxhash.xxh3_64_intdigest(name, seed=seed & ((1 << 64) - 1))
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """A range of the rows, without a copy."""
+        ids = None if self.ids is None else self.ids.slice(start, stop - start)
+        return Rows(self.texts.slice(start, stop - start), ids, self.skipped)
+
+    def take(self, order: pa.Array) -> Rows:
+        """A copy of some rows in this order; the unit's other memory can be freed."""
+        ids = None if self.ids is None else self.ids.take(order)
+        return Rows(self.texts.take(order), ids, self.skipped)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Can a column of this type be the text?"""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in tests)
+
+
+def of_table(table: pa.Table, text_column: str, id_column: str | None) -> Rows:
+    """The rows of a table that has these columns."""
+    texts = _as_bytes(table.column(text_column))
+    return Rows(texts, _as_bytes(table.column(id_column)) if id_column else None)
+
+
+def _as_bytes(column: pa.ChunkedArray) -> pa.Array:
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if pa.types.is_string_view(kind):
+            column = column.cast(pa.large_string())
+        else:  # numbers and other ids: as Python writes them
+            values = [None if v is None else str(v).encode() for v in column.to_pylist()]
+            return pa.array(values, pa.large_binary())
+    chunks = column.cast(pa.large_binary()).chunks
+    return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
+
+
+def refuse_other_encoding(texts: pa.Array, where: str) -> None:
+    """Raise UnreadableError if over 1 % of a unit's characters would be replaced, or are NUL.
+
+    Latin-1 has bytes that are no UTF-8, UTF-16 without a mark has a NUL beside each Latin letter.
+    By unit, since a file is never read as a whole; a text as such costs a check of its bytes.
+    """
+    try:
+        valid = texts.cast(pa.large_string())
+        if not _has_nul(valid):
+            return
+    except pa.ArrowInvalid:
+        pass  # counted below
+    characters = wrong = 0
+    for raw in texts.to_pylist():
+        text = (raw or b"").decode("utf-8", "replace")
+        meant = (raw or b"").count(b"\xef\xbf\xbd")
+        wrong += text.count("\ufffd") - meant + text.count("\0")
+        characters += len(text)
+    if wrong >= MIN_REPLACED and wrong * REPLACED_SHARE > characters:
+        raise UnreadableError(not_utf_8(where, f"{wrong} of {characters} characters are none"))
+
+
+def _has_nul(texts: pa.Array) -> bool:
+    data = texts.buffers()[2]
+    return data is not None and not np.frombuffer(data, np.uint8).all()

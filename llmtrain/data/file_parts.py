@@ -1,0 +1,193 @@
+"""Looks into files: which parts they have, and how units are cut from them.
+
+Row groups, ranges of lines and whole compressed files become units; groups are sliced until there
+are four units a lane, so that every lane has work in every epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from llmtrain import heartbeat
+from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
+from llmtrain.data.documents.reader import Reader
+from llmtrain.data.documents.rows import is_text
+from llmtrain.data.documents.skipped import UnreadableError
+from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.sources.local import bounded, file_format, is_index
+from llmtrain.data.token_cache.file import check_tokens, open_tokens
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+
+UNITS_PER_LANE = 4
+SLICE_BYTES = 16 * MIB
+RANGE_BYTES = 4 * MIB
+MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # a request has its price
+SMALL_SOURCE_BYTES = 1 << 30
+RANGES = 256
+THREADS = 16
+DOCUMENTS_PER_UNIT = 4096  # of a token cache
+CHECKED_FILES = 16  # of lines, whose beginning is looked at
+
+
+class Part(NamedTuple):
+    """A unit before slicing, and its decoded size."""
+
+    unit: Unit
+    nbytes: int
+
+
+class Look(NamedTuple):
+    """What a look into a file shows; columns None: not looked at."""
+
+    parts: list[Part]
+    columns: list[str] | None
+
+
+def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[list[str]]]:
+    """Units before slicing, and the columns of each file that was looked into.
+
+    key: of the config, in messages. Raises UserError with the problems of all files.
+    """
+    numbers = range(len(source.files))
+    with ThreadPoolExecutor(THREADS if source.remote else 1) as threads:
+        found = list(threads.map(lambda file: _look_into(source, file, key, reader), numbers))
+    problems = [problem for problem in found if isinstance(problem, Problem)]
+    if problems:
+        raise UserError(*bounded(problems, key))
+    looks = [look for look in found if isinstance(look, Look)]
+    parts = [part for look in looks for part in look.parts]
+    return parts, [look.columns for look in looks if look.columns is not None]
+
+
+def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
+    heartbeat.beat("looking into the files of the data")
+    kind, compression = file_format(source.files[file].name) or ("", None)
+    try:
+        if source.cached:
+            return _look_into_tokens(source, file)
+        if reader.skips_file(source, file) or (source.files[file].size == 0 and kind != "parquet"):
+            return Look([], None)
+        if kind == "parquet":
+            return _look_into_parquet(source, file, key, reader)
+        if compression:
+            _refuse_large(source, file, compression, reader)
+        if kind == "text":
+            return _look_into_text(source, file, bool(compression), reader)
+        return _look_into_json(source, file, bool(compression), key, reader)
+    except UnreadableError as error:
+        skipped = reader.skips_file(source, file, error)
+        return Look([], None) if skipped else error.problems[0]
+    except UserError as error:
+        return error.problems[0]
+
+
+def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -> None:
+    """A compressed file can only be read whole."""
+    with reader.open(source, file) as opened:
+        if decoded_size(opened, compression, source.files[file].size) > DECODED_LIMIT:
+            raise UnreadableError(too_large(source.where(file)))
+
+
+def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
+    where = source.where(file)
+    try:
+        footer = reader.footer(source, file)
+        schema = footer.schema.to_arrow_schema()
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise RunError(
+                f"{where} cannot be read: {error}",
+                RESTARTABLE,
+                "look at the disk, then start again",
+            ) from error
+        expected = f"a complete parquet file ({str(error).splitlines()[0]})"
+        remedy = "replace the file, or rename it by its format"
+        raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
+    if source.text_column not in schema.names:
+        return missing_column(f"{key}.text_column", source.text_column, where, schema.names)
+    column = schema.field(source.text_column).type
+    if not is_text(column):
+        expected = f"a column of strings; in {where} it is {column}"
+        return Problem(f"{key}.text_column", source.text_column, expected)
+    groups = [footer.row_group(g) for g in range(footer.num_row_groups)]
+    units = [
+        Part(Unit(file, g, 0, group.num_rows), group.total_byte_size)
+        for g, group in enumerate(groups)
+        if group.num_rows
+    ]
+    return Look(units, schema.names)
+
+
+def _look_into_tokens(source: Source, file: int) -> Look:
+    if not is_index(source.files[file].name):
+        return Look([], None)  # the tokens, which the index beside them describes
+    tokens = open_tokens(Path(source.where(file)))
+    check_tokens(tokens)
+    starts = range(0, tokens.documents, DOCUMENTS_PER_UNIT)
+    units = [
+        Unit(file, 0, start, min(start + DOCUMENTS_PER_UNIT, tokens.documents)) for start in starts
+    ]
+    return Look([Part(unit, 0) for unit in units], None)
+
+
+def _look_into_text(source: Source, file: int, compressed: bool, reader: Reader) -> Look:
+    parts = _ranges(source, file, compressed)
+    if file < CHECKED_FILES:  # whether it is UTF-8
+        reader.rows(source, parts[0].unit)
+    return Look(parts, [])
+
+
+def _look_into_json(
+    source: Source, file: int, compressed: bool, key: str, reader: Reader
+) -> Look | Problem:
+    keys = reader.first_keys(source, file) if file < CHECKED_FILES else None
+    if keys is not None and source.text_column not in keys:
+        where = f"the first line of {source.where(file)}"
+        return missing_column(f"{key}.text_column", source.text_column, where, keys)
+    return Look(_ranges(source, file, compressed), keys)
+
+
+def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
+    """A file of lines in ranges of bytes; whole if it is compressed."""
+    size = source.files[file].size
+    if compressed:
+        return [Part(Unit(file, -1, 0, size), size)]
+    step = _range_bytes(source)
+    starts = range(0, size, step)
+    return [Part(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
+
+
+def _range_bytes(source: Source) -> int:
+    """Length of the ranges that plain files of lines are cut into."""
+    plain = [file.size for file in source.files if _is_plain(file.name)]
+    if sum(plain) >= SMALL_SOURCE_BYTES:
+        return RANGE_BYTES
+    return max(MIN_RANGE_BYTES[source.remote], -(-sum(plain) // RANGES))
+
+
+def _is_plain(name: str) -> bool:
+    found = file_format(name)
+    return found is not None and found.kind != "parquet" and not found.compression
+
+
+def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
+    """Row groups in near-equal slices of rows, until there are four units a lane."""
+    wanted = -(-UNITS_PER_LANE * lanes // max(1, len(parts)))
+    for unit, nbytes in parts:
+        rows = unit.stop - unit.start
+        slices = 1 if unit.group < 0 else min(rows, max(wanted, -(-nbytes // SLICE_BYTES)))
+        bounds = [unit.start + rows * i // slices for i in range(slices + 1)]
+        for start, stop in pairwise(bounds):
+            yield unit._replace(start=start, stop=stop)
+
+
+def missing_column(key: str, name: str, where: str, columns: Sequence[str]) -> Problem:
+    """No column of this name, and which ones there are."""
+    there = ", ".join(columns) or "none"
+    return Problem(key, name, f"a column of {where}, which has: {there}")

@@ -1,0 +1,42 @@
+"""Footers of parquet files of the Hub, asked for once a run.
+
+    run.dir/footers/<etag>      a parquet file of nothing but the footer
+
+Rank 0 reads them when it looks for units; every other process and every later start finds them in
+the run directory and asks the Hub for nothing but units.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmtrain.data.remote.cache import file_name, write
+
+log = logging.getLogger(__name__)
+
+
+def stored(run_dir: Path | None, etag: str, ask: Callable[[], pq.FileMetaData]) -> pq.FileMetaData:
+    """The footer that lies in the run directory; else what `ask` gives, which is then put there."""
+    if run_dir is None or not etag:
+        return ask()
+    path = run_dir / "footers" / file_name(etag)
+    try:
+        return pq.read_metadata(io.BytesIO(path.read_bytes()))
+    except OSError:  # not there yet, or not for us to see
+        footer = ask()
+    except pa.ArrowException as error:
+        log.warning("%s is damaged, and read again: %s", path, error)
+        footer = ask()
+    content = io.BytesIO()
+    footer.write_metadata_file(content)
+    try:
+        write(path, content.getvalue())
+    except OSError as error:  # a run directory that is only looked at
+        log.warning("%s is not kept: %s", path, error)
+    return footer

@@ -1,0 +1,335 @@
+"""Any data file as a stream of small tables, in bounded memory: what `llmtrain data repack` reads.
+
+    parquet, arrow       all columns as they are
+    CSV                  all columns, as strings: the file says no types
+    JSON lines           all keys; a first pass finds their types, what has none becomes JSON text
+    text                 one column, a line each
+
+Invalid UTF-8 is replaced, as reading it for training would. The trap: types must be known before
+the first row is written, and a key may come, or change its type, in the last line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+
+from llmtrain.data.documents.lines import BOM, DECODED_LIMIT, MIB, end_of_line, to_bytes
+from llmtrain.data.sources.local import COMPRESSED
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+
+KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+CHUNK_BYTES = 1 << 18
+BATCH_BYTES = 4 * MIB
+BATCH_ROWS = 256
+CSV_BLOCK_BYTES = 16 * MIB  # the longest row
+_SURROGATE = re.compile(r"\\ud[89a-f]|[\ud800-\udfff]", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The rows of a file, in order. batches come once."""
+
+    schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+
+
+def kind_of(name: str) -> tuple[str, str | None] | None:
+    """How a file of this name is read, and its compression (gz, zst or None); None: not at all."""
+    stem, compression = name.lower(), None
+    for suffix in COMPRESSED:
+        if stem.endswith(suffix):
+            stem, compression = stem.removesuffix(suffix), suffix[1:]
+    kind = KINDS.get(Path(stem).suffix)
+    if kind is None or (compression and kind in ("parquet", "arrow")):
+        return None
+    return kind, compression
+
+
+def read_tables(path: Path, text_column: str) -> Tables:
+    """Open a file. text_column: the name of the one column of a text file.
+
+    Raises, now or while it is read, UserError for content that cannot be read, RunError if the
+    disk fails.
+    """
+    with readable(path):
+        tables = _opened(path, text_column)
+    return Tables(tables.schema, _checked(path, tables.batches))
+
+
+def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    with readable(path):
+        yield from batches
+
+
+def _opened(path: Path, text_column: str) -> Tables:
+    kind, compression = kind_of(path.name) or ("", None)
+    empty = path.stat().st_size == 0
+    match kind:
+        case "parquet":
+            return _parquet(path)
+        case "arrow":
+            return _arrow(path)
+        case "csv" if not empty:
+            return _csv(path, compression)
+        case "jsonl" if not empty:
+            return _json_lines(path, compression)
+    schema = pa.schema([(text_column, pa.string())])
+    return Tables(schema, _text(path, compression, schema))
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Bad content is for a person to put right; an error of the system has a number."""
+    try:
+        yield
+    except (pa.ArrowException, EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:
+            message = f"{path} cannot be read: {error}"
+            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        expected = "a file that can be read as its suffix says"
+        raise UserError(Problem(str(path), reason, expected, "repair or replace it")) from error
+
+
+def _parquet(path: Path) -> Tables:
+    file = pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB)
+    return Tables(file.schema_arrow, file.iter_batches(BATCH_ROWS, use_threads=False))
+
+
+def _arrow(path: Path) -> Tables:
+    """Both forms: with a footer, and as a stream (which `datasets` writes)."""
+    opened = pa.memory_map(str(path))
+    try:
+        file = pa.ipc.open_file(opened)
+        found = (file.get_batch(index) for index in range(file.num_record_batches))
+        return Tables(file.schema, found)
+    except pa.ArrowInvalid:
+        opened.seek(0)
+        stream = pa.ipc.open_stream(opened)
+        return Tables(stream.schema, iter(stream))
+
+
+def _csv(path: Path, compression: str | None) -> Tables:
+    def opened(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
+        return pacsv.open_csv(
+            _Stream(path, compression),
+            pacsv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
+            pacsv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            pacsv.ConvertOptions(column_types=types, check_utf8=False),
+        )
+
+    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    with opened({}) as first:
+        names = first.schema.names
+    schema = pa.schema([(name, pa.string()) for name in names])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with opened(dict.fromkeys(names, pa.binary())) as reader:
+            for batch in reader:
+                columns = [_decoded(column) for column in batch.columns]
+                yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    return Tables(schema, batches())
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        values = column.to_pylist()
+        return pa.array([None if raw is None else raw.decode("utf-8", "replace") for raw in values])
+
+
+def _text(path: Path, compression: str | None, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for lines in _batched(_lines(path, compression, "text")):
+        texts = [line.decode("utf-8", "replace") for _, line in lines]
+        yield pa.record_batch([pa.array(texts, pa.string())], schema=schema)
+
+
+def _json_lines(path: Path, compression: str | None) -> Tables:
+    types: dict[str, pa.DataType | None] = {}  # None: as JSON text
+    for rows in _rows(path, compression):
+        for name in {key: None for row in rows for key in row}:
+            found = _type_of([row.get(name) for row in rows])
+            types[name] = _unified(types[name], found) if name in types else found
+    fields = [(name, _stored(kind)) for name, kind in types.items()]
+    texts = {name for name, kind in types.items() if kind is None}
+    schema = pa.schema(fields)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for rows in _rows(path, compression):
+            columns = [
+                pa.array([_value(row.get(name), name in texts) for row in rows], kind)
+                for name, kind in fields
+            ]
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    return Tables(schema, batches())
+
+
+def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]:
+    for lines in _batched(_lines(path, compression, "jsonl")):
+        rows = [_row(path, number, line) for number, line in lines if line.strip()]
+        if rows:
+            yield rows
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    text = line.removeprefix(BOM).decode("utf-8", "surrogateescape")
+    try:
+        row = json.loads(text)
+        if not isinstance(row, dict):
+            raise ValueError(f"a JSON {type(row).__name__}, no object")
+    except (ValueError, RecursionError) as error:
+        where = f"{path}, line {number}"
+        expected = "a JSON object"
+        raise UserError(Problem(where, str(error), expected, "repair or remove it")) from error
+    return {str(k): v for k, v in _clean(row).items()} if _SURROGATE.search(text) else row
+
+
+def _clean(value: Any) -> Any:
+    """With replacement characters for what is no UTF-8, as reading for training has them."""
+    match value:
+        case str():
+            return to_bytes(value).decode("utf-8", "replace")
+        case dict():
+            return {_clean(key): _clean(inner) for key, inner in value.items()}
+        case list():
+            return [_clean(inner) for inner in value]
+    return value
+
+
+def _type_of(values: Sequence[Any]) -> pa.DataType | None:
+    try:
+        return pa.array(values).type
+    except (pa.ArrowException, OverflowError):
+        return None
+
+
+def _unified(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    """A type for the values of both; None: there is none."""
+    if one is None or other is None or one == other:
+        return one if one == other else None
+    schemas = [pa.schema([("x", kind)]) for kind in (one, other)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return None
+
+
+def _stored(kind: pa.DataType | None) -> pa.DataType:
+    """Parquet has no type for a column of nulls that `datasets` would read."""
+    return pa.string() if kind is None or pa.types.is_null(kind) else kind
+
+
+def _value(value: Any, as_text: bool) -> Any:
+    if not as_text or value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _batched(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    batch: list[tuple[int, bytes]] = []
+    size = 0
+    for number, line in lines:
+        batch.append((number, line))
+        size += len(line)
+        if size >= BATCH_BYTES or len(batch) == 16 * BATCH_ROWS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1, and lines without their end."""
+    end = end_of_line(kind)
+    number, rest = 1, b""
+    for chunk in _chunks(path, compression):
+        data, position = rest + chunk, 0
+        for found in end.finditer(data, max(0, len(rest) - 1)):
+            if found.end() == len(data) and data.endswith(b"\r"):
+                break  # it may go on: `\r` + `\n`
+            yield number, data[position : found.start()]
+            number, position = number + 1, found.end()
+        rest = data[position:]
+        if len(rest) > DECODED_LIMIT:
+            expected = f"lines of at most {DECODED_LIMIT // MIB} MiB"
+            raise UserError(Problem(f"{path}, line {number}", "a longer line", expected))
+    if rest:
+        yield number, rest.removesuffix(b"\r") if kind == "text" else rest
+
+
+def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        match compression:
+            case "gz":
+                with gzip.GzipFile(fileobj=file) as stream:
+                    yield from iter(lambda: stream.read(CHUNK_BYTES), b"")
+            case "zst":
+                yield from _unpacked(file)
+            case _:
+                yield from iter(lambda: file.read(CHUNK_BYTES), b"")
+
+
+def _unpacked(file: io.BufferedReader) -> Iterator[bytes]:
+    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
+    import zstandard
+
+    decoder = None
+    try:
+        while chunk := file.read(CHUNK_BYTES // 4):
+            while chunk:
+                if decoder is None or decoder.eof:
+                    decoder = zstandard.ZstdDecompressor().decompressobj()
+                yield decoder.decompress(chunk)
+                chunk = decoder.unused_data
+    except zstandard.ZstdError as error:
+        raise pa.ArrowInvalid(str(error)) from error
+    if decoder is not None and not decoder.eof:
+        raise EOFError("the file ends early")
+
+
+class _Stream(io.RawIOBase):
+    """The chunks of a file as a file, for pyarrow."""
+
+    def __init__(self, path: Path, compression: str | None) -> None:
+        super().__init__()
+        self._chunks = _chunks(path, compression)
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = chunk
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count

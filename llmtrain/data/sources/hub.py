@@ -1,0 +1,284 @@
+"""From the id of a data set on the Hub to its files at a commit.
+
+`datasets` knows ids, configs, splits and the patterns in a data set's README; sizes and etags come
+from the same listing, and the bytes are read by us (`remote.py`). Rank 0 asks once, at the first
+start. The trap: what a network does for a while can look like a data set without files, so only
+what the Hub says in so many words is a mistake of the user; all else is asked again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmtrain.config.schema import SourceConfig
+from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
+from llmtrain.data.remote.request import (
+    REFUSED,
+    AttemptError,
+    Stopping,
+    asked_wait,
+    awaited,
+    quiet_hub,
+)
+from llmtrain.data.remote.retry import ATTEMPT_SECONDS, back_off, pause
+from llmtrain.data.sources import local
+from llmtrain.data.sources.local import NOT_DATA, SHOWN, File, Resolved, bounded, file_format
+from llmtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
+    from huggingface_hub import HfFileSystem
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PREFIX = re.compile(r"hf://datasets/(?P<id>[^@]+)@(?P<sha>[0-9a-f]{40})/(?P<path>.+)")
+SHORT_COMMIT = re.compile(r"[0-9a-f]{4,39}")
+READABLE = ("parquet", "json", "text")
+FORMATS = "files of parquet, JSON lines or text (builders parquet, json and text of `datasets`)"
+CONVERT = "convert it with `llmtrain data repack`, and name the new files"
+NOT_READ = {".csv", ".tsv", ".arrow", ".tar", ".zip", ".xml"}
+ASK_SECONDS = 120.0  # how long a first start, which has nothing to lose, waits for the Hub
+
+
+def resolve(
+    source: SourceConfig, key: str, keep: bool = False, stop: Stopping | None = None
+) -> Resolved:
+    """Find the files of a source: here, or those of a data set on the Hub.
+
+    `key` names it in messages · keep: what the Hub answers is kept for a first start offline
+    · stop: ends the waiting. Raises UserError for what is not there, not open to this user or in a
+    format that is not read; RunError (75) if the Hub does not answer, or at a stop.
+    """
+    if not local.on_hub(source.path):
+        return local.resolve(source, key)
+    quiet_hub()
+    from huggingface_hub import constants
+
+    asked = (constants.ENDPOINT, source.path, source.name, source.split, source.revision)
+    path = answer_path(cache_root(), asked)
+    if constants.HF_HUB_OFFLINE:
+        kept = load_answer(path) if keep else None
+        if kept is None:
+            raise UserError(_offline(source, key))
+        files = tuple(File(*file) for file in kept["files"])
+        return Resolved(kept["root"], True, kept["revision"], files)
+    found = _ask(source, key, stop)
+    if keep:
+        answer = {"root": found.root, "revision": found.revision, "files": found.files}
+        store_answer(path, answer)
+    return found
+
+
+def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
+    from huggingface_hub import HfFileSystem
+
+    what = f"{source.path} (no path of this machine; data set of the Hub)"
+    urls = _retried(lambda: _file_urls(source, key), what, stop)
+    found = [PREFIX.fullmatch(url) for url in urls]
+    inside = [match for match in found if match is not None]
+    if len(inside) != len(urls):
+        outside = next(url for url, match in zip(urls, found, strict=True) if match is None)
+        expected = "files of the data set itself"
+        raise UserError(Problem(key, outside, expected, "name them as a source of their own"))
+    unknown = [match["path"] for match in inside if file_format(match["path"]) is None]
+    if unknown:
+        raise UserError(*bounded([Problem(key, name, FORMATS, CONVERT) for name in unknown], key))
+    root = f"hf://datasets/{inside[0]['id']}@{inside[0]['sha']}"
+    names = sorted((match["path"] for match in inside), key=str.encode)
+    system = HfFileSystem()
+    _warn_of_left_out(system, root, names, stop)
+    files = tuple(_file(system, root, name, stop) for name in names)
+    return Resolved(root, True, inside[0]["sha"], files)
+
+
+def _file_urls(source: SourceConfig, key: str) -> list[str]:
+    """What `datasets` finds: hf://datasets/ID@COMMIT/PATH of every file of the split.
+
+    Raises UserError for what the Hub says is not there, OSError for what may pass.
+    """
+    builder = _builder(source, key)
+    if builder.name == "cache":  # what `datasets` falls back to; it has no list of files
+        raise OSError("the Hub gave no list of the data set's files")
+    options = builder.config
+    unusual = [
+        f"{name}: {value}"
+        for name, usual in (("field", None), ("sample_by", "line"))
+        if (value := getattr(options, name, usual)) != usual
+    ]
+    if builder.name not in READABLE or unusual:
+        value = f"{source.path} ({', '.join([builder.name, *unusual])})"
+        raise UserError(Problem(key, value, FORMATS, CONVERT))
+    splits = options.data_files or {}
+    if source.split not in splits:
+        expected = f"one of: {_nearest(source.split, splits)}"
+        raise UserError(Problem(_beside(key, "split"), source.split, expected))
+    return [str(url) for url in splits[source.split]]
+
+
+def _builder(source: SourceConfig, key: str) -> DatasetBuilder:
+    import datasets
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError, DatasetsError
+
+    try:
+        return datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
+    except DatasetNotFoundError as error:
+        raise UserError(_not_found(source, key, str(error))) from error
+    except (DataFilesNotFoundError, EmptyDatasetError) as error:
+        value = f"{source.path} ({_first_line(error)})"
+        raise UserError(Problem(key, value, f"a data set with {FORMATS}", CONVERT)) from error
+    except json.JSONDecodeError as error:
+        raise OSError(f"an answer that is no JSON: {error}") from error
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise OSError(_first_line(error)) from error
+        remedy = "the Hub may have it as parquet: try the revision refs/convert/parquet"
+        value = f"{source.path} ({_first_line(error)})"
+        raise UserError(Problem(key, value, FORMATS, remedy)) from error
+    except ValueError as error:
+        raise UserError(_wrong_config(source, key, error)) from error
+    except DatasetsError as error:
+        expected = f"a data set that can be read ({_first_line(error)})"
+        raise UserError(Problem(key, f"{source.path}, name {source.name}", expected)) from error
+
+
+def _not_found(source: SourceConfig, key: str, message: str) -> Problem:
+    """The id, its revision, or the right to see it: `datasets` has one exception for them."""
+    from huggingface_hub import constants
+
+    page = f"{constants.ENDPOINT}/datasets/{source.path}"
+    if "gated" in message:
+        expected = "a data set that is open to you; this one is gated"
+        remedy = f"ask for access on {page}, then set HF_TOKEN"
+        return Problem(key, source.path, expected, remedy)
+    if source.revision is not None and message.startswith("Revision"):
+        short = SHORT_COMMIT.fullmatch(source.revision) is not None
+        expected = "all 40 digits of a commit" if short else "a branch, tag or commit that exists"
+        return Problem(_beside(key, "revision"), source.revision, expected, f"see {page}/commits")
+    expected = "a path on this machine, or a data set of the Hub; none of this name can be seen"
+    remedy = "check the spelling; it does not exist, or it is private and needs HF_TOKEN"
+    return Problem(key, source.path, expected, remedy)
+
+
+def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
+    """A config that is not there or not chosen, if the data set has some; else what was said."""
+    import datasets
+
+    names = datasets.get_dataset_config_names(source.path, revision=source.revision)
+    if source.name in names or len(names) < (2 if source.name is None else 1):
+        expected = f"a data set that can be read ({_first_line(error)})"
+        return Problem(key, source.path, expected)
+    return Problem(_beside(key, "name"), source.name, f"one of: {_nearest(source.name, names)}")
+
+
+def _nearest(asked: str | None, there: Iterable[Any]) -> str:
+    """The names there are, those first that are spelt most alike; of very many the first few."""
+    names = [str(name) for name in there]
+
+    def likeness(name: str) -> float:
+        return difflib.SequenceMatcher(None, asked or "", name).ratio()
+
+    ordered = sorted(names, key=likeness, reverse=True)
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + more if ordered else "none"
+
+
+def _warn_of_left_out(
+    system: HfFileSystem, root: str, names: Sequence[str], stop: Stopping | None
+) -> None:
+    """Say which files beside the chosen ones are data of another type: nothing of them is used."""
+    chosen, folders = set(names), {str(PurePosixPath(name).parent) for name in names}
+    kinds = {found.kind for name in names if (found := file_format(name))}
+    left: list[str] = []
+    for folder in sorted(folders):
+        place = root if folder == "." else f"{root}/{folder}"
+        entries = _retried(partial(system.ls, place, detail=True), place, stop)
+        there = _names(entries, root)
+        left += [name for name in there if _is_other_data(name, chosen, kinds)]
+    if left:
+        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        log.warning(
+            "%s: files of other types are not read: %s%s", root, ", ".join(left[:SHOWN]), more
+        )
+
+
+def _names(entries: Iterable[Any], root: str) -> list[str]:
+    """Names of files relative to the data set, from a listing of `HfFileSystem` with details."""
+    start = len(root.removeprefix("hf://")) + 1
+    return sorted(str(entry["name"])[start:] for entry in entries if entry["type"] == "file")
+
+
+def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
+    base = PurePosixPath(name).name
+    if name in chosen or base.startswith((".", "_")) or base.lower() in NOT_DATA:
+        return False
+    found = file_format(base)
+    return found.kind not in kinds if found else PurePosixPath(base).suffix.lower() in NOT_READ
+
+
+def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> File:
+    """Name, size and etag: of a large file its sha256, else its blob id."""
+    info = _retried(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
+    large = info.get("lfs")
+    etag = large["sha256"] if large else info["blob_id"]
+    return File(name, int(info["size"]), str(etag))
+
+
+def _retried(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
+    """The answer of the Hub, asked again while it fails in a way that may pass."""
+    import httpx2
+
+    deadline = time.monotonic() + ASK_SECONDS
+    failures = 0
+    while True:
+        try:
+            return awaited(ask, ATTEMPT_SECONDS, stop)
+        except (OSError, httpx2.HTTPError, AttemptError) as error:
+            status, asked = _status(error)
+            if status in REFUSED:
+                expected = f"an answer of the Hub ({_first_line(error)})"
+                problem = Problem(what, f"HTTP {status}", expected, REFUSED[status])
+                raise UserError(problem) from error
+            reason = _first_line(error)
+            wait = back_off(failures, asked, deadline, what, reason)
+        log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
+        pause(wait, stop)
+        failures += 1
+
+
+def _status(error: BaseException) -> tuple[int, float]:
+    """Status of the answer that an error comes from (0: of none), and the wait it asks for.
+
+    `datasets` wraps errors in others. Of what lies below only a refusal is believed: a file that
+    need not be there gives 404, long before the network fails.
+    """
+    answer = getattr(error, "response", None)
+    if answer is not None:
+        return int(answer.status_code), asked_wait(answer.headers)
+    below = error.__cause__ or error.__context__
+    status, asked = _status(below) if below is not None else (0, 0.0)
+    return status if status in (401, 403) else 0, asked
+
+
+def _offline(source: SourceConfig, key: str) -> Problem:
+    expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
+    remedy = "begin the run once online with data.cache_gb set: then it can begin offline, too"
+    return Problem(key, source.path, expected, remedy)
+
+
+def _beside(key: str, name: str) -> str:
+    """data.sources.0.path → data.sources.0.name"""
+    return f"{key.rsplit('.', 1)[0]}.{name}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,302 @@
+"""From a source of the config to its files on this machine.
+
+A local path wins; the suffix of a file chooses its reader, so one directory may mix formats. Any
+other path that is spelt like one is the id of a data set on the Hub (`hub.py`).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from llmtrain.config.schema import SourceConfig
+from llmtrain.errors import Problem, UserError
+
+SAMPLE = "sample"
+EDGE_BYTES = 64 * 1024
+SHOWN = 8  # problems of one kind that a message lists
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+}
+COMPRESSED = (".gz", ".zst")
+INDEX = ".idx"  # of a token cache, with a .bin beside it
+# What lies beside data in many directories.
+NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
+SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
+TABLES = {".csv", ".tsv", ".arrow"}  # rows, but not in a form that units can be cut from
+ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class File(NamedTuple):
+    """One file of a source.
+
+    name: relative to the source, with `/` · etag: the Hub's, or the digest of a local file's ends.
+    """
+
+    name: str
+    size: int
+    etag: str
+
+
+class Format(NamedTuple):
+    """How a file is read: parquet, jsonl or text; compression None, gz or zst."""
+
+    kind: str
+    compression: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A source's files, sorted by path bytes; root + `/` + name is a path or hf:// address."""
+
+    root: str
+    remote: bool
+    revision: str | None
+    files: tuple[File, ...]
+
+
+def resolve(source: SourceConfig, key: str) -> Resolved:
+    """Find the files of a source on this machine. `key` names it in messages.
+
+    Raises UserError for a path where nothing is, an empty directory, a glob without a match, a file
+    of unknown suffix, one whose name is not UTF-8, and what is no file, as a link to nothing.
+    """
+    if source.path != SAMPLE and not is_local(source.path):
+        raise UserError(_nothing_there(source.path, key))
+    root = Path(locate(source, key))
+    paths = sorted(list_files(source.path, root, key), key=lambda path: os.fsencode(path))
+    if any(is_index(path.name) for path in paths):
+        paths = _pairs(paths, key)
+    elif unknown := [path for path in paths if file_format(path.name) is None]:
+        raise UserError(*bounded([_unknown_suffix(path, key) for path in unknown], key))
+    files: list[File] = []
+    unreadable: list[Problem] = []
+    for path in paths:
+        try:
+            size, digest = path.stat().st_size, edges_digest(path)
+        except OSError as error:
+            unreadable.append(
+                Problem(key, str(path), f"a file that can be read ({error.strerror})")
+            )
+        else:
+            files.append(File(path.relative_to(root).as_posix(), size, digest))
+    if unreadable:
+        raise UserError(*bounded(unreadable, key))
+    return Resolved(str(root), False, None, tuple(files))
+
+
+def locate(source: SourceConfig, key: str) -> str:
+    """The directory that the names of a local source's files are relative to."""
+    path = source.path
+    if path == SAMPLE:
+        return str(Path(__file__).parents[1] / "sample")
+    if is_glob(path):
+        fixed = Path(path)
+        while is_glob(str(fixed)):
+            fixed = fixed.parent
+        return str(fixed.absolute())
+    if not Path(path).exists():
+        linked = Path(path).is_symlink()
+        raise UserError(_no_file(Path(path), key) if linked else _nothing_there(path, key))
+    return str(Path(path).absolute() if Path(path).is_dir() else Path(path).absolute().parent)
+
+
+def is_local(path: str) -> bool:
+    """Is this path meant for this machine's files? (What exists here always is.)"""
+    suffixes = {*FORMATS, *COMPRESSED, INDEX}
+    explicit = path.startswith((".", "/", "~")) or Path(path).suffix in suffixes
+    beside = "/" in path and Path(path).parent.is_dir()  # a misspelt name in a directory of ours
+    return Path(path).exists() or is_glob(path) or explicit or beside
+
+
+def is_glob(path: str) -> bool:
+    """Has it wildcards? A file that really is called so is no glob."""
+    return glob.has_magic(path) and not Path(path).exists()
+
+
+def is_index(name: str) -> bool:
+    """Is it the `.idx` of a token cache?"""
+    return name.endswith(INDEX)
+
+
+def file_format(name: str) -> Format | None:
+    """How a file of this name is read; None: unknown."""
+    stem, compression = name.lower(), None
+    for suffix in COMPRESSED:
+        if stem.endswith(suffix):
+            stem, compression = stem.removesuffix(suffix), suffix[1:]
+    kind = FORMATS.get(Path(stem).suffix)
+    if kind is None or (kind == "parquet" and compression):
+        return None
+    return Format(kind, compression)
+
+
+def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
+    """Names for metrics: the last part of the path, `/name` if it has one, `-2` … if repeated."""
+    names: list[str] = []
+    for source in sources:
+        base = source.path.rstrip("/").rsplit("/", 1)[-1]
+        named = source.name and not is_local(source.path)
+        base = f"{base}/{source.name}" if named else base
+        label, count = base, 2
+        while label in names:
+            label, count = f"{base}-{count}", count + 1
+        names.append(label)
+    return tuple(names)
+
+
+def edges_digest(path: Path) -> str:
+    """Digest of the first and last 64 KiB: tells changed files without reading them whole."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        digest.update(file.read(EDGE_BYTES))
+        file.seek(max(0, path.stat().st_size - EDGE_BYTES))
+        digest.update(file.read(EDGE_BYTES))
+    return digest.hexdigest()
+
+
+def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
+    """The first few problems, and how many more there are."""
+    shown = list(problems[:SHOWN])
+    if len(problems) > SHOWN:
+        more = f"{len(problems) - SHOWN} more files with problems of this kind"
+        shown.append(Problem(key, more, "none", "put right the files above first"))
+    return shown
+
+
+def list_files(path: str, root: Path, key: str) -> list[Path]:
+    """The data files of a path of this machine, in no order. Raises UserError if there is none."""
+    if path == SAMPLE:
+        return list(root.glob("*.parquet"))
+    if is_glob(path):
+        pattern = str(Path(path).absolute().relative_to(root))
+        found = _only_files(root.glob(pattern), key)
+        if not found:
+            raise UserError(_no_match(path, root, key))
+        return found
+    if not Path(path).is_dir():
+        return _only_files([Path(path).absolute()], key)
+    there = [file for file in root.rglob("*") if _is_data(file, root)]
+    if linked := [_linked(file, key) for file in there if file.is_symlink() and file.is_dir()]:
+        raise UserError(*bounded(linked, key))
+    found = _only_files(there, key)
+    if not found:
+        expected = f"a directory with data files ({SUFFIXES})"
+        raise UserError(Problem(key, path, f"{expected}; it holds {_listing(root)}"))
+    return found
+
+
+def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
+    """Without the directories. Raises UserError for what is no file, or has a name of no text."""
+    files: list[Path] = []
+    problems: list[Problem] = []
+    for path in paths:
+        if path.is_dir():
+            continue
+        if _shown(path) != str(path):
+            expected, remedy = "a file whose path is UTF-8", "rename the file, or its directory"
+            problems.append(Problem(key, _shown(path), expected, remedy))
+        elif not path.is_file():
+            problems.append(_no_file(path, key))
+        else:
+            files.append(path)
+    if problems:
+        raise UserError(*bounded(problems, key))
+    return files
+
+
+def _shown(path: Path) -> str:
+    r"""A path as text that can be written anywhere; bytes that are no UTF-8 as `\xff`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _linked(path: Path, key: str) -> Problem:
+    """A link to a directory, which could lead round in a circle."""
+    expected = "a directory itself: links to directories are not followed"
+    remedy = "name it as a source of its own, or link its files"
+    return Problem(key, _shown(path), expected, remedy)
+
+
+def _no_file(path: Path, key: str) -> Problem:
+    """A link to nothing, a FIFO, a socket or a device."""
+    what = "it is a FIFO, a socket or a device"
+    if not path.exists():
+        what = f"it is a link to {_shown(path.readlink())}, which is not there"
+    expected = f"a file that can be read; {what}"
+    return Problem(key, str(path), expected, "repair it, move it away, or remove it")
+
+
+def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
+    """The `.idx` and `.bin` files of token caches; their descriptions and tokenizers are no data.
+
+    Raises UserError for an `.idx` without its `.bin`, and for any other data beside them.
+    """
+    indices = [path for path in paths if is_index(path.name)]
+    tokens = [path.with_suffix(".bin") for path in indices]
+    tokenizers = {path.parent / "tokenizer" for path in indices}
+    known = {*indices, *tokens, *(path.with_suffix(".json") for path in indices)}
+    others = [path for path in paths if path not in known and not tokenizers & {*path.parents}]
+    expected = "nothing but token caches (.idx, .bin) where there is one"
+    remedy = "make it a source of its own"
+    problems = [Problem(key, str(path), expected, remedy) for path in others]
+    for index, path in zip(indices, tokens, strict=True):
+        if not path.is_file():
+            problems.append(Problem(key, str(index), f"{path.name} beside it"))
+    if problems:
+        raise UserError(*bounded(problems, key))
+    return sorted([*indices, *tokens], key=lambda path: os.fsencode(path))
+
+
+def _is_data(path: Path, root: Path) -> bool:
+    parts = path.relative_to(root).parts
+    hidden = any(part.startswith((".", "_")) for part in parts)
+    return not hidden and path.name.lower() not in NOT_DATA
+
+
+def _listing(directory: Path) -> str:
+    """What lies in a directory, for a message."""
+    names = sorted(_shown(Path(entry.name)) + "/" * entry.is_dir() for entry in directory.iterdir())
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more if names else "nothing"
+
+
+def _no_match(path: str, root: Path, key: str) -> Problem:
+    while not root.is_dir():
+        root = root.parent
+    return Problem(
+        key, path, "a glob that matches files", f"see what is there: {root} holds {_listing(root)}"
+    )
+
+
+def _nothing_there(path: str, key: str) -> Problem:
+    parent = Path(path).absolute().parent
+    while not parent.is_dir():
+        parent = parent.parent
+    return Problem(
+        key,
+        path,
+        "a file, a directory, a glob, a data set id of the Hub (OWNER/NAME), or sample",
+        f"see what is there: {parent} holds {_listing(parent)}",
+    )
+
+
+def _unknown_suffix(path: Path, key: str) -> Problem:
+    remedy = "move it away, or name the files with a glob"
+    if path.suffix.lower() in TABLES:
+        remedy = "convert it with `llmtrain data repack`, and name the new files"
+    return Problem(key, str(path), f"a data file ({SUFFIXES})", remedy)
+
+
+def on_hub(path: str) -> bool:
+    """Is this path the id of a data set (OWNER/NAME or NAME), and not meant for this machine?"""
+    return path != SAMPLE and not is_local(path) and ID.fullmatch(path) is not None

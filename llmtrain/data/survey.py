@@ -1,0 +1,352 @@
+"""From files to units: what rank 0 decides once, and what every later start checks.
+
+    survey(config)  ─►  training_texts  ─►  (a tokenizer is trained)  ─►  freeze  ─►  manifest.json
+                                                                                          │
+    later starts:   manifest.load  ─►  check(manifest, config, tokenizer)  ◄──────────────┘
+
+How files become parts, and parts units, stands in `parts.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeVar
+
+from llmtrain import heartbeat
+from llmtrain.config.binding import changes, data_values, refused, way_out
+from llmtrain.config.schema import Config, DataConfig, SourceConfig
+from llmtrain.data import heldout
+from llmtrain.data.documents.reader import Reader, Reading, reading_of
+from llmtrain.data.file_parts import Part, cut, inspect, missing_column
+from llmtrain.data.lanes import default_lanes
+from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, load
+from llmtrain.data.remote.request import Stopping
+from llmtrain.data.sources.hub import resolve
+from llmtrain.data.sources.local import bounded, edges_digest, labels
+from llmtrain.data.token_cache.source import check_tokenizer
+from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.errors import Problem, UserError
+from llmtrain.hashing import mix
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+__all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The sources with units and split, before there is a tokenizer."""
+
+    sources: tuple[Source, ...]
+    seq_len: int
+    packing: Packing
+    document_mask: bool
+    own_evaluation: bool
+    seed: int
+    lanes: int
+    made_with: Mapping[str, object]
+    reading: Reading
+
+
+def survey(
+    config: Config,
+    processes: int,
+    run_dir: Path | None = None,
+    lanes: int | None = None,
+    stop: Stopping | None = None,
+) -> Survey:
+    """Find files, units, lanes and held-out documents.
+
+    processes: ranks × data workers (at least 1 each) · run_dir, stop: as in `Reading` · lanes:
+    those of a run that exists. Raises UserError with the problems of all sources: nothing there,
+    not readable, no text column, no training document left …; RunError (75) at a stop.
+    """
+    data, seed = config.data, config.run.seed
+    reading = reading_of(config, run_dir, stop)
+    reader = Reader(reading)
+    named = [
+        (source, label, f"data.sources.{i}")
+        for i, (source, label) in enumerate(zip(data.sources, labels(data.sources), strict=True))
+    ]
+    both = [*named, *_own_evaluation(config)]  # so that all problems are told at once
+    drafts = _each(lambda i: _draft(*both[i], reader), len(both))
+    _warn_of_shared_files([source for source, _ in drafts])
+    drafts = drafts[: len(named)]
+    if lanes is None and data.lanes != "auto":
+        lanes = data.lanes
+    if lanes is None:
+        lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
+    sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
+    share = 0.0 if config.evaluation.sources else data.heldout
+    split = _each(lambda k: _split(sources[k], k, share, seed, reader), len(sources))
+    packing, document_mask = packing_of(data)
+    return Survey(
+        sources=tuple(split),
+        seq_len=data.seq_len,
+        packing=packing,
+        document_mask=document_mask,
+        own_evaluation=bool(config.evaluation.sources),
+        seed=seed,
+        lanes=lanes,
+        made_with=data_values(config),
+        reading=reading,
+    )
+
+
+def evaluation_sources(config: Config, reading: Reading) -> tuple[Source, ...]:
+    """`evaluation.sources`, as sources of which every document is held out; () = none are set.
+
+    Raises UserError as `survey` does.
+    """
+    reader = Reader(reading)
+    own = _own_evaluation(config)
+    drafts = _each(lambda i: _draft(*own[i], reader), len(own))
+    sources = [replace(s, units=tuple(cut(parts, 1)), id_column=None) for s, parts in drafts]
+    return tuple(heldout.all_held_out(s, k, config.run.seed) for k, s in enumerate(sources))
+
+
+def _own_evaluation(config: Config) -> list[tuple[SourceConfig, str, str]]:
+    """(source, label, key) of each of `evaluation.sources`."""
+    described = [SourceConfig(**source.model_dump()) for source in config.evaluation.sources]
+    return [
+        (source, f"evaluation/{label}", f"evaluation.sources.{i}")
+        for i, (source, label) in enumerate(zip(described, labels(described), strict=True))
+    ]
+
+
+def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
+    """Training documents for a tokenizer: whole units in an order of their own, sources in turn.
+
+    Ends at the first document that reaches `limit_bytes` of UTF-8 text, or with the last unit.
+    """
+    for i, source in enumerate(survey.sources):
+        if source.cached:
+            expected = "sources of text, since model.tokenizer is to be trained; this is tokens"
+            remedy = "set model.tokenizer to the one that wrote the token cache: DIR/tokenizer"
+            raise UserError(Problem(f"data.sources.{i}.path", source.path, expected, remedy))
+    reader = Reader(survey.reading)
+    orders = _sample_orders(survey)
+    size = 0
+    for turn in range(max(map(len, orders))):
+        for source, order in zip(survey.sources, orders, strict=True):
+            for u in order[turn : turn + 1]:
+                for text in heldout.training_texts(source, u, survey.seed, reader):
+                    heartbeat.beat("training a tokenizer")
+                    yield text
+                    size += len(text.encode())
+                    if size >= limit_bytes:
+                        return
+
+
+def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
+    """Up to `count` training documents, sources of text in turn, which reads few units.
+
+    Ends at the document that reaches `limit_bytes` of UTF-8 text.
+    """
+    reader = Reader(survey.reading)
+    streams = [
+        _training_texts(source, order, survey.seed, reader)
+        for source, order in zip(survey.sources, _sample_orders(survey), strict=True)
+        if not source.cached
+    ]
+    size = 0
+    for text in heldout.in_turn(streams, count):
+        yield text
+        size += len(text.encode())
+        if size >= limit_bytes:
+            return
+
+
+def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
+    """The manifest: from here on nothing about the data is decided again.
+
+    Raises UserError for a token cache that another tokenizer wrote.
+    """
+    check_tokenizer(survey.sources, tokenizer)
+    return Manifest(
+        sources=survey.sources,
+        tokenizer=_facts(tokenizer),
+        seq_len=survey.seq_len,
+        packing=survey.packing,
+        document_mask=survey.document_mask,
+        own_evaluation=survey.own_evaluation,
+        seed=survey.seed,
+        lanes=survey.lanes,
+        made_with=survey.made_with,
+    )
+
+
+def check(manifest: Manifest, config: Config, tokenizer: Tokenizer) -> None:
+    """At every later start: is this still the data and the tokenizer that the run began with?
+
+    Raises UserError that lists all that differs. Local files are compared by size and by their
+    first and last 64 KiB; files of the Hub when they are read, by their etag.
+    """
+    found = changes(manifest.made_with, data_values(config))
+    problems = refused(found, config, "as when the run began")
+    problems += [*differing_tokenizer(manifest, tokenizer), *changed_files(manifest)]
+    if problems:
+        raise UserError(*problems)
+
+
+def changed_files(manifest: Manifest) -> list[Problem]:
+    """Local files that are gone or not what they were, by their sources' `path` keys."""
+    problems: list[Problem] = []
+    for i, source in enumerate(manifest.sources):
+        if not source.remote:
+            key = f"data.sources.{i}.path"
+            problems += bounded(_changed_files(source, key), key)
+    return problems
+
+
+def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
+    """What of the tokenizer is not as the manifest says (asked by every process that encodes)."""
+    now, then = _facts(tokenizer), manifest.tokenizer
+    remedy = (
+        f"restore the run's tokenizer/, and the versions it began with: {then.versions} "
+        f"(here: {now.versions})"
+    )
+    return [
+        Problem(f"tokenizer {name}", getattr(now, name), f"{getattr(then, name)}", remedy)
+        for name in ("digest", "backend", "probe", "length")
+        if getattr(now, name) != getattr(then, name)
+    ]
+
+
+def packing_of(data: DataConfig) -> tuple[Packing, bool]:
+    """What `auto` means for packing and document mask."""
+    packing: Packing = "concat" if data.packing == "auto" else data.packing
+    asked = data.document_mask
+    return packing, packing == "bestfit" if asked == "auto" else asked
+
+
+def _warn_of_shared_files(sources: Sequence[Source]) -> None:
+    """What is held out of a source, or evaluated on, must not be trained on through another."""
+    first: dict[tuple[int, str], str] = {}
+    for source in sources:
+        for index, file in enumerate(source.files):
+            other = first.setdefault((file.size, file.etag), source.label)
+            if other != source.label:
+                log.warning(
+                    "%s of source %s is in source %s too: what is held out of one of them can be "
+                    "trained on through the other",
+                    *(source.where(index), source.label, other),
+                )
+
+
+def _each(function: Callable[[int], T], count: int) -> list[T]:
+    """The results for 0 … count − 1; if some raise UserError, one with all their problems."""
+    results: list[T] = []
+    problems: list[Problem] = []
+    for i in range(count):
+        try:
+            results.append(function(i))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return results
+
+
+def _draft(
+    configured: SourceConfig, label: str, key: str, reader: Reader
+) -> tuple[Source, list[Part]]:
+    """A source without its units, and what they are cut from."""
+    reading = reader.reading
+    resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
+    source = Source(
+        label=label,
+        path=configured.path,
+        root=resolved.root,
+        remote=resolved.remote,
+        revision=resolved.revision,
+        files=resolved.files,
+        text_column=configured.text_column,
+        id_column=None,
+        weight=configured.weight,
+        max_epochs=configured.max_epochs,
+        units=(),
+    )
+    parts, columns = inspect(source, key, reader)
+    if not parts:
+        files = range(len(source.files))
+        why = "are left out" if any(reader.skips_file(source, i) for i in files) else "are empty"
+        expected = f"files with documents; all {why}"
+        raise UserError(Problem(f"{key}.path", configured.path, expected))
+    name = configured.id_column
+    present = all(name in found for found in columns)
+    if not present and "id_column" in configured.model_fields_set:
+        raise UserError(missing_column(f"{key}.id_column", name, configured.path, columns[0]))
+    return replace(source, id_column=name if present else None), parts
+
+
+def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
+    found = heldout.split(source, k, fraction, seed, reader)
+    if not heldout.has_training_document(found, seed, reader):
+        expected = "at least one document that is not empty and not held out"
+        problem = Problem(
+            f"data.sources.{k}.path",
+            source.path,
+            f"{expected}: no training document is left after the held-out split",
+            "add documents, or lower data.heldout",
+        )
+        raise UserError(problem)
+    return found
+
+
+def _training_texts(
+    source: Source, order: Sequence[int], seed: int, reader: Reader
+) -> Iterator[str]:
+    for u in order:
+        yield from heldout.training_texts(source, u, seed, reader)
+
+
+def _sample_orders(survey: Survey) -> list[list[int]]:
+    """An order of each source's units that no lane walks."""
+    return [
+        sorted(range(len(source.units)), key=partial(mix, survey.seed, 8, k))
+        for k, source in enumerate(survey.sources)
+    ]
+
+
+def _facts(tokenizer: Tokenizer) -> TokenizerFacts:
+    return TokenizerFacts(
+        digest=tokenizer.digest,
+        backend=tokenizer.backend,
+        probe=tokenizer.probe,
+        length=tokenizer.length,
+        versions=", ".join(f"{name} {_version(name)}" for name in ("tokenizers", "tiktoken")),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _changed_files(source: Source, key: str) -> list[Problem]:
+    problems = []
+    remedy = f"bring the old data back, or {way_out(key)}"
+    used = {unit.file for unit in source.units}  # not the empty ones, nor those left out
+    for index, file in enumerate(source.files):
+        path = Path(source.where(index))
+        if index not in used and not source.cached:
+            continue
+        if not path.is_file():
+            expected = "a file of this name, as when the run began"
+            problems.append(Problem(key, str(path), expected, remedy))
+        elif path.stat().st_size != file.size:
+            expected = f"{file.size} bytes, as when the run began; it has {path.stat().st_size}"
+            problems.append(Problem(key, str(path), expected, remedy))
+        elif edges_digest(path) != file.etag:
+            expected = "the content that the run began with; it has changed"
+            problems.append(Problem(key, str(path), expected, remedy))
+    return problems

@@ -1,0 +1,289 @@
+"""A token cache as a source: its training documents are one stream of tokens, read at any place.
+
+    documents    0 | 1 | 2 | 3 | 4 |          in order of files; 2 is held out
+    stream       0 0 0 1 3 3 3 3 4 4 …        without it: no gap, and it is never trained on
+    blocks       |---0---|---1---|---2---|    of stride seq_len; the last goes on with document 0
+
+An epoch deals all blocks to the lanes in an order of its own; opening at any block reads that block
+alone. The trap: with packing bestfit there is no such stream, documents are walked like those of
+other sources, in slices of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from llmtrain.data.manifest import Manifest, Source, Unit
+from llmtrain.data.packing import Packed, Span
+from llmtrain.data.sources.local import bounded, is_index
+from llmtrain.data.token_cache.file import TokenFile, open_tokens
+from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.errors import Problem, UserError
+from llmtrain.hashing import mix, permutation
+from llmtrain.types import Cursor
+
+_log = logging.getLogger(__name__)
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """All documents of a cached source, numbered in order of its files.
+
+    first: number of each file's first document, and how many there are · base: position of each
+    file's first token, and how many there are.
+    """
+
+    files: tuple[TokenFile, ...]
+    first: tuple[int, ...]
+    base: tuple[int, ...]
+
+    def span(self, document: int) -> tuple[TokenFile, int, int]:
+        """The file that holds it, and its tokens [start, stop) there."""
+        number = bisect_right(self.first, document) - 1
+        file, within = self.files[number], document - self.first[number]
+        return file, file.begin(within), file.begin(within + 1)
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The document of a token, and the token's place in it."""
+        number = bisect_right(self.base, position) - 1
+        file, within = self.files[number], position - self.base[number]
+        document = file.at(within)
+        return self.first[number] + document, within - file.begin(document)
+
+    def begin(self, document: int) -> int:
+        """The position of a document's first token."""
+        number = bisect_right(self.first, document) - 1
+        return self.base[number] + self.files[number].begin(document - self.first[number])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The documents of a unit: what `readers.Rows` is for text. numbers (n,) in the source."""
+
+    documents: Documents
+    numbers: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def usable(self, row: int) -> bool:
+        """Has it any token?"""
+        _, start, stop = self.documents.span(int(self.numbers[row]))
+        return stop > start
+
+    def hash(self, row: int, seed: int) -> int:
+        """xxh3_64 of the document's number in the source, as decimal digits."""
+        return xxhash.xxh3_64_intdigest(str(int(self.numbers[row])).encode(), seed=seed & _MASK)
+
+    def ids(self, row: int, vocabulary: int) -> np.ndarray:
+        """All its tokens, int32 (n,). Raises UserError for an id outside the vocabulary."""
+        file, start, stop = self.documents.span(int(self.numbers[row]))
+        return file.ids(start, stop, vocabulary)
+
+    def take(self, order: np.ndarray) -> Rows:
+        """The same documents in another order."""
+        return Rows(self.documents, self.numbers[order])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingStream:
+    """The tokens of all documents that are not held out, one behind the other.
+
+    heldout (h,): their numbers, rising · gaps (h,): position in the stream before which each is
+    left out · removed (h + 1,): tokens of the first so many of them · tokens: its length.
+    """
+
+    documents: Documents
+    heldout: np.ndarray
+    gaps: np.ndarray
+    removed: np.ndarray
+    tokens: int
+
+    @property
+    def num_documents(self) -> int:
+        """How many there are, empty ones too."""
+        return self.documents.first[-1] - len(self.heldout)
+
+    def cut(
+        self, position: int, size: int, vocabulary: int
+    ) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
+        """`size` ids (int32) from `position` on, and (document, start, stop, at) of their pieces.
+
+        Behind the last document comes the first. Raises UserError for an id outside the vocabulary.
+        """
+        left_out = int(np.searchsorted(self.gaps, position, "right"))
+        document, start = self.documents.at(position + int(self.removed[left_out]))
+        ids = np.empty(size, np.int32)
+        pieces: list[tuple[int, int, int, int]] = []
+        filled = 0
+        while filled < size:
+            if document == self.documents.first[-1]:
+                document = left_out = 0
+            if left_out < len(self.heldout) and self.heldout[left_out] == document:
+                document, left_out = document + 1, left_out + 1
+                continue
+            file, begin, end = self.documents.span(document)
+            stop = min(end - begin, start + size - filled)
+            if stop > start:
+                ids[filled : filled + stop - start] = file.ids(
+                    begin + start, begin + stop, vocabulary
+                )
+                pieces.append((document, start, stop, filled))
+                filled += stop - start
+            document, start = document + 1, 0
+        return ids, pieces
+
+
+def open_documents(source: Source) -> Documents:
+    """Map the files of a cached source, once a process. Raises UserError for damaged files."""
+    return _mapped(tuple(_indices(source)), tuple(file.etag for file in source.files))
+
+
+def place_of(source: Source, number: int) -> tuple[str, int]:
+    """The name of the `.idx` that holds a document of the source, and its number in that file."""
+    documents = open_documents(source)
+    file = bisect_right(documents.first, number) - 1
+    names = [file.name for file in source.files if is_index(file.name)]
+    return names[file], number - documents.first[file]
+
+
+def text_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """A document's ids without the begin token and the end of text that it may have."""
+    begins = tokenizer.bos is not None and ids[:1].tolist() == [tokenizer.bos]
+    ends = ids[-1:].tolist() == [tokenizer.eos]
+    return ids[int(begins) : len(ids) - int(ends)]
+
+
+def rows_of(source: Source, unit: Unit) -> Rows:
+    """The documents of a unit of a cached source: [start, stop) of its file."""
+    documents = open_documents(source)
+    number = sum(is_index(file.name) for file in source.files[: unit.file])
+    first = documents.first[number]
+    return Rows(documents, np.arange(first + unit.start, first + unit.stop))
+
+
+@lru_cache(maxsize=8)
+def training_stream(source: Source, seed: int) -> TrainingStream:
+    """What of a cached source is trained on."""
+    documents = open_documents(source)
+    held: list[int] = []
+    for u in source.heldout_units:
+        rows = rows_of(source, source.units[u])
+        for row in range(len(rows)):
+            if rows.hash(row, seed) < source.threshold and rows.usable(row):
+                held.append(int(rows.numbers[row]))
+    heldout = np.array(sorted(held), np.int64)
+    spans = [documents.span(int(document)) for document in heldout]
+    removed = np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int64)
+    begins = np.array([documents.begin(int(document)) for document in heldout], np.int64)
+    tokens = documents.base[-1] - int(removed[-1])
+    return TrainingStream(documents, heldout, begins - removed[:-1], removed, tokens)
+
+
+def num_blocks(source: Source, seed: int, seq_len: int) -> int:
+    """Blocks of an epoch: every token that is trained on is a target in it."""
+    return math.ceil(training_stream(source, seed).tokens / seq_len)
+
+
+def blocks(
+    manifest: Manifest, k: int, lane: int, cursor: Cursor
+) -> Generator[Packed, None, Counter[str]]:
+    """The blocks of source k in a lane from `cursor` on; its `unit` counts blocks of the epoch.
+
+    A span's `row` is the document's number in the source. Raises UserError as `TrainingStream`.
+    """
+    source, seed, seq_len = manifest.sources[k], manifest.seed, manifest.seq_len
+    stream = training_stream(source, seed)
+    epoch, position = cursor.epoch, cursor.unit
+    while source.max_epochs is None or epoch < source.max_epochs:
+        order = _order(num_blocks(source, seed, seq_len), mix(seed, 5, k, epoch))
+        dealt = order[(lane + mix(seed, 6, k, epoch)) % manifest.lanes :: manifest.lanes]
+        for index in range(position, len(dealt)):
+            ids, pieces = stream.cut(
+                int(dealt[index]) * seq_len, seq_len + 1, manifest.tokenizer.length
+            )
+            spans = tuple(Span(epoch, index, *piece) for piece in pieces)
+            starts = np.array([span.at for span in spans], np.int32)
+            yield Packed(ids, starts, None, spans, Cursor(epoch, index + 1, 0, 0), Counter())
+        epoch, position = epoch + 1, 0
+    return Counter()
+
+
+@lru_cache(maxsize=8)
+def _order(blocks: int, key: int) -> np.ndarray:
+    return permutation(blocks, key).astype(np.uint32 if blocks < 1 << 32 else np.int64)
+
+
+@lru_cache(maxsize=8)
+def _mapped(indices: tuple[Path, ...], _content: tuple[str, ...]) -> Documents:
+    files = tuple(open_tokens(index) for index in indices)
+    first = tuple(accumulate((file.documents for file in files), initial=0))
+    base = tuple(accumulate((len(file.tokens) for file in files), initial=0))
+    return Documents(files, first, base)
+
+
+def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
+    """Raise UserError unless the cached ones of these sources were written by this tokenizer.
+
+    That stands in NAME.json; without one a warning says that only the ids' range is checked.
+    """
+    problems: list[Problem] = []
+    for source in sources:
+        for index in _indices(source):
+            said = index.with_suffix(".json")
+            if said.is_file():
+                problems += _other_tokenizer(said, tokenizer)
+            else:
+                _log.warning(
+                    "%s has no %s beside it: which tokenizer wrote it cannot be checked, only that "
+                    "its ids are below %d",
+                    *(index, said.name, tokenizer.length),
+                )
+    if problems:
+        raise UserError(*bounded(problems, "model.tokenizer"))
+
+
+def described(tokenizer: Tokenizer) -> dict[str, object]:
+    """What NAME.json says of the tokenizer: its files' digest, and what decides the ids."""
+    return {
+        "tokenizer": tokenizer.digest,
+        "backend": tokenizer.backend,
+        "probe": tokenizer.probe,
+        "vocabulary": tokenizer.length,
+        "bos": tokenizer.bos,
+        "eos": tokenizer.eos,
+    }
+
+
+def _other_tokenizer(said: Path, tokenizer: Tokenizer) -> list[Problem]:
+    """The same files, or the same ids: saving a tokenizer again may change its files."""
+    now = described(tokenizer)
+    try:
+        then = json.loads(said.read_text("utf-8"))
+        differs = [name for name in now if then[name] != now[name]]
+    except (ValueError, KeyError, TypeError) as error:
+        expected = f"the description that `llmtrain data tokenize` wrote ({error})"
+        return [Problem(str(said), None, expected, "copy it again, or remove it")]
+    if "tokenizer" not in differs or {*differs} <= {"tokenizer", "backend"}:
+        return []
+    expected = f"the tokenizer that wrote {said.with_suffix('.idx')}"
+    value = ", ".join(f"{name} {now[name]} (was {then[name]})" for name in differs)
+    return [Problem("model.tokenizer", value, expected, str(said.parent / "tokenizer"))]
+
+
+def _indices(source: Source) -> list[Path]:
+    found = (n for n, file in enumerate(source.files) if is_index(file.name))
+    return [Path(source.where(n)) for n in found]

@@ -1,0 +1,243 @@
+"""Writes a token cache: one part a unit, in any order and by any number of processes, then joined.
+
+    unit u   ─►  part-u    tokens ‖ lengths (i32) ‖ counts ‖ digest
+    parts    ─►  NAME.bin  the tokens of all parts in order of the manifest
+                 NAME.idx  comes last: a pair that has its .idx is complete
+
+A part is complete when it has its name, so a writer that is killed loses the units it was at and no
+more. What is written depends on the data and the tokenizer alone. The trap: joining takes as much
+room again as the parts do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, NoReturn
+
+import numpy as np
+import xxhash
+
+from llmtrain import durable
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.token_cache.file import DTYPES, HEADER, MAGIC, VERSION
+from llmtrain.data.tokens.tokenizer import Backend, Tokenizer, open_tokenizer
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, RunError
+
+BATCH_DOCUMENTS = 64  # that are tokenized in one call
+BATCH_CHARACTERS = 1 << 18
+CHUNK_BYTES = 1 << 22
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+COUNTS = struct.Struct("<5Q")
+DIGEST_BYTES = 8
+TRAILER_BYTES = COUNTS.size + DIGEST_BYTES
+
+
+class Counts(NamedTuple):
+    """What a part or a whole source holds, and how much was left out.
+
+    dropped: documents that are null, empty or blank · replaced: with invalid UTF-8, which are in it
+    · skipped: units and lines that cannot be read, where the config says so.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    dropped: int = 0
+    replaced: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Write unit `unit` of a source to `path`, ids as dtype code `code`.
+
+    tokenizer, backend: its directory, and what opens it · reading: how the unit is read.
+    """
+
+    source: Source
+    unit: Unit
+    path: Path
+    code: int
+    tokenizer: Path
+    backend: Backend
+    reading: Reading
+
+
+def write_part(task: Task) -> Counts:
+    """Tokenize the usable documents of a unit in file order; the part appears as a whole.
+
+    Raises UserError for a bad unit, RunError if it cannot be read or the disk refuses.
+    """
+    tokenizer, reader = _opened(task.tokenizer, task.backend, task.reading)
+    dtype = np.dtype(DTYPES[task.code])
+    rows = reader.rows(task.source, task.unit)
+    texts: list[str] = []
+    dropped = replaced = 0
+    for row in range(len(rows)):
+        text, was_replaced = rows.text(row)
+        dropped, replaced = dropped + (text is None), replaced + was_replaced
+        texts += [] if text is None else [text]
+    documents = [ids for batch in _batches(texts) for ids in tokenizer.documents(batch)]
+    tokens = sum(map(len, documents))
+    counts = Counts(len(documents), tokens, dropped, replaced, rows.skipped)
+    lengths = np.array([len(ids) for ids in documents], "<i4")
+    data = [*(ids.astype(dtype).tobytes() for ids in documents), lengths.tobytes()]
+    digest = xxhash.xxh3_64()
+    with replacing(task.path) as file:
+        for piece in (*data, COUNTS.pack(*counts)):
+            digest.update(piece)
+            file.write(piece)
+        file.write(digest.intdigest().to_bytes(DIGEST_BYTES, "little"))
+    return counts
+
+
+@lru_cache(maxsize=1)
+def _opened(directory: Path, backend: Backend, reading: Reading) -> tuple[Tokenizer, Reader]:
+    """Once in each process."""
+    return open_tokenizer(directory, backend), Reader(reading)
+
+
+def counts_of(path: Path, code: int) -> Counts | None:
+    """What a part says it holds; None: there is none, or not all of it (its content is read later).
+
+    Raises RunError if the disk refuses.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size - TRAILER_BYTES))
+            trailer = file.read(COUNTS.size)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise disk_failed(error) from error
+    if len(trailer) < COUNTS.size:
+        return None
+    counts = Counts(*COUNTS.unpack(trailer))
+    expected = np.dtype(DTYPES[code]).itemsize * counts.tokens + 4 * counts.documents
+    return counts if size == expected + TRAILER_BYTES else None
+
+
+def total(parts: Sequence[Path], code: int) -> Counts:
+    """What all parts of a source hold. Raises RunError if one is missing."""
+    found = [counts_of(part, code) or _changed(part) for part in parts]
+    return Counts(*(sum(values) for values in zip(*found, strict=True)))
+
+
+def join(parts: Sequence[Path], index: Path, code: int) -> None:
+    """Make the pair of files of a source from its parts, which stay; memory does not grow.
+
+    Raises RunError if the disk refuses, or a part does not have its digest any more (it is removed,
+    so that the same command writes it again).
+    """
+    documents = total(parts, code).documents
+    with replacing(index) as indices:
+        indices.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
+        with replacing(index.with_suffix(".bin")) as tokens:
+            for part in parts:
+                _append(part, code, tokens, indices)
+        _write_offsets(indices, documents, np.dtype(DTYPES[code]).itemsize)
+        _write_borders(indices, documents)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `path` once all of it is durable, else it goes.
+
+    Raises RunError 74 if the disk refuses.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        durable.sync_directory(path.parent)
+    except OSError as error:
+        raise disk_failed(error, partial) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def room_needed() -> Iterator[None]:
+    """A full or failing disk, whoever met it, is a RunError 74."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise disk_failed(error) from error
+
+
+def disk_failed(error: OSError, path: Path | None = None) -> RunError:
+    """What a disk that refuses ends the command with."""
+    what = f"{error.filename or path or 'a file'}: {error.strerror or error}"
+    return RunError(
+        f"cannot write {what}",
+        DISK_FAILED,
+        "make room or repair the disk, then give the same command again: it goes on",
+    )
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """In order, so that long documents do not lie in memory twice."""
+    first = characters = 0
+    for index, text in enumerate(texts):
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or index + 1 - first == BATCH_DOCUMENTS:
+            yield texts[first : index + 1]
+            first, characters = index + 1, 0
+    if first < len(texts):
+        yield texts[first:]
+
+
+def _append(part: Path, code: int, tokens: BinaryIO, indices: BinaryIO) -> None:
+    counts = counts_of(part, code) or _changed(part)
+    digest = xxhash.xxh3_64()
+    with part.open("rb") as file:
+        size = part.stat().st_size - TRAILER_BYTES
+        lengths = 4 * counts.documents
+        for target, left in ((tokens, size - lengths), (indices, lengths)):
+            while left > 0 and (chunk := file.read(min(CHUNK_BYTES, left))):
+                digest.update(chunk)
+                target.write(chunk)
+                left -= len(chunk)
+        digest.update(file.read(COUNTS.size))
+        whole = file.read(DIGEST_BYTES) == digest.intdigest().to_bytes(DIGEST_BYTES, "little")
+    if not whole:
+        _changed(part)
+
+
+def _changed(part: Path) -> NoReturn:
+    part.unlink(missing_ok=True)
+    message = f"{part} is not what was written: the disk, or another program, changed it"
+    raise RunError(message, RESTARTABLE, "give the same command again: it writes that part anew")
+
+
+def _write_offsets(indices: BinaryIO, documents: int, itemsize: int) -> None:
+    """Behind the lengths, where each document begins in the `.bin`: their running sum."""
+    position = 0
+    for start in range(0, documents, CHUNK_BYTES // 8):
+        count = min(documents - start, CHUNK_BYTES // 8)
+        indices.seek(HEADER.size + 4 * start)
+        lengths = np.frombuffer(indices.read(4 * count), "<i4").astype("<i8") * itemsize
+        ends = position + np.cumsum(lengths)
+        indices.seek(0, os.SEEK_END)
+        indices.write((ends - lengths).astype("<i8").tobytes())
+        position = int(ends[-1])
+
+
+def _write_borders(indices: BinaryIO, documents: int) -> None:
+    """One sequence a document: 0, 1, … documents."""
+    step = CHUNK_BYTES // 8
+    for start in range(0, documents + 1, step):
+        indices.write(np.arange(start, min(start + step, documents + 1), dtype="<i8").tobytes())

@@ -1,0 +1,87 @@
+"""Which back end a fresh run tokenizes with: decided once, by rank 0, and said with its reason.
+
+tiktoken where the tokenizer converts, where its merges lead to every entry, and where it gives the
+ids of `tokenizers` on documents of the run and on texts made to find a difference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.data.tokens.convert import obstacles, unreached
+from llmtrain.data.tokens.probe_texts import long_runs
+from llmtrain.data.tokens.tokenizer import PART_CHARACTERS, Tokenizer, describe, open_tokenizer
+from llmtrain.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a fresh run: tiktoken where it gives the same ids, and why not otherwise.
+
+    texts: documents of the run, compared besides the awkward texts. One to two seconds.
+    """
+    reference = open_tokenizer(directory)
+    candidate = _candidate(directory)
+    if isinstance(candidate, str):
+        _log.info("tokenizing with tokenizers, because %s", candidate)
+        return reference
+    documents = list(texts)
+    difference = _failure(candidate, long_runs(PART_CHARACTERS)) or first_difference(
+        reference, candidate, [*reference.awkward, *documents]
+    )
+    if difference:
+        _log.warning("tokenizing with tokenizers, because %s", difference)
+        return reference
+    _log.info(
+        "tokenizing with tiktoken: ids equal those of tokenizers on %d documents and %d awkward "
+        "texts",
+        *(len(documents), len(reference.awkward)),
+    )
+    return candidate
+
+
+def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str | None:
+    """Where `other` first gives other ids, in words; None: nowhere."""
+    for text in texts:
+        expected, found = one.encode(text), other.encode(text)
+        if not np.array_equal(expected, found):
+            same = expected[: len(found)] == found[: len(expected)]
+            at = len(same) if same.all() else int(same.argmin())
+            near = one.decode(expected[max(0, at - 8) : at + 8])
+            return f"{other.backend} gives other ids at {near!r}"
+    return None
+
+
+def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
+    """What the back end says where it fails on one of these texts."""
+    for text in texts:
+        try:
+            tokenizer.encode(text)
+        except ValueError as error:  # the engine behind its pattern has limits
+            return f"{tokenizer.backend} fails on {len(text)} characters {text[:8]!r}…: {error}"
+    return None
+
+
+def _candidate(directory: Path) -> Tokenizer | str:
+    """The tokenizer with tiktoken, or why there is none."""
+    import tokenizers
+
+    if importlib.util.find_spec("tiktoken") is None:
+        return "tiktoken is not installed"
+    content, description = describe(directory)
+    obstacle = next(obstacles(description), None)
+    if obstacle:
+        return obstacle
+    entry = unreached(description, tokenizers.Tokenizer.from_str(content.decode()).model)
+    if entry:
+        return f"its merges do not lead to the entry {entry!r}"
+    try:
+        return open_tokenizer(directory, "tiktoken")
+    except UserError as error:
+        return error.problems[0].expected

@@ -1,0 +1,295 @@
+"""Opens the tokenizer that a run saved, and turns text into ids.
+
+Two back ends give the same ids: `tokenizers`, which is the reference, and tiktoken, several times
+as fast, for tokenizers that convert (`convert.py`). Rank 0 chooses at a run's first start and the
+manifest keeps the choice: every later start and every worker opens that one.
+
+Text is only ever text: an article that contains `<|endoftext|>` gets the ids of these characters,
+never the control token. No back end is told of added tokens, special or not; and where a model
+makes one of text by itself, its string is cut in two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import xxhash
+
+from llmtrain.data.tokens.convert import (
+    Description,
+    added,
+    control_strings,
+    convert,
+    obstacles,
+    shell,
+    vocabulary,
+)
+from llmtrain.data.tokens.probe_texts import PROBES
+from llmtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Backend = Literal["tokenizers", "tiktoken"]
+
+# A longer document is encoded in parts. Patterns that end in `\s+(?!\S)` overflow tiktoken's stack
+# at a million spaces; at half of that they never do.
+PART_CHARACTERS = 1 << 19
+BATCH = 64  # texts that `tokenizers` gets in one call: a sixth faster than one by one
+_BORDERS = (
+    re.compile(r"\S(?= \S)"),  # before a single space: a word begins there, in any tokenizer
+    re.compile(r"\S\n(?=\S)"),  # behind a single newline
+    re.compile(r"\S(?=\s)"),
+)
+_BORDER_CHARACTERS = 1 << 14  # so far back a border is looked for
+
+
+class Encoder(Protocol):
+    """What a back end does."""
+
+    def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """The ids (n,) int32 of each text."""
+
+    def go_on(self, text: str) -> np.ndarray:
+        """The ids of a later part of a text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The back end `tokenizers`.
+
+    whole: without added tokens · rest: puts nothing in front of a text · full: with them, decodes.
+    """
+
+    whole: tokenizers.Tokenizer
+    rest: tokenizers.Tokenizer
+    full: tokenizers.Tokenizer
+
+    def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """The ids of each text."""
+        for i in range(0, len(texts), BATCH):
+            part = texts[i : i + BATCH]
+            for encoding in self.whole.encode_batch_fast(part, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=np.int32)
+
+    def go_on(self, text: str) -> np.ndarray:
+        """The ids of a later part of a text."""
+        encoding = self.rest.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens written out."""
+        return str(self.full.decode(ids, skip_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """The run's tokenizer.
+
+    eos, bos, pad: ids; bos is None unless the tokenizer itself puts one before a text; pad is the
+    end-of-text id where there is none · length: ids are below it · digest: of its files · control:
+    strings that the model would make a control token of, None: there are none.
+    """
+
+    eos: int
+    bos: int | None
+    pad: int
+    length: int
+    digest: str
+    backend: Backend
+    _encoder: Encoder = field(repr=False)
+    _control: re.Pattern[str] | None = field(repr=False)
+    _awkward: tuple[str, ...] = field(repr=False)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The text's own ids (n,) int32: no begin or end token, no control tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return list(self._encode(texts))
+
+    def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Documents as they are trained on: begin token if there is one, text, end of text."""
+        begin = np.array([] if self.bos is None else [self.bos], dtype=np.int32)
+        end = np.array([self.eos], dtype=np.int32)
+        return [np.concatenate((begin, ids, end)) for ids in self._encode(texts)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, control tokens written out."""
+        return self._encoder.decode([int(i) for i in ids])
+
+    @property
+    def awkward(self) -> tuple[str, ...]:
+        """Texts in which this tokenizer is likely to differ from another: `PROBES`, own tokens."""
+        return self._awkward
+
+    @property
+    def probe(self) -> str:
+        """Digest of the ids of the awkward texts: equal iff the ids are."""
+        digest = xxhash.xxh3_64()
+        for ids in self.encode_batch(self._awkward):
+            digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    def _encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        parts = [split_long(text, PART_CHARACTERS, self._control) for text in texts]
+        firsts = self._encoder.encode([first for first, *_ in parts])
+        for ids, (_, *rest) in zip(firsts, parts, strict=True):
+            yield np.concatenate((ids, *map(self._encoder.go_on, rest))) if rest else ids
+
+
+def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenizer:
+    """Open `tokenizer.json` and `tokenizer_config.json` with the back end that the run began with.
+
+    Raises UserError if a file is missing, the tokenizer has no end-of-text token, or it cannot be
+    opened with this back end here.
+    """
+    content, description = describe(directory)
+    _, settings = _read(directory / "tokenizer_config.json")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it takes a thread for every core
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    if backend == "tiktoken":
+        encoder: Encoder = _converted(description, str(directory))
+    else:
+        encoder = _reference(description, content.decode())
+    ids = vocabulary(description) | {token["content"]: token["id"] for token in added(description)}
+    eos, bos, pad = (
+        _token(ids, settings, name) for name in ("eos_token", "bos_token", "pad_token")
+    )
+    if eos is None:
+        expected = "a tokenizer with an end-of-text token (eos_token in tokenizer_config.json)"
+        raise UserError(Problem("model.tokenizer", str(directory), expected))
+    control = control_strings(description)
+    return Tokenizer(
+        eos=eos,
+        bos=bos if _begins_with(description, bos) else None,
+        pad=eos if pad is None else pad,
+        length=max(ids.values()) + 1,
+        digest=xxhash.xxh3_64_hexdigest(content + json.dumps([eos, pad]).encode()),
+        backend=backend,
+        _encoder=encoder,
+        _control=re.compile("|".join(map(re.escape, control))) if control else None,
+        _awkward=(
+            *PROBES,
+            "".join(f"a{t['content']} b {t['content']}" for t in added(description)),
+        ),
+    )
+
+
+def describe(directory: Path) -> tuple[bytes, Description]:
+    """The bytes of `tokenizer.json`, and what they say. Raises UserError."""
+    return _read(directory / "tokenizer.json")
+
+
+def split_long(text: str, limit: int, control: re.Pattern[str] | None = None) -> list[str]:
+    """A text as the parts that are encoded one by one: a fixed rule, for both back ends.
+
+    Of at most `limit` characters, cut where a word begins (before the last single space, else
+    behind the last single newline, else before white space), so that the ids are those of the whole
+    text; a text without such a place is cut at the limit. `control`: cut inside these strings too.
+    """
+    if len(text) <= limit and control is None:
+        return [text]
+    cuts = [found.start() + 1 for found in control.finditer(text)] if control else []
+    start = 0
+    while len(text) - start > limit:
+        start = _border(text, start, start + limit)
+        cuts.append(start)
+    bounds = [0, *sorted(set(cuts)), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+def _border(text: str, start: int, end: int) -> int:
+    """The best place of text[start:end] to cut at, near its end."""
+    first = max(start, end - _BORDER_CHARACTERS)
+    for border in _BORDERS:
+        places = [found.end() for found in border.finditer(text, first, end)]
+        if places:
+            return places[-1]
+    return end
+
+
+def _converted(description: Description, place: str) -> Encoder:
+    remedy = "restore the run's tokenizer/, and tiktoken in the version that the run began with"
+    reason = next(obstacles(description), None)
+    try:
+        if reason is None:
+            return convert(description)
+    except (ImportError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    expected = f"a tokenizer that tiktoken can be made of, as when the run began ({reason})"
+    raise UserError(Problem("tokenizer backend", f"tiktoken for {place}", expected, remedy))
+
+
+def _reference(description: Description, content: str) -> Reference:
+    import tokenizers
+
+    full = tokenizers.Tokenizer.from_str(content)
+    whole, rest = tokenizers.Tokenizer(full.model), tokenizers.Tokenizer(full.model)  # shared
+    frames = (description, {**description, **_without_beginning(description)})
+    for tokenizer, frame in zip((whole, rest), frames, strict=True):
+        steps = shell(frame, "normalizer", "pre_tokenizer")
+        if steps.normalizer:
+            tokenizer.normalizer = steps.normalizer
+        if steps.pre_tokenizer:
+            tokenizer.pre_tokenizer = steps.pre_tokenizer
+    return Reference(whole, rest, full)
+
+
+def _without_beginning(description: Description) -> Description:
+    """Normalizer and pre-tokenizer for a text that goes on: they put nothing in front of it."""
+    return {part: _going_on(description.get(part)) for part in ("normalizer", "pre_tokenizer")}
+
+
+def _going_on(step: Description | None) -> Description | None:
+    if step is None or step["type"] == "Prepend":
+        return None
+    for key in {"normalizers", "pretokenizers"} & step.keys():
+        steps = [_going_on(inner) for inner in step[key]]
+        return {**step, key: [inner for inner in steps if inner is not None]}
+    changes: Description = {
+        "Metaspace": {"prepend_scheme": "never"},
+        "ByteLevel": {"add_prefix_space": False},
+        "Strip": {"strip_left": False},
+    }
+    return {**step, **changes.get(step["type"], {})}
+
+
+def _read(path: Path) -> tuple[bytes, Description]:
+    try:
+        content = path.read_bytes()
+        parsed = json.loads(content)
+    except FileNotFoundError:
+        expected = f"a directory with {path.name}"
+        raise UserError(Problem("model.tokenizer", str(path.parent), expected)) from None
+    except ValueError as error:
+        problem = Problem("model.tokenizer", str(path), f"JSON ({error})", "save it again")
+        raise UserError(problem) from error
+    if not isinstance(parsed, dict):
+        raise UserError(Problem("model.tokenizer", str(path), "a JSON object"))
+    return content, parsed
+
+
+def _token(ids: dict[str, int], settings: dict[str, Any], name: str) -> int | None:
+    token = settings.get(name)
+    content = token.get("content") if isinstance(token, dict) else token
+    return ids.get(content) if isinstance(content, str) else None
+
+
+def _begins_with(description: Description, bos: int | None) -> bool:
+    """Does the post-processor put the begin token before a text?"""
+    model = {"type": "BPE", "vocab": {"a": 1 << 30}, "merges": []}
+    ids = shell(description, "post_processor", model=model).encode("a").ids
+    return bos is not None and ids[:1] == [bos]

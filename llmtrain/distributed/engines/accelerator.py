@@ -1,0 +1,222 @@
+"""The only place that makes an `Accelerator`.
+
+Everything that decides what it becomes is passed as an object or an argument, because the
+environment and a default config file otherwise decide behind our back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+
+from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed.engines import fsdp, zero
+from llmtrain.distributed.engines.engine import Engine, TorchEngine
+from llmtrain.distributed.engines.fsdp import Sharding
+from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
+from llmtrain.distributed.launch.attempts import meet_anew
+from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.ranks import ControlGroup, Group, Single
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launch became. strategy: as `distributed.strategy` names it · sharding: of FSDP2."""
+
+    accelerator: Accelerator
+    strategy: str
+    ranks: ControlGroup
+    device: torch.device
+    engine: Engine
+    sharding: Sharding | None = None
+
+
+def on_cpu() -> bool:
+    """Whether this run has no accelerator to use: none is visible, or a CPU was asked for."""
+    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    return asked or not torch.cuda.is_available()
+
+
+def resolve_precision(asked: str) -> tuple[str, str]:
+    """`training.precision` → (bf16 or fp32, why)."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked != "auto":
+        return asked, "asked for"
+    if on_cpu():
+        # Without AMX a CPU multiplies bf16 more slowly than fp32 (71 against 110 GFLOP/s a core).
+        amx = torch.cpu._is_amx_tile_supported()
+        return ("bf16", "this CPU has AMX") if amx else ("fp32", "a CPU without AMX")
+    if launched == "bf16":
+        return "bf16", "mixed_precision of the accelerate config"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16", "this device computes in bf16"
+    return "fp32", "this device is older than Ampere"
+
+
+def default_config() -> str | None:
+    """The config file that `accelerate launch` takes when none is named, if there is one."""
+    path = str(default_config_file)
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # what every accelerate launch exports
+    return path if launched and Path(path).is_file() else None
+
+
+def make_accelerator(
+    strategy: str,
+    precision: str,
+    distributed: DistributedConfig,
+    *,
+    max_grad_norm: float | None = 1.0,
+    largest_block: int = 0,
+    fsdp_sync: str = "every",
+) -> Launched:
+    """Join the process group (if there is one) and make the `Accelerator` and the control group.
+
+    strategy: as `distributed.strategy` names it, never auto · precision: bf16 or fp32 ·
+    largest_block: elements of the model's largest block · fsdp_sync: every or last, never auto.
+    Raises what torch raises when the rendezvous fails, UserError where `hsdp` has no mesh or
+    DeepSpeed cannot work.
+    """
+    timeout = timedelta(minutes=distributed.timeout_minutes)
+    meet_anew(timeout)
+    # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
+    # beats `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
+    common = {
+        "cpu": on_cpu(),
+        "mixed_precision": "bf16" if precision == "bf16" else "no",
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+    }
+    sharding: Sharding | None = None
+    match family(strategy):
+        case "ddp":
+            accelerator = _replicated(distributed, timeout, common)
+        case "fsdp":
+            accelerator, sharding = _sharded(
+                strategy, precision, distributed, timeout, fsdp_sync, common
+            )
+        case "zero":
+            own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
+            accelerator = _partitioned(strategy, precision, timeout, own | common)
+    ranks = _control_group(accelerator, timeout)
+    engine = _engine(strategy, accelerator, ranks, sharding)
+    return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
+
+
+def _control_group(accelerator: Accelerator, timeout: timedelta) -> ControlGroup:
+    return Group(timeout) if accelerator.num_processes > 1 else Single()
+
+
+def _engine(
+    strategy: str, accelerator: Accelerator, ranks: ControlGroup, sharding: Sharding | None
+) -> Engine:
+    if family(strategy) == "zero":
+        return DeepSpeedEngine(accelerator)
+    # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
+    copy = ranks.rank if sharding is None else sharding.replica
+    return TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
+
+
+def _replicated(
+    distributed: DistributedConfig, timeout: timedelta, common: dict[str, Any]
+) -> Accelerator:
+    """DDP, or one process without wrapping."""
+    return Accelerator(
+        **common,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            # Views halve the memory of gradients; buffers are equal on all ranks from the start.
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                bucket_cap_mb=distributed.ddp.bucket_cap_mb,
+                find_unused_parameters=distributed.ddp.find_unused_parameters,
+            ),
+        ],
+    )
+
+
+def _sharded(
+    strategy: str,
+    precision: str,
+    distributed: DistributedConfig,
+    timeout: timedelta,
+    sync: str,
+    common: dict[str, Any],
+) -> tuple[Accelerator, Sharding]:
+    """FSDP2 or HSDP, whatever the launch file says beside the numbers of processes."""
+    env = dict(os.environ)
+    with own_environment():
+        for name in env:
+            if name.startswith("FSDP_") or name == "ACCELERATE_USE_PARALLELISM_CONFIG":
+                del os.environ[name]
+        handlers = [InitProcessGroupKwargs(timeout=timeout)]
+        accelerator, replicas, replica = fsdp.make(
+            strategy, precision, env, timeout, kwargs_handlers=handlers, **common
+        )
+    if "FSDP_CPU_RAM_EFFICIENT_LOADING" in env:
+        # transformers reads it too, and would load weights on rank 0 alone.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    offload = strategy == "fsdp2_offload" and not common["cpu"]
+    return accelerator, Sharding(distributed.wrap_class, sync, replica, replicas, offload)
+
+
+def _partitioned(
+    strategy: str, precision: str, timeout: timedelta, more: dict[str, Any]
+) -> Accelerator:
+    """DeepSpeed's ZeRO, of a single process too."""
+    with own_environment():
+        accelerator = zero.make(strategy, precision, timeout, **more)
+    zero.stay_launched()
+    return accelerator
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """An environment in which this process can be a group of its own; afterwards it is as before.
+
+    Beyond DDP a single process needs a rendezvous too. And accelerate notes what it became in
+    os.environ, where a child or a second run in this process would take it for a launch.
+    """
+    before = dict(os.environ)
+    if "LOCAL_RANK" not in before:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it is chosen
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def close(*, failed: bool = False) -> None:
+    """Leave the process group and forget accelerate's state, so that another run may follow.
+
+    failed: peers, where there are any, may be gone or wait elsewhere; the group is then left to the
+    end of the process.
+    """
+    if dist.is_initialized():
+        if failed and dist.get_world_size() > 1:
+            return
+        if not zero.leave():
+            dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)

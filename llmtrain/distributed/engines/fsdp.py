@@ -1,0 +1,305 @@
+"""FSDP2 and HSDP: what accelerate is told, what is refused, and what torch leaves open.
+
+FSDP2 gives every rank 1/N of the rows of each parameter, gathers a block's parameters when its
+forward or backward needs them and lets go of them behind it. HSDP does so within groups of ranks,
+which are replicas of each other:
+
+    hsdp of 2 × 2      shard 0   shard 1
+        replica 0      rank 0    rank 1     all-gather, reduce-scatter: along a row
+        replica 1      rank 2    rank 3     all-reduce of gradients: along a column, once a step
+
+The trap: the environment of an accelerate launch is full of FSDP_* keys, defaults of accelerate
+among them, that decide behind the back of whoever passes an argument. They are read here, what does
+not agree with what is done is said, and none is left to accelerate.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from llmtrain.distributed.engines.batch_norm import with_common_statistics
+from llmtrain.distributed.launch.named import named_mesh, number, one_sided
+from llmtrain.errors import Problem, UserError
+
+_log = logging.getLogger(__name__)
+
+# What a launch file may say otherwise than it is done here: (key, what it says, what is done).
+_OVERRULED = (
+    ("cpu_ram_efficient_loading", "true", "rank 0 builds the model and sends each rank its part"),
+    ("activation_checkpointing", "true", "model.activation_checkpointing decides"),
+    ("auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
+    ("auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
+    ("state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How FSDP2 is driven.
+
+    wrap_class: as `distributed.wrap_class` · sync: every or last, as `distributed.fsdp_sync`, of
+    which micro-batch gradients are reduced · replica: number of this rank's replica (0 but for
+    HSDP) · replicas: how many there are · offload: whether shards live in host memory.
+    """
+
+    wrap_class: str
+    sync: str
+    replica: int
+    replicas: int
+    offload: bool
+
+
+def plugin(
+    strategy: str, precision: str, env: Mapping[str, str], *, cpu: bool
+) -> FullyShardedDataParallelPlugin:
+    """What accelerate is told of FSDP2. cpu: a rehearsal; offload cannot be rehearsed.
+
+    env: read for `fsdp_reshard_after_forward`, and for what is overruled; none of its FSDP_* keys
+    must be there when this is called. Logs what is not done as asked.
+    """
+    for key, said, done in _OVERRULED:
+        if env.get(f"FSDP_{key.upper()}", "").lower() == said.lower():
+            _log.warning("fsdp_%s: %s of the launch file is not used: %s", key, said, done)
+    offload = strategy == "fsdp2_offload"
+    if offload and cpu:
+        _log.warning("fsdp2_offload on a CPU is rehearsed without offload: torch needs a device")
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        # Else the policy is made of `mixed_precision`: gradients are reduced in bf16 and the
+        # summed loss is returned with eight bits (accelerate 1.15).
+        mixed_precision_policy=bf16 if precision == "bf16" else MixedPrecisionPolicy(),
+        reshard_after_forward=env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false",
+        cpu_offload=offload and not cpu,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        activation_checkpointing=False,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+
+
+def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, int]:
+    """(replicas, shards of each): those of the launch's parallelism_config, or nodes × processes.
+
+    Raises UserError where HSDP has nothing to replicate or nothing to shard.
+    """
+    if strategy != "hsdp":
+        return 1, world_size
+    on_a_node = number(env, "LOCAL_WORLD_SIZE") or world_size
+    sizes = named_mesh(env) or (world_size // on_a_node, on_a_node)
+    key = "distributed.strategy"
+    problems = list(one_sided(key, sizes, "hsdp"))
+    if not problems and math.prod(sizes) != world_size:
+        expected = f"{world_size} processes: as many on every node"
+        problems.append(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
+    if problems:
+        raise UserError(*problems)
+    return sizes
+
+
+def make(
+    strategy: str, precision: str, env: Mapping[str, str], timeout: timedelta, **common: object
+) -> tuple[Accelerator, int, int]:
+    """The `Accelerator` of FSDP2 or HSDP, its number of replicas, and the one of this rank.
+
+    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* key; what
+    accelerate writes there is the caller's to put back. common: more arguments.
+    """
+    replicas, shards = mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
+    cpu = bool(common["cpu"])
+    if cpu:
+        rehearse(timeout)
+    axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+    accelerator = Accelerator(
+        fsdp_plugin=plugin(strategy, precision, env, cpu=cpu),
+        parallelism_config=axes if replicas > 1 else None,
+        **common,
+    )
+    if replicas == 1:
+        return accelerator, 1, 0
+    return accelerator, replicas, accelerator.torch_device_mesh.get_local_rank("dp_replicate")
+
+
+def rehearse(timeout: timedelta) -> None:
+    """Make accelerate shard on a CPU, which it offers for devices alone.
+
+    Without this an FSDP launch on a CPU is plain DDP, and accelerate says nothing. A private name
+    of accelerate 1.15: here alone, with a test of its own.
+    """
+    PartialState(cpu=True, timeout=timeout)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def prepare(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> nn.Module:
+    """Shard `module` and give the optimizer its parameters anew; both in place.
+
+    A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
+    model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
+    apart by address) and for what came out otherwise than it went in.
+    """
+    if not isinstance(module, FSDPModule):
+        names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        if names:
+            raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
+        before = _shared(module)
+        module = _shard(accelerator, module, optimizer, sharding)
+        _verify_ties(module, before)
+    _verify(module, optimizer)
+    assert isinstance(module, FSDPModule)
+    # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
+    # size otherwise, and they wait for each other for ever.
+    module.set_reduce_scatter_unused_params(True)
+    return module
+
+
+def prepare_empty(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> nn.Module:
+    """Shard a module on meta: no rank ever holds the whole. Its memory is still to be filled.
+
+    `weights.share` fills it; `prepare` then takes it as it is. Raises as `prepare` does.
+    """
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    driven = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    before = _shared(module)
+    module = _shard(accelerator, module, optimizer, sharding)
+    module.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
+    _verify_ties(module, before)
+    # On meta all have one address, so accelerate gave the optimizer one parameter many times.
+    parameters = dict(module.named_parameters())
+    for group, names in zip(optimizer.param_groups, driven, strict=True):
+        group["params"] = [parameters[name] for name in names]
+    return module
+
+
+def _shard(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> nn.Module:
+    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        expected = f"a model without parameters of no dimension, which {scalars[0]} is"
+        raise UserError(Problem("distributed.strategy", "fsdp2", expected, "ddp or zero3"))
+    module = with_common_statistics(module, accelerator)
+    names = wrap_classes(module, sharding.wrap_class)
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
+    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
+    return prepared[0]
+
+
+def _shared(module: nn.Module) -> set[tuple[str, ...]]:
+    """Names that stand for one parameter, for each that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {tuple(group) for group in names.values() if len(group) > 1}
+
+
+def _verify_ties(module: nn.Module, shared: set[tuple[str, ...]]) -> None:
+    if _shared(module) != shared:
+        raise ValueError(f"tied parameters came apart: {shared} became {_shared(module)}")
+
+
+def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What other versions of accelerate got wrong without a word."""
+    trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if lost := [name for key, name in trained.items() if key not in driven]:
+        raise ValueError(f"the optimizer does not drive {lost[0]} ({len(lost)} in all)")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(f"{name} is {parameter.dtype}, expected torch.float32")
+        if not isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is not sharded")
+
+
+def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> None:
+    """Which gradients the next backward reduces, over which ranks.
+
+    Within a replica after every micro-batch, unless whole gradients may stay until the last one;
+    over replicas, whose network is the slower one, after the last alone.
+    """
+    assert isinstance(module, FSDPModule)
+    if sharding.sync == "last":
+        if last:
+            _fill_unused(module)
+        module.set_requires_gradient_sync(last)
+    elif sharding.replicas > 1:
+        module.set_requires_all_reduce(last)
+
+
+def _fill_unused(module: nn.Module) -> None:
+    """Zeros for parameters that no micro-batch has used so far, beside gradients that wait.
+
+    Those are in the dtype of the reduction, a first gradient is in that of the forward, and torch
+    refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
+    """
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            waiting = [one.unsharded_accumulated_grad is not None for one in group.fsdp_params]
+            if not any(waiting):
+                continue
+            for one, waits in zip(group.fsdp_params, waiting, strict=True):
+                if not waits and one.sharded_param.requires_grad:
+                    one.unsharded_accumulated_grad = torch.zeros(
+                        one._orig_size, dtype=one.reduce_dtype, device=group.device
+                    )
+
+
+def wrap_classes(model: nn.Module, asked: str) -> list[str]:
+    """Names of the classes whose modules are sharded one by one.
+
+    asked: `distributed.wrap_class`. Raises UserError where the model has no such module.
+    """
+    named = getattr(model, "_no_split_modules", None) or ()
+    wanted = sorted(named) if asked == "auto" else asked.split(",")
+    classes = {type(module).__name__ for module in model.modules()}
+    found = [name for name in wanted if name in classes]
+    if not found or (asked != "auto" and found != wanted):
+        blocks = sorted({type(m[0]).__name__ for m in _lists(model)})
+        expected = f"the class of the model's repeated blocks; its lists hold {', '.join(blocks)}"
+        remedy = f"distributed.wrap_class={blocks[0]}" if blocks else "distributed.strategy=zero3"
+        raise UserError(Problem("distributed.wrap_class", asked, expected, remedy))
+    return found
+
+
+def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    return (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of gathered parameters.
+
+    A forward without a backward leaves those of the root, and a save would see plain tensors.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

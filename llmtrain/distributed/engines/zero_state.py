@@ -1,0 +1,249 @@
+"""ZeRO's masters and moments as ranges of named, whole tensors.
+
+    stages 1, 2   a flat tensor of each group of parameters is cut evenly over the ranks; what one
+                  rank has of a parameter is a fragment, often none, often all of it
+    stage 3       each parameter is cut evenly; the last ranks have less, or padding alone
+
+What is computed with is a copy of the masters: in bf16 a rounded one, of stage 3 one that is
+gathered when it is needed. So what is read goes into masters, and `renew_copies` makes the copies
+again. Frozen parameters have no masters: their fp32 values are kept here where the copy is rounded.
+The private names of DeepSpeed 0.19 stand in this file and in `zero_engine.overflowing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmtrain.distributed.engines.state import MOMENTS
+from llmtrain.distributed.engines.state import dealt as shares
+from llmtrain.types import Piece, Spec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """A model before DeepSpeed has it. values: the fp32 weights, which share the model's memory."""
+
+    parameters: Mapping[str, Parameter]
+    trained: frozenset[str]
+    buffers: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What a checkpoint's names are on this rank.
+
+    frozen: fp32 values of parameters whose copy is rounded, flat; of stage 3 this rank's range.
+    """
+
+    parameters: Mapping[str, Parameter]
+    trained: frozenset[str]
+    buffers: Mapping[str, Tensor]
+    frozen: Mapping[str, Tensor]
+
+
+def before(model: Module, optimizer: torch.optim.Optimizer) -> Before:
+    """Names and values of the bare model. The values' memory lives on until `after` has them."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True).keys()
+    return Before(
+        parameters,
+        frozenset(name for name, weight in parameters.items() if id(weight) in own),
+        {name: buffer for name, buffer in model.named_buffers() if name in persistent},
+        {name: weight.detach() for name, weight in parameters.items()},
+    )
+
+
+def after(named: Before, optimizer: Any) -> Held:
+    """DeepSpeed's masters get the weights as they were: it makes them out of rounded ones."""
+    frozen = {}
+    for name, parameter in named.parameters.items():
+        value = named.values[name].reshape(-1)
+        if _dtype(parameter) == value.dtype:
+            continue
+        if name in named.trained:
+            if (master := _master(optimizer, name, parameter, None)) is not None:
+                data = master.data
+                data.copy_(value[master.start : master.start + data.numel()])
+            continue
+        start, copy = _frozen_copy(parameter)
+        if hasattr(parameter, "ds_tensor") or dist.get_rank() == 0:
+            frozen[name] = value[start : start + copy.numel()].clone()
+    return Held(named.parameters, named.trained, named.buffers, frozen)
+
+
+def kind(optimizer: Any) -> Literal["fragments", "bf16", "partitions"]:
+    """Which of DeepSpeed's optimizers it is: of stages 1 and 2, of stage 1 in bf16, of stage 3."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return "partitions"
+    return "bf16" if hasattr(optimizer, "fp32_groups_flat_partition") else "fragments"
+
+
+def create_state(optimizer: Any) -> None:
+    """Moments of zero for every master of this rank, and no step made."""
+    base = optimizer.optimizer
+    counts_on_host = type(base).__name__ == "DeepSpeedCPUAdam"  # a Python number
+    fused = any(group.get("fused") for group in base.param_groups)
+    for master in _masters(optimizer):
+        device = master.device if fused else torch.device("cpu")
+        step = 0 if counts_on_host else torch.zeros((), dtype=torch.float32, device=device)
+        base.state[master] = {
+            "step": step,
+            **{moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS},
+        }
+    if kind(optimizer) != "partitions":
+        # Again, where a backward or a step has done it: they would be of the old moments.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """Tell the optimizer how many updates it has made."""
+    for state in optimizer.optimizer.state.values():
+        if isinstance(state["step"], Tensor):
+            state["step"].fill_(float(steps))
+        else:
+            state["step"] = steps
+
+
+def optimizer_steps(optimizer: Any) -> int:
+    """How many updates the optimizer has made; all masters have made equally many."""
+    counts = {int(state["step"]) for state in optimizer.optimizer.state.values()}
+    if len(counts) > 1:
+        raise ValueError(f"masters have made {sorted(counts)} updates, not equally many")
+    return counts.pop() if counts else 0
+
+
+def pieces(
+    held: Held,
+    optimizer: Any,
+    spec: Spec,
+    *,
+    writing: bool,
+    everywhere: Container[str] = frozenset(),
+) -> Iterator[Piece]:
+    """This rank's ranges in the order of the spec: views of the masters and moments themselves.
+
+    writing: together the ranks yield each element once, but those of `everywhere` on every rank.
+    Else each yields all that it must know, and what is rounded is made from what was read when the
+    next piece is asked for.
+    """
+    for part in spec.values():
+        for name in part:
+            if name in held.buffers:
+                if dist.get_rank() == 0 or not writing:
+                    yield Piece(name, 0, held.buffers[name].detach().view(-1))
+                continue
+            owner, moment = _owner(held, name)
+            parameter = held.parameters[owner]
+            if owner in held.trained:
+                if (master := _master(optimizer, name, parameter, moment)) is not None:
+                    yield master
+            elif name in everywhere:
+                yield Piece(name, *_frozen_copy(parameter))
+            else:
+                yield from _frozen(held, name, parameter, writing=writing)
+
+
+def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
+    """As `pieces` for writing, but frozen parameters that all ranks hold exactly are shared out."""
+    same = frozenset(
+        name
+        for name, parameter in held.parameters.items()
+        if name not in held.trained
+        and not hasattr(parameter, "ds_tensor")
+        and _dtype(parameter) == torch.float32
+    )
+    own = pieces(held, optimizer, spec, writing=True, everywhere=same)
+    return shares(own, same, dist.get_rank(), dist.get_world_size())
+
+
+def renew_copies(optimizer: Any) -> None:
+    """What is computed with becomes the masters' again, on every rank. Collective."""
+    if kind(optimizer) != "partitions":
+        optimizer.update_lp_params()
+        return
+    optimizer._partition_all_parameters()  # what is gathered still has the old values
+    for group in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+
+
+def _owner(held: Held, name: str) -> tuple[str, str | None]:
+    """The parameter that a tensor of the spec belongs to, and which moment of it it is."""
+    if name in held.parameters:
+        return name, None
+    owner, _, moment = name.rpartition(".")
+    return owner, moment
+
+
+def _masters(optimizer: Any) -> list[Tensor]:
+    match kind(optimizer):
+        case "partitions":
+            found = optimizer.fp32_partitioned_groups_flat
+        case "fragments":
+            found = optimizer.single_partition_of_fp32_groups
+        case "bf16":
+            found = optimizer.fp32_groups_flat_partition
+    masters: list[Tensor] = found
+    return masters
+
+
+def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Piece | None:
+    """This rank's range of a parameter's master (moment None) or moment; None where it has none."""
+    if kind(optimizer) != "partitions":
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        fragment: Tensor = mapping.get_hp_fragment(moment)
+        return Piece(name, mapping.lp_fragment_address.start, fragment.detach())
+    # Not `safe_get_local_…`, which gives a copy where the master lives in host memory.
+    partition, _ = optimizer._get_fp32_opt_state_partition(parameter, True, moment)
+    start, count = _range(parameter)
+    return Piece(name, start, partition.detach()[:count])
+
+
+def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
+    """Of stage 3 every rank has its range; else all have the whole, and rank 0 writes it."""
+    start, copy = _frozen_copy(parameter)
+    split = hasattr(parameter, "ds_tensor")
+    if writing and not split and dist.get_rank() != 0:
+        return
+    exact = held.frozen.get(name)
+    if exact is None and copy.dtype == torch.float32:
+        yield Piece(name, start, copy)
+        return
+    if exact is None:  # another rank writes it
+        exact = torch.empty(copy.numel(), dtype=torch.float32)
+    yield Piece(name, start, exact)
+    if not writing:
+        copy.copy_(exact)
+
+
+def _frozen_copy(parameter: Any) -> tuple[int, Tensor]:
+    """Where this rank's part of a frozen parameter begins, and the part that is computed with."""
+    if not hasattr(parameter, "ds_tensor"):
+        return 0, parameter.detach().view(-1)
+    start, count = _range(parameter)
+    return start, parameter.ds_tensor.detach()[:count]
+
+
+def _range(parameter: Any) -> tuple[int, int]:
+    """Start and length of this rank's part of a partitioned parameter, without padding."""
+    size, total = parameter.ds_tensor.numel(), parameter.ds_numel
+    start = min(size * dist.get_rank(), total)
+    return start, min(size, total - start)
+
+
+def _dtype(parameter: Any) -> torch.dtype:
+    """Of what is computed with; a partitioned parameter itself is empty."""
+    of = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
+    dtype: torch.dtype = of.dtype
+    return dtype

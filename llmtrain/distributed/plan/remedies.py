@@ -1,0 +1,115 @@
+"""What would make a layout fit: each change tried alone, the cheapest first.
+
+    smaller micro-batch · more recomputed · gradients reduced at once · shorter blocks
+    · more devices, where tensors are sharded · a larger host or device
+
+Only keys that there are. The first three change no result of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from llmtrain.distributed.plan.memory import (
+    FSDP,
+    ZERO,
+    Count,
+    Hardware,
+    Layout,
+    MemoryPlan,
+    Work,
+    arithmetic_of,
+    memory,
+)
+from llmtrain.types import ModelShape, Saved
+
+_SHORTEST = 128  # tokens of a block; below that a suggestion is no help
+_MOST_DEVICES = 1024
+
+
+def missing(planned: MemoryPlan, hardware: Hardware) -> int:
+    """Bytes that the device lacks, else those that the host lacks; 0 where all fits."""
+    lacking = planned.total_bytes - hardware.device_bytes
+    if lacking <= 0 and hardware.host_bytes is not None:
+        lacking = planned.host_bytes - hardware.host_bytes
+    return max(0, lacking)
+
+
+def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware: Hardware) -> str:
+    """The first change that lets this layout fit, in words that begin with its key or option."""
+
+    def fits(saved: Saved, work: Work, layout: Layout, hardware: Hardware) -> bool:
+        return not missing(memory(shape, saved, work, layout, hardware), hardware)
+
+    saved = count(arithmetic_of(layout.strategy, work.precision), layout.activation_checkpointing)
+    planned = memory(shape, saved, work, layout, hardware)
+    if planned.total_bytes <= hardware.device_bytes:
+        return f"a host with {_whole_gib(planned.host_bytes)} GiB of memory for each node"
+    for words, changed in _other_layouts(layout, recomputes=shape.recomputes):
+        arithmetic = arithmetic_of(changed.strategy, work.precision)
+        kept = count(arithmetic, changed.activation_checkpointing)
+        if fits(kept, work, changed, hardware):
+            return words
+    for words, shorter in _shorter(work):
+        if fits(_scaled(saved, shorter.seq_len / work.seq_len), shorter, layout, hardware):
+            return words
+    for words, larger in _more_devices(work, layout, hardware):
+        if fits(saved, work, layout, larger):
+            return words
+    needed = _whole_gib(planned.total_bytes)
+    return f"a device with {needed} GiB (distributed.device_memory_gb)"
+
+
+def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, Layout]]:
+    """Same results, less memory."""
+    share = layout.micro_batch_size * layout.accumulation
+    for micro in range(layout.micro_batch_size - 1, 0, -1):
+        if share % micro == 0:
+            smaller = replace(layout, micro_batch_size=micro, accumulation=share // micro)
+            yield f"training.micro_batch_size={micro}", smaller
+    if recomputes and layout.activation_checkpointing != "full":
+        full = replace(layout, activation_checkpointing="full")
+        yield "model.activation_checkpointing=full", full
+    if layout.fsdp_sync == "last":
+        yield "distributed.fsdp_sync=every", replace(layout, fsdp_sync="every")
+
+
+def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
+    length = work.seq_len // 2
+    while length >= _SHORTEST:
+        yield f"data.seq_len={length}", replace(work, seq_len=length)
+        length //= 2
+
+
+def _scaled(saved: Saved, share: float) -> Saved:
+    """Of shorter blocks: what is kept grows with the tokens, and attention keeps no squares."""
+    one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
+    return Saved(one, two, three, saved.casts)
+
+
+def _more_devices(work: Work, layout: Layout, hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
+    """Twice, four times … as many, as long as each has a micro-batch. HSDP: larger nodes."""
+    if layout.strategy not in (*FSDP, *ZERO):
+        return
+    times = 2
+    while hardware.devices * times <= min(
+        _MOST_DEVICES, work.global_batch_size // layout.micro_batch_size
+    ):
+        if layout.strategy == "hsdp":
+            local = hardware.devices_per_node * times
+            yield f"{local} devices a node", replace(hardware, devices_per_node=local)
+        else:
+            words = f"{hardware.devices * times} devices"
+            yield words, replace(hardware, nodes=hardware.nodes * times)
+        times *= 2
+
+
+def _whole_gib(count: int) -> int:
+    return math.ceil(count / 2**30)
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,173 @@
+"""How fast a step is on paper: arithmetic, what crosses the links, and what of it is hidden.
+
+    seconds = max(links, compute + 0.3 · links) · (1 + 0.004 · log2 nodes)
+
+Both constants were chosen on the published runs that the tests hold, so those are no evidence for
+other machines: expect ten points either way. Never compared: devices without NVLink, DDP on slow
+links, offloading.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from llmtrain.distributed.plan.memory import FSDP, ZERO, Hardware, Layout, Work, shards
+from llmtrain.types import ModelShape
+
+OVERLAP = 0.7  # share of the traffic that goes on behind arithmetic
+PER_DOUBLING = 0.004  # lost with each doubling of the nodes
+HFU = 0.40  # share of the peak that arithmetic reaches where nothing was measured
+_HOST = 200e9  # bytes a second that a node's processors read and write, for an offloaded update
+_FORWARDS_AGAIN = {"none": 0, "selective": 1, "full": 2}  # operations a parameter and token
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a device does a second. peak, peak_fp32: operations · others: bytes, effective.
+
+    inside: between devices of a node · across: of a whole node's network, since a ring brings each
+    byte into a node once · pcie: to the host · hfu: share of the peak that is reached · gather,
+    reduce: bytes of a gathered weight (None: as it computes) and of a reduced gradient.
+    """
+
+    peak: float
+    peak_fp32: float
+    inside: float
+    across: float
+    pcie: float
+    hfu: float = HFU
+    gather: int | None = None
+    reduce: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step; tokens: of it, over all devices."""
+
+    compute: float
+    links: float
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.tokens / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the time that arithmetic takes."""
+        return self.compute / self.seconds
+
+
+_NVLINK_H100 = Machine(989e12, 67e12, 360e9, 340e9, 40e9)
+_NVLINK_A100 = Machine(312e12, 19.5e12, 240e9, 170e9, 20e9)
+# Words of a device's name, all of which must be in it → the machine. The first that matches.
+_MACHINES: tuple[tuple[tuple[str, ...], Machine], ...] = (
+    (("H100", "PCIE"), Machine(756e12, 51e12, 40e9, 10e9, 40e9)),
+    (("A100", "PCIE"), Machine(312e12, 19.5e12, 20e9, 10e9, 20e9)),
+    (("H200",), _NVLINK_H100),
+    (("H100",), _NVLINK_H100),
+    (("A100",), _NVLINK_A100),
+    (("L40S",), Machine(362e12, 91.6e12, 20e9, 10e9, 20e9)),
+    (("RTX 4090",), Machine(165e12, 82.6e12, 20e9, 2.6e9, 20e9)),
+    (("RTX 3090",), Machine(71e12, 35.6e12, 20e9, 2.6e9, 20e9)),
+)
+# GiB of a card as it is sold → the device that a plan without a name reckons with.
+_BY_MEMORY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}
+
+
+def machine_of(device: str | None) -> Machine | None:
+    """The speeds of a device by its name; None where they are not known."""
+    name = (device or "").upper()
+    return next((known for words, known in _MACHINES if all(word in name for word in words)), None)
+
+
+def device_by_memory(gib: float) -> str | None:
+    """A device with so much memory, to plan for where none is named; None where none is alike."""
+    near = min(_BY_MEMORY, key=lambda size: abs(size - gib))
+    return _BY_MEMORY[near] if abs(near - gib) <= 0.06 * near else None
+
+
+def step_time(
+    shape: ModelShape, work: Work, layout: Layout, hardware: Hardware, machine: Machine
+) -> StepTime:
+    """Seconds of a step of `work` laid out so."""
+    tokens = layout.micro_batch_size * layout.accumulation * work.seq_len
+    compute = flops(shape, layout.activation_checkpointing, work.seq_len) * tokens
+    compute /= (machine.peak_fp32 if work.precision == "fp32" else machine.peak) * machine.hfu
+    links = _links(shape, work, layout, hardware, machine)
+    moved = _offloaded(shape, layout, hardware, machine)
+    growth = 1 + PER_DOUBLING * math.log2(hardware.nodes)
+    seconds = max(links, compute + (1 - OVERLAP) * links) * growth + moved
+    return StepTime(compute, links + moved, seconds, tokens * hardware.devices)
+
+
+def calibrated(
+    published: float,
+    shape: ModelShape,
+    work: Work,
+    layout: Layout,
+    hardware: Hardware,
+    machine: Machine,
+) -> Machine:
+    """The machine whose `hfu` makes the prediction equal published tokens a second and device."""
+    whole = replace(machine, hfu=1.0)
+    paper = step_time(shape, work, layout, hardware, whole)
+    growth = 1 + PER_DOUBLING * math.log2(hardware.nodes)
+    seconds = paper.tokens / hardware.devices / published / growth
+    return replace(machine, hfu=paper.compute / (seconds - (1 - OVERLAP) * paper.links))
+
+
+def flops(shape: ModelShape, checkpointing: str, seq_len: int) -> float:
+    """Operations of a training token; weights that are frozen have no gradient of their own."""
+    of_all = 4 + _FORWARDS_AGAIN[checkpointing]  # forward, gradients of inputs, forward again
+    return of_all * shape.count + 2 * shape.trainable + 12 * shape.attention * seq_len
+
+
+def _links(
+    shape: ModelShape, work: Work, layout: Layout, hardware: Hardware, machine: Machine
+) -> float:
+    """Seconds in which bytes cross links, one after another."""
+    across = shards(layout.strategy, hardware)
+    gather = machine.gather or (4 if work.precision == "fp32" else 2)
+    if layout.strategy in FSDP:
+        times = 1 if layout.fsdp_sync == "last" else layout.accumulation
+        total = 2 * gather * shape.count * layout.accumulation
+        total += machine.reduce * shape.trainable * times
+        inside = replace(hardware, nodes=1) if layout.strategy == "hsdp" else hardware
+        return _ring(total, across, inside, machine) + _replicas(shape, layout, hardware, machine)
+    if layout.strategy in ZERO:
+        return _ring(_zero_bytes(shape, layout, gather, machine.reduce), across, hardware, machine)
+    return _ring(8 * shape.trainable, hardware.devices, hardware, machine)
+
+
+def _zero_bytes(shape: ModelShape, layout: Layout, gather: int, reduce: int) -> int:
+    """Stage 3 gathers for each pass; the others once a step, and stage 1 reduces once a step."""
+    if layout.strategy in ("zero3", "zero3_offload"):
+        return (2 * gather * shape.count + reduce * shape.trainable) * layout.accumulation
+    times = 1 if layout.strategy == "zero1" else layout.accumulation
+    return gather * shape.trainable + reduce * shape.trainable * times
+
+
+def _ring(total: int, ranks: int, hardware: Hardware, machine: Machine) -> float:
+    """Seconds in which a collective moves `total` bytes."""
+    speed = machine.inside if hardware.nodes == 1 else machine.across
+    return total * (ranks - 1) / ranks / speed
+
+
+def _replicas(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine) -> float:
+    """HSDP's sum over nodes, once a step: all devices of a node share its network."""
+    if layout.strategy != "hsdp":
+        return 0.0
+    return 8 * shape.trainable * (hardware.nodes - 1) / hardware.nodes / machine.across
+
+
+def _offloaded(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine) -> float:
+    """Seconds for weights and gradients over PCIe, and for an update by the host's processors."""
+    if layout.strategy not in ("fsdp2_offload", "zero3_offload"):
+        return 0.0
+    mine, trained = (count / hardware.devices for count in (shape.count, shape.trainable))
+    moved = 8 * mine * layout.accumulation + 8 * trained
+    return moved / machine.pcie + 28 * trained * hardware.devices_per_node / _HOST

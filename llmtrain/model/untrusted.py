@@ -1,0 +1,186 @@
+"""A model directory of somebody else, looked at before anything in it is opened.
+
+    config.json                      no code of its own (`auto_map`), JSON of a bearable size
+    model.safetensors.index.json     names files of this directory, each weight once
+    *.safetensors                    regular files of this directory, dtypes that mean numbers
+
+Weights come from safetensors alone: a pickled file can run anything when it is opened. Who has only
+such files reads here how to convert them. The trap: transformers follows `../x.safetensors` in an
+index, and a symbolic link to anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import Problem, UserError
+from llmtrain.safe_paths import unsafe_file, unsafe_name
+
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
+INDEX = "model.safetensors.index.json"
+_KEY = "model.from"
+_MAX_FILES = 10_000
+_MAX_JSON_BYTES = 64 << 20
+_DTYPES = {"F32", "BF16", "F16", "I64", "I32", "U8", "BOOL"}
+_TRUSTED = "only transformers' own code is run"
+_SAVE = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(DIR) writes safetensors"
+_CONVERT = f"convert it where you trust it: {_SAVE}; then model.from=DIR"
+_DCP = (
+    "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch` where you trust it, put "
+    f"the tensors into the model there, and {_SAVE}; then model.from=DIR"
+)
+
+
+def check(path: str) -> None:
+    """Refuse what is no safe model directory. A Hub id, which is no path here, passes.
+
+    Raises UserError with every problem found.
+    """
+    place = Path(path)
+    if place.is_file():
+        raise UserError(_a_file(place))
+    if not place.is_dir():
+        return
+    try:
+        problems = list(_problems(place))
+    except OSError as error:
+        said = f"{error.strerror or error}: {error.filename or place}"
+        problems = [Problem(_KEY, place, f"a model directory that can be read ({said})")]
+    if problems:
+        raise UserError(*problems)
+
+
+def refuse_code(config: Any, path: str) -> None:
+    """Refuse a config that brings its own code. Raises UserError."""
+    if getattr(config, "auto_map", None):
+        raise UserError(_own_code(path, config.auto_map))
+
+
+def _problems(place: Path) -> Iterator[Problem]:
+    names = {found.name for found in place.iterdir()}
+    if len(names) > _MAX_FILES:
+        yield Problem(_KEY, place, f"a model directory; this one has {len(names)} entries")
+        return
+    if kind := _other_kind(place, names):
+        yield kind
+        return
+    shards, wrong = _shards(place, names)
+    yield from wrong
+    for name in sorted({"config.json"} & names | shards):
+        if said := unsafe_file(place, name, _cache_of(place)):
+            yield Problem(_KEY, place, f"files of that directory; {said}", "copy them into it")
+        elif name == "config.json":
+            yield from _config_problems(place)
+        else:
+            yield from _dtype_problems(place, name)
+
+
+def _other_kind(place: Path, names: set[str]) -> Problem | None:
+    """What the directory is, where it is no model directory with safetensors."""
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return Problem(_KEY, place, "a model directory; this is a DCP checkpoint (pickled)", _DCP)
+    weights = [name for name in names if name.endswith(".safetensors")]
+    adapters = {"adapter_config.json", "adapter_model.safetensors"} & names
+    if adapters and not any(name.startswith("model") for name in weights):
+        expected = "weights of a whole model; these are LoRA adapters, which need their base model"
+        remedy = "PeftModel.merge_and_unload, then save_pretrained(DIR) and model.from=DIR"
+        return Problem(_KEY, place, expected, remedy)
+    pickled = sorted(name for name in names if name.endswith(PICKLED))
+    if not weights and pickled:
+        return Problem(_KEY, place, f"safetensors, not the pickled {pickled[0]}", _CONVERT)
+    if weights and "config.json" not in names:
+        state = "; this is a state of accelerate" if pickled else ""
+        expected = f"config.json beside the safetensors{state}"
+        remedy = "copy config.json and the tokenizer of the model that it began with into it"
+        return Problem(_KEY, place, expected, remedy)
+    return None
+
+
+def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
+    """The weight files that will be opened, and what is wrong with the index that names them."""
+    if "model.safetensors" in names or INDEX not in names:
+        return {name for name in names if name.endswith(".safetensors")}, []
+    if said := unsafe_file(place, INDEX, _cache_of(place)):
+        return set(), [Problem(_KEY, place, f"files of that directory; {said}")]
+    try:
+        found = _json(place / INDEX)
+        files = {str(file) for file in found["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return set(), [Problem(_KEY, place, f"an index that maps each weight to a file ({error})")]
+    wrong = [said for file in sorted(files) if (said := unsafe_name(file))]
+    wrong += [
+        f"{file} is not there"
+        for file in sorted(files)
+        if not unsafe_name(file) and not (place / file).exists()
+    ]
+    expected = f"an index whose files lie in the directory; in {INDEX} "
+    problems = [Problem(_KEY, place, expected + said) for said in wrong[:5]]
+    return set() if wrong else files, problems
+
+
+def _config_problems(place: Path) -> Iterator[Problem]:
+    try:
+        config = _json(place / "config.json")
+    except (ValueError, RecursionError) as error:
+        yield Problem(_KEY, place, f"a config.json that can be read ({error})")
+        return
+    if config.get("auto_map"):
+        yield _own_code(str(place), config["auto_map"])
+
+
+def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
+    import safetensors
+
+    try:
+        with safetensors.safe_open(place / name, "np") as opened:
+            found = {opened.get_slice(key).get_dtype() for key in opened.offset_keys()}
+    except safetensors.SafetensorError as error:
+        yield Problem(_KEY, place, f"a model directory with whole safetensors: {name}: {error}")
+        return
+    for dtype in sorted(found - _DTYPES):
+        expected = f"weights as numbers of 16 or 32 bits; {name} holds {dtype}"
+        yield Problem(_KEY, place, expected, "the unquantised weights of that model")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object in which each key stands once. Raises ValueError."""
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
+    found = json.loads(path.read_bytes(), object_pairs_hook=_once)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is no JSON object")  # as json's own errors
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} stands twice")
+    return found
+
+
+def _cache_of(place: Path) -> Path | None:
+    """Snapshots in the Hub's cache are links to the `blobs` beside them, as made by its client."""
+    real = place.resolve()
+    is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
+    return real.parent.parent if is_snapshot else None
+
+
+def _a_file(place: Path) -> Problem:
+    if place.suffix in PICKLED:
+        return Problem(_KEY, place, "a model directory with safetensors, no pickled file", _CONVERT)
+    return Problem(_KEY, place, "a directory, or a model of the Hub", f"{place.parent}")
+
+
+def _own_code(path: str, auto_map: object) -> Problem:
+    named = ", ".join(sorted(map(str, auto_map))) if isinstance(auto_map, dict) else str(auto_map)
+    expected = (
+        f"a model without code of its own: {_TRUSTED}; its config.json has auto_map ({named})"
+    )
+    remedy = "a model whose architecture transformers has, without auto_map in its config.json"
+    return Problem(_KEY, path, expected, remedy)

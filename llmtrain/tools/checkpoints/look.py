@@ -1,0 +1,339 @@
+"""Look at the checkpoints of a run, and verify them.
+
+    look       names, sizes, reasons to stay; manifests and file sizes alone are looked at
+    verify     every byte against its digest
+
+Nothing here needs torch, and nothing is written: a live run may be looked at, and one on a
+read-only disk. The trap: retention of a live run deletes directories while they are looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtrain.checkpoint import candidates, read, retention
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.retention import Policy
+from llmtrain.config.load import load_config
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.rundir import record
+from llmtrain.rundir.status import read_status
+
+COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
+SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), ("partial", "trash")
+LINK = "a link"  # why a row stays
+
+_KINDS = {
+    re.compile(r"step-\d{8,18}\.partial"): "partial",
+    re.compile(r"step-\d{8,18}\.damaged(-\d+)?"): "damaged",
+    re.compile(r"step-\d{8,18}\.superseded(-\d+)?"): "superseded",
+    re.compile(r"\.trash-.+"): "trash",
+}
+_OF_A_RUN = ("config.yaml", "status.json", record.FILE_NAME)
+
+Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, bytes read so far
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One directory under `checkpoints/`.
+
+    kind: `complete`; `other run` for one of another run and `unreadable` for one of the run whose
+    manifest is not intact; what else its name says it is (`partial`, `damaged`, `superseded`,
+    `trash`); or `other` · bytes: on disk · loss: the held-out loss that it carries · kept: why
+    retention keeps it, () if it does not, or has no say · wrong: what manifest and sizes show; None
+    where nothing says what should be there.
+
+    A link is what it leads to, as for a resume; it is kept, since retention deletes none.
+    """
+
+    name: str
+    kind: str
+    step: int | None
+    bytes: int
+    loss: float | None
+    kept: tuple[str, ...]
+    wrong: tuple[str, ...] | None
+
+    @property
+    def valid(self) -> bool | None:
+        """As far as manifest and sizes show; None where nothing says what should be there."""
+        return None if self.wrong is None else not self.wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """policy: of the run's config; None where there is none that loads · rows: oldest step first.
+
+    resumed_from: the checkpoint that the last start went on from.
+    """
+
+    root: Path
+    run_id: str | None
+    resumed_from: str | None
+    policy: Policy | None
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `llmtrain checkpoints list --json` prints it."""
+        return {
+            "run_id": self.run_id,
+            "resumed_from": self.resumed_from,
+            "policy": None if self.policy is None else asdict(self.policy),
+            "checkpoints": [{**asdict(row), "valid": row.valid} for row in self.rows],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One checkpoint, compared byte by byte. problems: key = file, value = what is wrong."""
+
+    name: str
+    bytes: int
+    seconds: float
+    problems: tuple[Problem, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """One row of `llmtrain checkpoints verify --json`."""
+        wrong = [{"file": str(one.key), "wrong": str(one.value)} for one in self.problems]
+        size = {"bytes": self.bytes, "seconds": round(self.seconds, 3)}
+        return {"name": self.name, "valid": not wrong, **size, "problems": wrong}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a person named. run_dir: None for checkpoints outside a run · only: one of them."""
+
+    run_dir: Path | None
+    root: Path
+    only: str | None
+
+
+def look(path: Path) -> Listing:
+    """Everything under `checkpoints/` of a run; path: the run, that directory, or one checkpoint.
+
+    Raises UserError if it is none of these, RunError 74 if the disk does not answer.
+    """
+    place = place_of(path)
+    found = listing(place, _known_policy(place.run_dir))
+    if place.only is None:
+        return found
+    return replace(found, rows=tuple(row for row in found.rows if row.name == place.only))
+
+
+def verify(
+    path: Path, name: str | None = None, told: Told = lambda name, size, done: None
+) -> Iterator[Verified]:
+    """Compare every byte of every complete checkpoint, or of `name` whatever it is, oldest first.
+
+    Renames and deletes nothing. What a live run deletes meanwhile is left out. Raises UserError if
+    there is nothing to verify, RunError 74 if the disk does not answer.
+    """
+    place = place_of(path)
+    names = sorted(form.complete_names(place.root))
+    asked = place.only if name is None else name
+    if asked is not None and asked not in form.names(place.root):
+        expected = f"the name of a checkpoint of {path}, not a path"
+        raise UserError(Problem("NAME", asked, expected, _there(names)))
+    if asked is None and not names:
+        raise UserError(Problem("RUN", path, "a run with a complete checkpoint; there is none"))
+    return verified(place.root, [asked] if asked else names, told)
+
+
+def place_of(path: Path) -> Place:
+    """Tell a run from its `checkpoints/` and from one checkpoint."""
+    here = path.absolute() if path.name else path.resolve()
+    if here.is_dir():
+        inside = here / "checkpoints"
+        if inside.is_dir() or _is_run(here):
+            return Place(here, inside, None)
+        if (here / form.STATE).is_file() or (here / form.MANIFEST).is_file() or _kind(here.name):
+            return Place(_run_of(here.parent), here.parent, here.name)
+        if here.name == "checkpoints" or any(map(_kind, form.names(here))):
+            return Place(_run_of(here), here, None)
+    raise UserError(Problem("RUN", path, "a run directory, its checkpoints/, or one checkpoint"))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in _OF_A_RUN)
+
+
+def _run_of(root: Path) -> Path | None:
+    return root.parent if root.name == "checkpoints" and _is_run(root.parent) else None
+
+
+def _kind(name: str) -> str | None:
+    """What a name under `checkpoints/` says; None for a name that is not ours."""
+    if form.step_of(name) is not None:
+        return COMPLETE
+    return next((kind for pattern, kind in _KINDS.items() if pattern.fullmatch(name)), None)
+
+
+def policy_of(run_dir: Path) -> Policy:
+    """What the config of a run keeps. Raises UserError where there is none that loads."""
+    keep = load_config(run_dir / "config.yaml").checkpoint
+    return Policy(keep.keep_last, keep.keep_every, keep.keep_best)
+
+
+def _known_policy(run_dir: Path | None) -> Policy | None:
+    try:
+        return policy_of(run_dir) if run_dir else None
+    except UserError:
+        return None
+
+
+def listing(place: Place, policy: Policy | None) -> Listing:
+    """All rows; those of the run with why they stay."""
+    try:
+        run_id, resumed_from = run_id_of(place), _resumed_from(place.run_dir)
+        found = (_row(place.root / name, run_id) for name in form.names(place.root))
+        rows = [row for row in found if row is not None]
+    except OSError as error:
+        raise _no_answer(place.root, error) from error
+    losses = {row.step: row.loss for row in rows if _is_ours(row) and row.step is not None}
+    kept: Mapping[int, tuple[str, ...]] = {}
+    if policy is not None:
+        kept = retention.reasons(losses, policy, resumed_from)
+    rows = [
+        replace(row, kept=kept.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
+    ]
+    return Listing(place.root, run_id, resumed_from, policy, tuple(sorted(rows, key=_by_step)))
+
+
+def _is_ours(row: Row) -> bool:
+    """Whether retention has a say in it."""
+    return row.kind == COMPLETE and LINK not in row.kept
+
+
+def _by_step(row: Row) -> tuple[bool, int, str]:
+    return row.step is None, row.step or 0, row.name
+
+
+def _row(path: Path, run_id: str | None) -> Row | None:
+    """One directory; None if it went away while it was looked at."""
+    kind = _kind(path.name) or OTHER
+    size, loss, wrong = _bytes(path), None, None
+    if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
+        wrong, of = _sizes(path)
+        wrong = _said(path) if kind == "damaged" and not wrong else wrong
+        loss = _loss(path)
+        if kind == COMPLETE and (of is None or of != run_id):
+            kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
+    step = form.step_of(path.name.partition(".")[0])
+    kept = (LINK,) if path.is_symlink() else ()
+    return Row(path.name, kind, step, size, loss, kept, wrong) if path.is_dir() else None
+
+
+def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
+    """What manifest and sizes show to be wrong, and the run that the manifest names."""
+    try:
+        manifest = form.load(path)
+    except (form.DamagedError, form.OtherFormatError) as error:
+        return (str(error),), None
+    wrong = []
+    for name, entry in manifest.files.items():
+        try:
+            size = form.regular_size(path, name)
+        except form.DamagedError as error:
+            wrong.append(str(error))
+            continue
+        if size != entry.size:
+            wrong.append(f"{name}: has {size} bytes instead of {entry.size}")
+    return tuple(wrong), manifest.run_id
+
+
+def _said(path: Path) -> tuple[str, ...]:
+    """Why it was set aside, where the start that did so has left a word: sizes do not tell all."""
+    why = path / candidates.WHY
+    return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
+
+
+def _loss(path: Path) -> float | None:
+    try:
+        return retention.loss_in(form.state(path))
+    except form.DamagedError:
+        return None  # the row says so
+
+
+def _bytes(path: Path) -> int:
+    """Of all files; one that goes away meanwhile counts nothing."""
+    total = 0
+    for folder, _, files in os.walk(path):
+        for name in files:
+            try:
+                total += (Path(folder) / name).lstat().st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def run_id_of(place: Place) -> str | None:
+    """The run, as its status has it, or else the newest checkpoint whose manifest is intact."""
+    known = read_status(place.run_dir).get("run_id") if place.run_dir else None
+    if known:
+        return str(known)
+    for name in form.complete_names(place.root):
+        try:
+            return form.load(place.root / name).run_id
+        except (form.DamagedError, form.OtherFormatError):
+            continue
+    return None
+
+
+def _resumed_from(run_dir: Path | None) -> str | None:
+    """What the last start went on from."""
+    if run_dir is None:
+        return None
+    lines = record.record(run_dir)
+    starts = [line.get("resumed_from") for line in lines if line.get("kind") == "start"]
+    return str(starts[-1]) if starts and starts[-1] else None
+
+
+def verified(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
+    """Each of these checkpoints, to the last byte. Raises RunError 74 if the disk does not answer.
+
+    One that goes away meanwhile, as in a live run, is left out.
+    """
+    for name in names:
+        path, size, start = root / name, _bytes(root / name), time.perf_counter()
+        try:
+            problems = _problems(path, functools.partial(told, name, size))
+        except OSError as error:
+            if path.is_dir():
+                raise _no_answer(path, error) from error
+        if path.is_dir():
+            yield Verified(name, size, time.perf_counter() - start, problems)
+
+
+def _problems(path: Path, told: Callable[[int], object]) -> tuple[Problem, ...]:
+    done = 0
+
+    def more(size: int) -> None:
+        nonlocal done
+        done += size
+        told(done)
+
+    try:
+        return tuple(read.verify(path, told=more))
+    except UserError as error:  # of a newer llmtrain
+        return error.problems
+
+
+def _there(names: Sequence[str]) -> str:
+    return f"there are {', '.join(names)}" if names else "there is none"
+
+
+def _no_answer(path: Path, error: OSError) -> RunError:
+    where = error.filename or path
+    return RunError(
+        f"could not read {where} ({error.strerror or error})",
+        DISK_FAILED,
+        "this says nothing about the checkpoint; try again when the disk answers",
+    )

@@ -1,0 +1,158 @@
+"""Delete what the policy of a run does not keep: said first, done on request, with the run's lock.
+
+It is what retention would do after the next save, and no second rule. What is to stay is verified
+to the last byte before anything is deleted: the trap would be three damaged ones that are kept and
+a sound one that goes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import retention
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.rundir.lock import RunLock
+from llmtrain.tools.checkpoints.look import (
+    COMPLETE,
+    LEFT_OVER,
+    SET_ASIDE,
+    UNREADABLE,
+    Listing,
+    Row,
+    Told,
+    listing,
+    place_of,
+    policy_of,
+    run_id_of,
+    verified,
+)
+
+_LEAST_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What goes and what stays; deleted: whether it is gone already."""
+
+    goes: tuple[Row, ...]
+    stays: tuple[Row, ...]
+    deleted: bool
+
+    @property
+    def lost(self) -> bool:
+        """Whether a start would find checkpoints of the run, and no valid one among them.
+
+        A plan reads manifests and sizes alone; what is deleted follows a look at every byte.
+        """
+        if any(row.kind == COMPLETE and row.valid for row in self.stays):
+            return False
+        return any(row.kind in (UNREADABLE, *SET_ASIDE) for row in (*self.stays, *self.goes))
+
+    @property
+    def bytes(self) -> int:
+        """How much room it makes."""
+        return sum(row.bytes for row in self.goes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `llmtrain checkpoints prune --json` prints it."""
+        stays = [{"name": row.name, "kind": row.kind, "kept": row.kept} for row in self.stays]
+        goes = [{"name": row.name, "kind": row.kind, "bytes": row.bytes} for row in self.goes]
+        head = {"deleted": self.deleted, "lost": self.lost, "bytes": self.bytes}
+        return {**head, "goes": goes, "stays": stays}
+
+
+def prune(
+    path: Path,
+    keep_last: int | None = None,
+    *,
+    yes: bool = False,
+    set_aside: bool = False,
+    told: Told = lambda name, size, done: None,
+) -> Pruned:
+    """Find what the policy of a run does not keep and what earlier starts left; delete it (`yes`).
+
+    keep_last: in place of the config's · set_aside: damaged and superseded ones go too, if there is
+    a valid one beside them. Those of other runs stay, and what is not known. Raises UserError if
+    the run is alive, or if one that is to stay is not valid: then nothing is deleted; RunError 74
+    if the disk refuses.
+    """
+    place = place_of(path)
+    if place.run_dir is None or place.only is not None:
+        raise UserError(Problem("RUN", path, "a run directory: its config says what is kept"))
+    if keep_last is not None and keep_last < _LEAST_KEPT:
+        expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
+        raise UserError(Problem("--keep-last", keep_last, expected))
+    policy = policy_of(place.run_dir)
+    if keep_last is not None:
+        policy = replace(policy, keep_last=keep_last)
+    lock = RunLock(place.run_dir, run_id_of(place) or "")
+    if not yes:
+        lock.check()
+        return _planned(listing(place, policy), set_aside)
+    with lock:
+        found = listing(place, policy)
+        plan = _planned(found, set_aside)
+        if plan.goes:
+            _refuse(_wrong_inside(found, plan.stays, told))
+            _delete(found, plan.goes)
+    return replace(plan, deleted=True)
+
+
+def _planned(found: Listing, set_aside: bool) -> Pruned:
+    """UserError if sizes show that one which is to stay is not valid."""
+    valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
+    goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
+    stays = tuple(row for row in found.rows if row not in goes)
+    _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
+    return Pruned(goes, stays, deleted=False)
+
+
+def _goes(row: Row, set_aside: bool) -> bool:
+    if row.kept:
+        return False
+    return row.kind == COMPLETE or row.kind in LEFT_OVER or (set_aside and row.kind in SET_ASIDE)
+
+
+def _wrong_inside(
+    found: Listing, stays: Sequence[Row], told: Told
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is wrong with each of the run's that stay, to the last byte."""
+    names = [row.name for row in stays if row.kind == COMPLETE]
+    for one in verified(found.root, names, told):
+        yield one.name, tuple(f"{problem.key}: {problem.value}" for problem in one.problems)
+
+
+def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """UserError if anything is wrong with any of them."""
+    expected = "valid, since it is to stay; nothing was deleted"
+    problems = [
+        Problem(name, "; ".join(wrong), expected, f"rename it to {name}.damaged, then prune again")
+        for name, wrong in looked_at
+        if wrong
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def _delete(found: Listing, goes: Sequence[Row]) -> None:
+    """As retention does it; what is still there then is an error."""
+    assert found.policy is not None
+    retention.apply(found.root, found.policy, found.run_id or "", found.resumed_from)
+    retention.clean(found.root)
+    for row in goes:
+        if row.kind in SET_ASIDE:
+            shutil.rmtree(found.root / row.name, ignore_errors=True)  # looked at below
+    there = form.names(found.root)
+    planned = {row.name for row in goes}
+    left = [name for name in there if name in planned or name.startswith(".trash-")]
+    if left:
+        raise RunError(
+            f"could not delete {', '.join(left)} in {found.root}",
+            DISK_FAILED,
+            "see who owns it and whether the disk can be written, then give the same command again",
+        )

@@ -1,0 +1,371 @@
+"""Prove on this machine that a killed and resumed run equals a straight one, before a long run.
+
+    straight    N + 2 steps of the config, in a directory of its own
+    killed      the same; every process is killed (SIGKILL) in step N, behind a checkpoint
+    resumed     the same command again, or under another strategy or number of processes
+
+Launched as the real run is, on the disk that the real run would use. With the same strategy and
+number of processes the last checkpoints must have the same bytes; else the arithmetic has another
+order, and batches must be the same and losses within 1e-5. The trap: a kill before the first
+checkpoint would prove nothing, so what the resumed run went on from is looked at.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain import faults
+from llmtrain.checkpoint import format as form
+from llmtrain.config.checks import check_batch
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.rundir import record
+from llmtrain.rundir.status import read_status
+from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems
+
+KILL_AT = 6
+TOLERANCE = 1e-5  # of a loss, where the arithmetic has another order
+_ON_CPUS = 2  # processes
+_FEWEST = 2  # a step before the kill must have been saved
+_DOCUMENTS = 8  # held-out ones that are scored
+_TAIL_LINES = 12
+_SHOWN = 5
+
+Told = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a start was, as it says itself."""
+
+    strategy: str
+    world_size: int
+    resumed_from: str | None
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {_words(self.world_size)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was compared, and what differs. steps: whose batches were, as digests.
+
+    losses: how many; 0 = not compared, and `note` says why · largest_difference: of two losses of
+    a step · files: weight and optimizer files of the last step, byte by byte; () = not compared.
+    """
+
+    straight: Launched
+    resumed: Launched
+    steps: int
+    losses: int
+    largest_difference: float
+    files: tuple[str, ...]
+    differences: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What came out. folder: where both runs were kept because they differ; None: removed."""
+
+    compared: Compared
+    killed_at: int
+    folder: Path | None
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.compared.differences
+
+    def to_json(self) -> dict[str, Any]:
+        """As `llmtrain checkpoints rehearse --json` prints it."""
+        folder = None if self.folder is None else str(self.folder)
+        rest = {"folder": folder, "seconds": round(self.seconds, 3)}
+        found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
+        return {key: record.finite(value) for key, value in found.items()}
+
+
+def rehearse(
+    config_file: str,
+    overrides: Sequence[str] = (),
+    kill_at: int = KILL_AT,
+    to: str | None = None,
+    processes: int | None = None,
+    told: Told = lambda text: None,
+) -> Rehearsal:
+    """Train straight, train and kill, resume, compare.
+
+    kill_at: the step that is cut off · to, processes: strategy and number of processes that the
+    killed run goes on with, None = as it began, with all GPUs or two processes on the CPUs · told:
+    hears what is being done. Raises UserError before anything is started, RunError with the code of
+    a start that ended otherwise than it should; its directory stays and is named.
+    """
+    begun = time.perf_counter()
+    config = load_config(config_file, overrides)
+    world_size = _processes(config)
+    again = processes or world_size
+    other = [f"distributed.strategy={to}"] if to else []
+    shared = [*overrides]
+    if to or again != world_size:
+        shared.append("training.precision=fp32")  # where the order of a sum makes no difference
+    first, second = load_config(config_file, shared), load_config(config_file, [*shared, *other])
+    _check(kill_at, (first, world_size), (second, again))
+    shared += _short(config, kill_at)
+    fault = {faults.VARIABLE: f"loop.micro@step={kill_at}=kill"}
+    with _folder(config) as place:
+        straight, killed = place.folder / "straight", place.folder / "killed"
+        told(f"{kill_at + 2} steps straight, {_words(world_size)}")
+        _finished(place, "straight", config_file, _in(straight, shared), world_size)
+        told(f"the same, killed in step {kill_at}")
+        _killed(place, "killed", config_file, _in(killed, shared), world_size, fault)
+        told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")
+        _finished(place, "resumed", config_file, [*_in(killed, shared), *other], again)
+        compared = compare(straight, killed)
+        place.keep = bool(compared.differences)
+    kept = place.folder if place.keep else None
+    return Rehearsal(compared, kill_at, kept, time.perf_counter() - begun)
+
+
+def compare(straight: Path, killed: Path) -> Compared:
+    """Two run directories of the same config: one that ran through, one that was resumed."""
+    one, other = _started(straight), _started(killed)
+    differences = [] if other.resumed_from else ["nothing was resumed: no checkpoint was complete"]
+    ours, theirs = _numbers(straight), _numbers(killed)
+    if ours.keys() != theirs.keys():
+        differences.append(f"steps {_some(ours.keys() ^ theirs.keys())} are in one of the runs")
+    steps = sorted(ours.keys() & theirs.keys())
+    if moved := [step for step in steps if ours[step][0] != theirs[step][0]]:
+        differences.append(f"steps {_some(moved)} had other batches")
+    note = _why_other_losses(straight, one, other)
+    gaps = {} if note else {step: _gap(ours[step][1], theirs[step][1]) for step in steps}
+    if far := [step for step, gap in gaps.items() if gap > TOLERANCE]:
+        differences.append(f"steps {_some(far)} have losses further apart than {TOLERANCE:g}")
+    files: tuple[str, ...] = ()
+    if (one.strategy, one.world_size) == (other.strategy, other.world_size):
+        left, right = _last(straight), _last(killed)
+        files = tuple(sorted({path.name for path in _tensors(left)}))
+        differences += _other_bytes(left, right)
+    return Compared(
+        straight=one,
+        resumed=other,
+        steps=len(steps),
+        losses=len(gaps),
+        largest_difference=max(gaps.values(), default=0.0),
+        files=files,
+        differences=tuple(differences),
+        note=note,
+    )
+
+
+def _processes(config: Config) -> int:
+    """As the real run would be launched here: every GPU, or two processes on the CPUs."""
+    if has_gpu(os.environ):
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    return 1 if check_batch(config, _ON_CPUS) else _ON_CPUS
+
+
+def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
+    """UserError with all that a launch of these configs and numbers of processes would refuse."""
+    env = dict(os.environ)
+    found = [one for config, size in launches for one in launch_problems(config, size, env)]
+    problems = list(dict.fromkeys(found))
+    if kill_at < _FEWEST:
+        expected = f"at least {_FEWEST}: a step before it must have been saved"
+        problems.append(Problem("--kill-at", kill_at, expected))
+    if problems:
+        raise UserError(*problems)
+
+
+def _short(config: Config, kill_at: int) -> list[str]:
+    """What makes a rehearsal of a config: short, a save before the kill, nobody told of it."""
+    documents = min(_DOCUMENTS, config.evaluation.max_documents)
+    return [
+        f"training.steps={kill_at + 2}",
+        "training.epochs=null",
+        f"checkpoint.every_steps={kill_at // 2}",
+        "checkpoint.every_minutes=null",
+        "checkpoint.keep_every=0",
+        "checkpoint.stop_after=null",
+        "checkpoint.resume=auto",
+        f"evaluation.every_steps={kill_at + 2}",
+        f"evaluation.max_documents={documents}",
+        "evaluation.prompts=[]",
+        "logging.every_steps=1",
+        "logging.trackers=[]",
+    ]
+
+
+def _in(run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    return [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The directory of a rehearsal, and whether it stays."""
+
+    folder: Path
+    keep: bool = False
+
+
+@contextmanager
+def _folder(config: Config) -> Iterator[_Kept]:
+    """On the disk of the run's own directory; removed unless there is something to see."""
+    beside = _beside(Path(str(config.run.dir)).absolute())
+    try:
+        place = _Kept(Path(tempfile.mkdtemp(prefix="rehearsal-", dir=beside)))
+    except OSError as error:
+        expected = f"a place that can be written ({error.strerror}: {beside})"
+        raise UserError(Problem("run.dir", config.run.dir, expected)) from error
+    try:
+        yield place
+    finally:
+        if not place.keep:
+            shutil.rmtree(place.folder)
+
+
+def _beside(run_dir: Path) -> Path:
+    """The nearest directory above; where a disk of its own begins (`/` too) that one itself."""
+    if os.path.ismount(run_dir):
+        return run_dir
+    return next(path for path in run_dir.parents if path.is_dir())
+
+
+def _finished(place: _Kept, name: str, config: str, overrides: Sequence[str], size: int) -> None:
+    """A start that must reach the last step."""
+    ended = _started_and_waited(place, name, config, overrides, size, {})
+    run_dir = place.folder / ("straight" if name == "straight" else "killed")
+    _refuse_a_stop(run_dir, ended)
+    if ended.exit_code or read_status(run_dir).get("state") != "finished":
+        raise _failed(place, name, ended)
+
+
+def _killed(
+    place: _Kept,
+    name: str,
+    config: str,
+    overrides: Sequence[str],
+    size: int,
+    fault: Mapping[str, str],
+) -> None:
+    """A start that must not end by itself."""
+    ended = _started_and_waited(place, name, config, overrides, size, fault)
+    _refuse_a_stop(place.folder / name, ended)
+    if ended.exit_code != RESTARTABLE:
+        raise _failed(place, name, ended)
+
+
+def _started_and_waited(
+    place: _Kept,
+    name: str,
+    config: str,
+    overrides: Sequence[str],
+    size: int,
+    more: Mapping[str, str],
+) -> Ended:
+    """One launch, whose output goes into a file of the folder."""
+    env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE}
+    with (place.folder / f"{name}.log").open("wb") as log:
+        return launch(config, overrides, processes=size, env={**env, **more}, output=log)
+
+
+def _refuse_a_stop(run_dir: Path, ended: Ended) -> None:
+    """Ctrl-C reaches the ranks, which save and end well, or a launcher that has none yet: there is
+    nothing to compare then.
+    """
+    if ended.asked_to_stop or read_status(run_dir).get("state") == "stopped":
+        raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command begins anew")
+
+
+def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
+    place.keep = True
+    log = place.folder / f"{name}.log"
+    tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    said = ended.message or "\n".join(tail)
+    message = f"the {name} run of the rehearsal ended with code {ended.exit_code}\n{said}"
+    return RunError(message, ended.exit_code or 1, f"see {log}; {place.folder} was kept")
+
+
+def _started(run_dir: Path) -> Launched:
+    """What the last start of a run was."""
+    lines = record.record(run_dir)
+    last = [line for line in lines if line["kind"] == "start"][-1]
+    return Launched(last["strategy"], last["world_size"], last["resumed_from"])
+
+
+def _numbers(run_dir: Path) -> dict[int, tuple[str, float | None]]:
+    """Step → (batch digest, loss if it was finite); of a step that was trained twice, the last."""
+    lines = record.record(run_dir)
+    return {
+        line["step"]: (line["batch_digest"], line["loss"])
+        for line in lines
+        if line["kind"] == "train"
+    }
+
+
+def _gap(one: float | None, other: float | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    return abs(one - other)
+
+
+def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
+    """Dropout is drawn by rank: with another number of ranks it is another one."""
+    if one.world_size == other.world_size:
+        return ""
+    from transformers import AutoConfig
+
+    values = AutoConfig.from_pretrained(_last(run_dir), trust_remote_code=False).to_dict()
+    drops = [key for key, value in values.items() if "drop" in key and _is_share(value)]
+    if not drops:
+        return ""
+    return f"losses were not compared: {drops[0]} draws otherwise with other processes"
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, float) and value > 0
+
+
+def _last(run_dir: Path) -> Path:
+    """The newest checkpoint."""
+    root = run_dir / "checkpoints"
+    return root / form.complete_names(root)[0]
+
+
+def _tensors(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob(f"*{form.TENSORS}"))
+
+
+def _other_bytes(left: Path, right: Path) -> Iterator[str]:
+    """Weight and optimizer files that are not the same in both checkpoints."""
+    if left.name != right.name:
+        yield f"the last checkpoints are {left.name} and {right.name}"
+    for name in sorted({path.name for path in [*_tensors(left), *_tensors(right)]}):
+        if not (left / name).is_file() or not (right / name).is_file():
+            yield f"{name} is in one of the checkpoints {left.name}"
+        elif not filecmp.cmp(left / name, right / name, shallow=False):
+            yield f"{name} of {left.name} has other bytes"
+
+
+def _some(steps: Iterable[int]) -> str:
+    """Numbers of steps, the first few of many."""
+    found = [str(step) for step in sorted(steps)]
+    return ", ".join(found[:_SHOWN]) + (f" … ({len(found)})" if len(found) > _SHOWN else "")
+
+
+def _words(processes: int) -> str:
+    return f"{processes} process{'es' * (processes > 1)}"

@@ -1,0 +1,332 @@
+"""What a config would train on: counts of its sources, how they are packed, the first blocks.
+
+Works before a run exists, and on a run's directory without changing it. What is counted in a part
+of the documents alone is an estimate, and named so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.config.schema import Config
+from llmtrain.tools.data.scratch import aside
+
+if TYPE_CHECKING:
+    from llmtrain.data.audit.census import Census
+    from llmtrain.data.audit.epochs import Epoch
+    from llmtrain.data.audit.ledger import Document
+    from llmtrain.data.documents.reader import Reader, Reading
+    from llmtrain.data.lanes import Block
+    from llmtrain.data.manifest import Manifest
+    from llmtrain.data.tokens.tokenizer import Tokenizer
+
+MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
+ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """One source.
+
+    documents: that can be used, held-out ones among them · tokens: of these, with separators ·
+    duplicates: texts that stood before among the `looked_at` rows · epochs: passes over it in the
+    whole run · estimated: names of the values that are estimates.
+    """
+
+    name: str
+    revision: str | None
+    files: int
+    units: int
+    documents: int
+    dropped: int
+    replaced: int
+    duplicates: int
+    bytes: int
+    tokens: int
+    heldout: int
+    epochs: float
+    looked_at: int
+    estimated: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Documents of `least` … `most` tokens."""
+
+    least: int
+    most: int
+    documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One block as text, without its padding.
+
+    borders: characters of `text` at which another document begins · trained: stretches of
+    characters that are trained on · padding: tokens.
+    """
+
+    g: int
+    source: str | None
+    text: str
+    borders: tuple[int, ...]
+    trained: tuple[tuple[int, int], ...]
+    padding: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A config's data.
+
+    padding, documents_cut: shares of the tokens and documents of the first `measured_blocks` blocks
+    (which hold `measured_documents`) · lengths: of the documents that were looked at · estimated:
+    names of the values that are estimates.
+    """
+
+    sources: tuple[SourceFacts, ...]
+    lanes: int
+    backend: str
+    seq_len: int
+    packing: str
+    tokens_per_byte: float
+    steps_per_epoch: int
+    padding: float
+    documents_cut: float
+    measured_blocks: int
+    measured_documents: int
+    lengths: tuple[Bucket, ...]
+    blocks: tuple[Shown, ...]
+    estimated: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return asdict(self)
+
+
+def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspection:
+    """Look at about `documents` of each source (0: all) and at the first `blocks` blocks.
+
+    Uses what a run in `config.run.dir` decided, if one began there. Raises UserError for what is
+    wrong with the data, and for a config with which that run would refuse to go on.
+    """
+    from llmtrain.data.documents.reader import reading_of
+    from llmtrain.data.survey import check
+    from llmtrain.data.tokens.tokenizer import open_tokenizer
+    from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
+
+    workers = 0 if config.data.workers == "auto" else config.data.workers
+    with aside(Path(str(config.run.dir))) as directory:
+        prepare(config, directory, max(1, workers), config.model.revision)
+        manifest = load_manifest(config, directory)
+        tokenizer = open_tokenizer(directory / TOKENIZER, manifest.tokenizer.backend)
+        check(manifest, config, tokenizer)
+        reading = reading_of(config, directory)
+        return _inspection(config, manifest, tokenizer, reading, blocks, documents)
+
+
+def _inspection(
+    config: Config,
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    blocks: int,
+    documents: int,
+) -> Inspection:
+    from llmtrain.data.audit.census import census
+    from llmtrain.data.documents.reader import Reader
+
+    numbers = range(len(manifest.sources))
+    reader = Reader(reading)
+    found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
+    once = _epoch(manifest, tokenizer, reading, found)
+    packed = _pack(manifest, tokenizer, reader, blocks, once.blocks)
+    read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed.padding)
+    return Inspection(
+        sources=tuple(_facts(manifest, k, found[k], read) for k in numbers),
+        lanes=manifest.lanes,
+        backend=tokenizer.backend,
+        seq_len=manifest.seq_len,
+        packing=manifest.packing,
+        tokens_per_byte=sum(one.tokens for one in found) / max(1, sum(one.bytes for one in found)),
+        steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
+        padding=packed.padding,
+        documents_cut=packed.documents_cut,
+        measured_blocks=packed.blocks,
+        measured_documents=packed.documents,
+        lengths=_buckets(found),
+        blocks=packed.shown,
+        estimated=_estimated(manifest, found, once),
+    )
+
+
+def _epoch(
+    manifest: Manifest, tokenizer: Tokenizer, reading: Reading, found: Sequence[Census]
+) -> Epoch:
+    """One pass over the training documents, reckoned as a run does for `training.epochs`."""
+    from llmtrain.data.audit.epochs import Epoch, epoch
+
+    if manifest.packing == "bestfit" or not all(one.exact for one in found):
+        return epoch(manifest, tokenizer, reading)
+    documents = sum(one.documents - one.heldout for one in found)
+    tokens = sum(one.training_tokens for one in found)
+    return Epoch(documents, tokens, ceil(tokens / manifest.seq_len), exact=True)
+
+
+def _blocks_of_run(config: Config, once: Epoch) -> float:
+    training = config.training
+    if training.steps is not None:
+        return training.steps * training.global_batch_size
+    assert training.epochs is not None
+    return training.epochs * once.blocks
+
+
+def _estimated(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
+    names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
+    names += [] if once.exact else ["steps_per_epoch"]
+    names += [] if manifest.always_full else ["padding"]
+    return (*names, "documents_cut")
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What the first blocks are like; `documents` of them begin in these blocks."""
+
+    blocks: int
+    documents: int
+    padding: float
+    documents_cut: float
+    shown: tuple[Shown, ...]
+
+
+def _pack(
+    manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
+) -> _Packed:
+    """Make the first blocks, an epoch of them at most, and keep those that are wanted."""
+    from llmtrain.data.audit.ledger import replay
+    from llmtrain.data.state import DataState
+
+    enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
+    count = max(wanted, manifest.lanes, enough)
+    cursors = DataState.fresh(manifest).cursors
+    shown: list[Shown] = []
+    began: set[Document] = set()
+    whole: set[Document] = set()
+    pads = blocks = 0
+    for g, block in replay(
+        manifest, tokenizer, reader, cursors=cursors, next_block=0, first=0, stop=count
+    ):
+        if g < wanted:
+            shown.append(_shown(manifest, tokenizer, g, block))
+        if block.source >= 0:
+            blocks, pads = blocks + 1, pads + _padding(manifest, block)
+            _note_documents(manifest, tokenizer, g, block, began, whole)
+    padding = pads / max(1, blocks * (manifest.seq_len + 1))
+    cut = len(began - whole) / max(1, len(began))
+    return _Packed(blocks, len(began), padding, cut, tuple(shown))
+
+
+def _note_documents(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    g: int,
+    block: Block,
+    began: set[Document],
+    whole: set[Document],
+) -> None:
+    """Which documents begin in this block, and which stand in it from begin to end.
+
+    A document that begins with the last id, begins the lane's next block once more.
+    """
+    from llmtrain.data.audit.ledger import document_of, is_whole
+
+    for span in block.spans:
+        if span.start == 0 and span.at < manifest.seq_len:
+            document = document_of(manifest, g, block, span)
+            began.add(document)
+            if is_whole(manifest, tokenizer, document, block, span):
+                whole.add(document)
+
+
+def _padding(manifest: Manifest, block: Block) -> int:
+    """Tokens behind the last document."""
+    return manifest.seq_len + 1 - sum(span.stop - span.start for span in block.spans)
+
+
+def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
+    """A block as text, document by document, so that no border falls inside a character."""
+    from llmtrain.data.batches import IGNORED, batch_of
+
+    batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
+    targets = [False, *(batch.labels[0] != IGNORED).tolist()]
+    text = ""
+    borders: list[int] = []
+    trained: list[tuple[int, int]] = []
+    for span in block.spans:
+        ids = block.ids[span.at : span.at + span.stop - span.start]
+        borders += [len(text)] if text else []
+        for first, last in _runs(targets[span.at : span.at + len(ids)]):
+            begin, end = (len(text) + len(tokenizer.decode(ids[:i])) for i in (first, last))
+            trained.append((begin, end))
+        text += tokenizer.decode(ids)
+    source = manifest.labels[block.source] if block.source >= 0 else None
+    padding = _padding(manifest, block)
+    return Shown(g, source, text, tuple(borders), tuple(_joined(trained)), padding)
+
+
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """Stretches [first, last) of true flags."""
+    edges = [i for i, flag in enumerate(flags) if flag != (i > 0 and flags[i - 1])]
+    edges += [len(flags)] if flags and flags[-1] else []
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same characters as stretches that do not touch."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in stretches:
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], end)
+        elif begin < end:
+            joined.append((begin, end))
+    return joined
+
+
+def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFacts:
+    """Source k. read: tokens that the whole run trains on, of all sources."""
+    source = manifest.sources[k]
+    passes = read * source.weight / sum(manifest.weights) / max(1, found.training_tokens)
+    return SourceFacts(
+        name=source.label,
+        revision=source.revision,
+        files=len(source.files),
+        units=len(source.units),
+        documents=found.documents,
+        dropped=found.dropped,
+        replaced=found.replaced,
+        duplicates=found.duplicates,
+        bytes=found.bytes,
+        tokens=found.tokens,
+        heldout=found.heldout,
+        epochs=min(passes, source.max_epochs or passes),
+        looked_at=found.looked_at,
+        estimated=() if found.exact else (*ESTIMATED, "epochs"),
+    )
+
+
+def _buckets(found: Sequence[Census]) -> tuple[Bucket, ...]:
+    """Lengths by powers of two, from the first bucket that holds a document to the last."""
+    counts: Counter[int] = Counter()
+    for one in found:
+        for length, documents in one.lengths.items():
+            counts[length.bit_length()] += documents
+    if not counts:
+        return ()
+    return tuple(
+        Bucket(1 << (bits - 1), (1 << bits) - 1, counts[bits])
+        for bits in range(min(counts), max(counts) + 1)
+    )

@@ -1,0 +1,258 @@
+"""`llmtrain data tokenize`: the documents of a config's sources as a token cache (`.bin`, `.idx`).
+
+    DIR/NAME.bin, NAME.idx   a source's documents, all usable ones, in order of the manifest
+    DIR/NAME.json            where they come from, and which tokenizer made them
+    DIR/tokenizer/           that tokenizer
+    DIR/.tokenize/           config, manifest and finished parts: what the same command goes on with
+
+When all is written, config, manifest and a tokenizer of its own stay there: the same command is
+compared with them, finds all done, and puts DIR/tokenizer/ back where it is missing. So does the
+lock: a file that is deleted could be held by one command and made anew by another.
+
+Nothing is held out here: a run that trains on a cache decides that itself, by document number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.errors import Problem, UserError
+from llmtrain.tools.data.pool import each
+
+if TYPE_CHECKING:
+    from llmtrain.config.binding import Change
+    from llmtrain.config.schema import Config
+    from llmtrain.data.documents.reader import Reading
+    from llmtrain.data.manifest import Manifest
+    from llmtrain.data.token_cache.write import Task
+    from llmtrain.data.tokens.tokenizer import Tokenizer
+
+WORK = ".tokenize"
+PARTS = "parts"
+TOKENIZER = "tokenizer"
+_PUT_BACK = "put it back, or take another --out"
+Progress = Callable[[int, int, int], None]  # units done, of how many, tokens so far
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """What lies in DIR now.
+
+    files: the `.idx` of each source, relative to DIR · dropped: null, empty or blank documents,
+    which are left out · replaced: documents with invalid UTF-8, which are in it · skipped: bad
+    units and lines that `data.on_bad_unit: skip` left out.
+    """
+
+    files: tuple[str, ...]
+    documents: int
+    tokens: int
+    dropped: int
+    replaced: int
+    skipped: int
+    seconds: float
+
+
+def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokenized:
+    """Write the token cache of a config's sources to `out`, or go on with one that was begun.
+
+    jobs: processes. The files are the same for any number of them and after any interruption.
+    Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.
+    """
+    from llmtrain.data.documents.reader import reading_of
+    from llmtrain.data.token_cache.write import room_needed
+    from llmtrain.rundir.lock import RunLock
+
+    began = time.perf_counter()
+    wanted = _what_counts(config)
+    work = out / WORK
+    _make(out, work)
+    with RunLock(work, "tokenize"), room_needed():
+        manifest, tokenizer = _begin(wanted, out, work)
+        paths = [out / f"{name}.idx" for name in file_names(manifest.labels)]
+        _write(manifest, tokenizer, reading_of(wanted, work), paths, jobs, progress)
+        for folder in (PARTS, "footers"):
+            shutil.rmtree(work / folder, ignore_errors=True)
+    said = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
+    keys = ("documents", "tokens", "dropped", "replaced", "skipped")
+    sums = {key: sum(one[key] for one in said) for key in keys}
+    files = tuple(path.name for path in paths)
+    return Tokenized(files, seconds=time.perf_counter() - began, **sums)
+
+
+def file_names(labels: Sequence[str]) -> tuple[str, ...]:
+    """A name for each source's files: its label, in letters, digits, dots and dashes."""
+    names: list[str] = []
+    for label in labels:
+        base = re.sub(r"[^\w.-]+", "-", label).strip("-._") or "source"
+        name, count = base, 2
+        while name in names:
+            name, count = f"{base}-{count}", count + 1
+        names.append(name)
+    return tuple(names)
+
+
+def _what_counts(config: Config) -> Config:
+    """The config with all that cannot change a token as if it were not set."""
+    from llmtrain.config.schema import Config, DataConfig, RunConfig, TrainingConfig, TrainTokenizer
+
+    kept = ("path", "name", "split", "revision", "text_column")
+    sources = tuple(
+        type(source)(**{key: getattr(source, key) for key in kept if _is_set(source, key)})
+        for source in config.data.sources
+    )
+    data = DataConfig(
+        sources=sources,
+        heldout=0.0,
+        lanes=1,  # no more slices than reading needs
+        on_bad_unit=config.data.on_bad_unit,
+        cache_gb=config.data.cache_gb,
+    )
+    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents that a seed chooses
+    shape = {} if config.model.from_ else {"model_type": "llama"}  # of no model, but it must load
+    return Config(
+        run=RunConfig(seed=config.run.seed) if trains else RunConfig(),
+        model=config.model.model_copy(update={"config": shape}),
+        data=data,
+        training=TrainingConfig(steps=1),
+        distributed=config.distributed,
+    )
+
+
+def _is_set(section: object, key: str) -> bool:
+    return key in section.model_fields_set  # type: ignore[attr-defined]  # any pydantic section
+
+
+def _make(out: Path, work: Path) -> None:
+    """Make the directory, unless it holds what is not ours."""
+    if out.exists() and not out.is_dir():
+        raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
+    if out.is_dir() and any(out.iterdir()) and not work.is_dir():
+        expected = "a new or empty directory, or one that this command began"
+        raise UserError(Problem("--out", out, expected))
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = f"a directory that can be written ({error.strerror})"
+        raise UserError(Problem("--out", out, expected)) from error
+
+
+def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
+    """Manifest and tokenizer: made now, or those of the command that began here."""
+    from llmtrain.config.binding import binding_values, changes, dump
+    from llmtrain.config.load import load_config
+    from llmtrain.data.survey import check
+    from llmtrain.data.tokens.tokenizer import open_tokenizer
+    from llmtrain.training.start.claim import write_atomically
+    from llmtrain.training.start.prepare import MANIFEST, load_manifest, prepare
+
+    record = work / "config.yaml"
+    begun = record.exists() and (work / MANIFEST).exists()
+    if begun:
+        known = binding_values(load_config(record))
+        _refuse(changes(known, binding_values(config)), out)
+    else:
+        for entry in (work / TOKENIZER, work / PARTS):
+            shutil.rmtree(entry, ignore_errors=True)
+        write_atomically(record, dump(config).encode())
+        prepare(config, work, 1, config.model.revision)
+    manifest = load_manifest(config, work)
+    tokenizer = open_tokenizer(work / TOKENIZER, manifest.tokenizer.backend)
+    tokens = [source.path for source in manifest.sources if source.cached]
+    if tokens:
+        (work / MANIFEST).unlink()
+        expected = "documents of text; a token cache is tokenized already"
+        raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
+    if begun:
+        try:
+            check(manifest, config, tokenizer)
+        except UserError as error:  # whose remedies are those of a run
+            problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
+            raise UserError(*problems) from error
+    _copy(work / TOKENIZER, out / TOKENIZER)
+    return manifest, tokenizer
+
+
+def _refuse(changed: Sequence[Change], out: Path) -> None:
+    expected = f"with which {out} began"
+    problems = [Problem(key, new, f"{old}, {expected}", _PUT_BACK) for key, old, new in changed]
+    if problems:
+        raise UserError(*problems)
+
+
+def _copy(tokenizer: Path, path: Path) -> None:
+    """The copy is there as a whole or not at all."""
+    if not path.exists():
+        partial = tokenizer.with_name(f"{tokenizer.name}.copy")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(tokenizer, partial)
+        partial.rename(path)
+
+
+def _write(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    paths: Sequence[Path],
+    jobs: int,
+    progress: Progress,
+) -> None:
+    """Write the pairs of files that are not there yet."""
+    from llmtrain.data.token_cache.file import dtype_code
+    from llmtrain.data.token_cache.source import described
+
+    code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
+    missing = [k for k, path in enumerate(paths) if not path.exists()]
+    for left_over in [*work.glob(f"{PARTS}/*/.*.partial"), *paths[0].parent.glob(".*.partial")]:
+        left_over.unlink()
+    tasks = [task for k in missing for task in _tasks(manifest, k, code, reading)]
+    _write_parts(tasks, jobs, progress)
+    for k in missing:
+        parts = [task.path for task in _tasks(manifest, k, code, reading)]
+        source = manifest.sources[k]
+        origin = {"source": source.label, "path": source.path, "revision": source.revision}
+        _join(parts, paths[k], code, described(tokenizer) | origin)
+
+
+def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
+    from llmtrain.data.token_cache.write import Task
+
+    source, backend = manifest.sources[k], manifest.tokenizer.backend
+    work = Path(str(reading.run_dir))
+    for u, unit in enumerate(source.units):
+        # Of the source only what the unit needs: each task is sent to a process.
+        alone = replace(source, files=(source.files[unit.file],), units=())
+        path = work / PARTS / f"{k}" / f"part-{u:08d}"
+        yield Task(alone, unit._replace(file=0), path, code, work / TOKENIZER, backend, reading)
+
+
+def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
+    from llmtrain.data.token_cache.write import counts_of, write_part
+
+    for folder in {task.path.parent for task in tasks}:
+        folder.mkdir(parents=True, exist_ok=True)
+    there = [counts_of(task.path, task.code) for task in tasks]
+    missing = [task for task, counts in zip(tasks, there, strict=True) if counts is None]
+    done, tokens = len(tasks) - len(missing), sum(counts.tokens for counts in there if counts)
+    progress(done, len(tasks), tokens)
+    for counts in each(write_part, missing, jobs):
+        done, tokens = done + 1, tokens + counts.tokens
+        progress(done, len(tasks), tokens)
+
+
+def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:
+    """Write a source's description and, behind it, its pair of files."""
+    from llmtrain.data.token_cache.write import join, total
+    from llmtrain.training.start.claim import write_atomically
+
+    description = origin | total(parts, code)._asdict()
+    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path.with_suffix(".json"), text.encode())
+    join(parts, path, code)
+    shutil.rmtree(parts[0].parent)

@@ -1,0 +1,141 @@
+"""Would the processes of a run find each other? Environment, files of accelerate, addresses."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from llmtrain.distributed.launch.environment import check_environment, launcher_problems
+from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
+from llmtrain.tools.launch.file import LaunchFile
+
+_REACH_SECONDS = 5.0
+_HELLO = b"hello"
+
+
+def environment(case: Case) -> Verdict:
+    """Variables that a launcher left behind, or that contradict the config."""
+    if "LOCAL_RANK" in case.env:
+        found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
+        return warning(found, "start llmtrain doctor by itself, once on each machine")
+    if case.config is None or case.launch is not None:
+        problems = launcher_problems(case.env)
+        return refused(problems) if problems else ok("no traces of a launcher")
+    check_environment(case.env, case.config)
+    return ok("nothing that contradicts the config, no traces of a launcher")
+
+
+def default_file(case: Case) -> Verdict:
+    """The config file that accelerate takes where none is named."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(default_config_file)
+    if not path.is_file():
+        return ok("no default config of accelerate")
+    if case.launch is not None:
+        return ok(f"{path} is there; {case.launch.path} is named and takes its place")
+    found = f"accelerate launch without --config_file takes {path}, which nobody named"
+    return warning(found, "name one: --config_file FILE, such as accelerate_configs/ddp.yaml")
+
+
+def launched(file: LaunchFile) -> Verdict:
+    """What a file of accelerate starts, of which nothing was refused."""
+    machines = f"on {file.machines} machines" if file.machines > 1 else "on this machine"
+    count = f"{file.processes} process{'es' * (file.processes > 1)}"
+    return ok(f"{file.path}: {count} {machines}, {file.values.get('distributed_type', 'NO')}")
+
+
+def rendezvous(case: Case) -> Verdict:
+    """Whether ranks can meet: a free port here, and the address that the launch file names."""
+    return joined([_free_port(), *_own_name(case), *_named_address(case)])
+
+
+def _free_port() -> Verdict:
+    """Bind a port and talk to it."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        server.settimeout(_REACH_SECONDS)
+        port = server.getsockname()[1]
+        with closing(socket.create_connection(("127.0.0.1", port), _REACH_SECONDS)) as client:
+            client.sendall(_HELLO)
+            heard, _ = server.accept()
+            with closing(heard):
+                heard.settimeout(_REACH_SECONDS)
+                if heard.recv(len(_HELLO)) != _HELLO:
+                    found = f"port {port} of 127.0.0.1 does not say what was sent"
+                    return error(found, "look for a proxy or firewall on the loopback device")
+    return ok(f"port {port} of 127.0.0.1 is free and answers")
+
+
+def _own_name(case: Case) -> Iterator[Verdict]:
+    """accelerate launch tells other machines this one's name: it must mean an address to them."""
+    if case.machines == 1:
+        return
+    name = socket.gethostname()
+    addresses = _resolved(name)
+    if not addresses or all(ipaddress.ip_address(one).is_loopback for one in addresses):
+        meaning = ", ".join(addresses) or "nothing"
+        found = f"this machine's name {name} means {meaning}, which no other machine can reach"
+        remedy = f"launch by llmtrain train --accelerate FILE, or let {name} mean its address"
+        yield warning(found, f"{remedy} (DNS or /etc/hosts)")
+
+
+def _named_address(case: Case) -> Iterator[Verdict]:
+    values = case.launch.values if case.launch else {}
+    name, port = values.get("main_process_ip"), values.get("main_process_port")
+    if name is None and not isinstance(port, int):
+        return
+    host = str(name) if name is not None else "127.0.0.1"
+    addresses = _resolved(host)
+    if not addresses:
+        yield error(f"main_process_ip {host} is no address", "the first machine's name or address")
+    elif case.machines > 1 and ipaddress.ip_address(addresses[0]).is_loopback:
+        found = f"main_process_ip {host} ({addresses[0]}) is every machine's own loopback"
+        yield error(found, "the address of the first machine that the others reach it by")
+    elif isinstance(port, int):
+        yield _port(host, addresses[0], port, case)
+
+
+def _resolved(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+def _port(host: str, address: str, port: int, case: Case) -> Verdict:
+    """Bound where the address is this machine's, else knocked at."""
+    place = f"{host}:{port}"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if port == 0:
+        return ok(f"{host}: any free port")
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((address, port))
+        except OSError as failed:
+            if failed.errno == errno.EADDRNOTAVAIL:
+                return _knock(place, address, port, case)
+            found = f"{place} cannot be bound: {failed.strerror}"
+            return error(found, "main_process_port: another one, or end what listens there")
+    return ok(f"{place} is this machine's, and free")
+
+
+def _knock(place: str, address: str, port: int, case: Case) -> Verdict:
+    """At another machine's port: nobody need listen yet, but the machine must answer."""
+    rank = case.launch.values.get("machine_rank") if case.launch else None
+    if case.machines == 1 or (rank == 0 and case.launch and case.launch.rendezvous == "static"):
+        found = f"{place} is not an address of this machine, where rank 0 would listen"
+        return error(found, "main_process_ip: an address of this machine")
+    try:
+        socket.create_connection((address, port), _REACH_SECONDS).close()
+    except ConnectionRefusedError:
+        return ok(f"{place} is reached; nobody listens there yet")
+    except OSError as failed:
+        found = f"{place} does not answer ({failed.strerror or failed})"
+        return error(found, "see that the machine is up, and open the port in its firewall")
+    return ok(f"{place} is reached, and somebody listens there")

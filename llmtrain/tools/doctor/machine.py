@@ -1,0 +1,309 @@
+"""Devices, memory, limits and software of this machine.
+
+What can be tried is tried: every device multiplies two matrices, and the compiler compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.checkpoint.retention import size
+from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, tried, warning
+from llmtrain.tools.doctor.place import room
+from llmtrain.tools.launch.launch import has_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+_PRODUCT = {"cpu": 1024, "cuda": 4096}  # rows of the matrices that are multiplied
+_LEAST_MEMORY = 2 << 30
+_LEAST_SHARED_MEMORY = 1 << 30
+_LEAST_FILES = 1024
+_LEAST_PROCESSES = 1024
+_COMPILE_SECONDS = 60
+_OFFLOAD = "zero3_offload"
+_SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int> v; return 0; }\n"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """The release of a library that the equality of all strategies was shown with.
+
+    newer: what a newer one is. An older one is an error: what is used of it is not there.
+    """
+
+    release: str
+    newer: str
+
+
+# As constraints.txt and the bounds of pyproject.toml have them.
+TESTED = {
+    "torch": Tested("2.13", "warning"),
+    "accelerate": Tested("1.15", "warning"),
+    "transformers": Tested("5.23", "warning"),
+    "deepspeed": Tested("0.19", "error"),
+}
+
+
+def devices(case: Case) -> Verdict:
+    """GPUs with their memory, or cores; each computes a product in fp32 and bf16."""
+    import torch
+
+    if count := gpus(case):
+        looked = [(index, *tried(functools.partial(_gpu, index))) for index in range(count)]
+        broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
+        return joined([*_grouped([gpu for _, gpu, _ in looked if gpu], case), *broken])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
+    if has_gpu(case.env):
+        built = torch.version.cuda or torch.version.hip or "without any"
+        unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
+        remedy = "install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES=''"
+        return warning(f"{unused}; {found}", remedy)
+    if case.launch and not case.launch.on_cpu and case.processes > case.machines:
+        here = case.processes // case.machines
+        meant = f"no GPU, though the launch file is for {here} of them here"
+        return warning(f"{meant}; {found}", "use_cpu: true if a rehearsal on processors is meant")
+    return ok(f"no GPU; {found}")
+
+
+def gpus(case: Case) -> int:
+    """How many a run would use on this machine."""
+    import torch
+
+    asked_cpu = case.env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    if asked_cpu or (case.launch and case.launch.on_cpu) or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """total, free: bytes · bf16: whether it computes in it · speeds: in words."""
+
+    index: int
+    name: str
+    total: int
+    free: int
+    bf16: bool
+    speeds: str
+
+
+def _gpu(index: int) -> Gpu:
+    import torch
+
+    device = torch.device("cuda", index)
+    free, total = torch.cuda.mem_get_info(device)
+    with torch.cuda.device(device):
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Gpu(index, torch.cuda.get_device_name(device), total, free, bf16, _speeds(device))
+
+
+def _grouped(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
+    """Equal ones together, and what is wrong with them or their number."""
+    kinds: dict[tuple[str, int], list[Gpu]] = {}
+    for gpu in found:
+        kinds.setdefault((gpu.name, gpu.total), []).append(gpu)
+    for (name, total), same in kinds.items():
+        least = size(min(gpu.free for gpu in same))
+        yield ok(f"{len(same)} × {name}: {size(total)}, {least} free, {same[0].speeds}")
+    if len({total for _, total in kinds}) > 1:
+        least_gib = min(total for _, total in kinds) / 2**30
+        remedy = f"distributed.device_memory_gb={least_gib:.1f}, which all of them have"
+        yield warning("their memories differ", remedy)
+    for gpu in found:
+        if gpu.free < 0.9 * gpu.total:
+            held = f"GPU {gpu.index}: {size(gpu.total - gpu.free)} are held by other processes"
+            yield warning(held, "see nvidia-smi, or choose others by CUDA_VISIBLE_DEVICES")
+        if case.config and case.config.training.precision == "bf16" and not gpu.bf16:
+            yield error(f"GPU {gpu.index} does not compute in bf16", "training.precision=fp32")
+    yield from _enough(case, len(found))
+
+
+def _enough(case: Case, there: int) -> Iterator[Verdict]:
+    """Whether each process of the launch file that runs here has a GPU of its own."""
+    here = case.processes // case.machines
+    if case.launch and here > there:
+        found = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
+        yield error(found, f"num_processes: {there * case.machines}, or use_cpu: true")
+
+
+def _speeds(device: torch.device) -> str:
+    """GFLOP/s of one product in each precision: a device that cannot compute fails here."""
+    import torch
+
+    parts = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        n = _PRODUCT[device.type]
+        matrix = torch.ones(n, n, device=device, dtype=dtype)
+        seconds = min(_seconds(matrix) for _ in range(3))
+        parts.append(f"{name} {2 * n**3 / seconds / 1e9:,.0f}")
+    return f"{' and '.join(parts)} GFLOP/s"
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    start = time.perf_counter()
+    product = matrix @ matrix
+    product[0, 0].item()  # waits for the device
+    return time.perf_counter() - start
+
+
+def memory(_case: Case) -> Verdict:
+    """Of the host, or what this process may use of it."""
+    import psutil
+
+    from llmtrain.metrics.memory import host_bytes
+
+    there = psutil.virtual_memory()
+    total = host_bytes()
+    available = min(there.available, total)
+    found = f"{size(available)} of {size(total)} available"
+    if total < there.total:
+        found += f" (a limit: the machine has {size(there.total)})"
+    if available < _LEAST_MEMORY:
+        return warning(found, "end other programs: each rank takes about 1 GiB for libraries alone")
+    return ok(found)
+
+
+def limits(case: Case) -> Verdict:
+    """Open files, processes and shared memory that this session may have."""
+    verdicts = [
+        _limit(resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 65536"),
+        _limit(resource.RLIMIT_NPROC, "processes and threads", _LEAST_PROCESSES, "ulimit -u 65536"),
+    ]
+    if gpus(case) > 1 and SHARED_MEMORY.is_dir():
+        free = room(SHARED_MEMORY)
+        found = f"{size(free)} free in {SHARED_MEMORY}"
+        remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
+        verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))
+    return joined(verdicts)
+
+
+def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
+    soft, _ = resource.getrlimit(which)
+    if soft == resource.RLIM_INFINITY:
+        return ok(f"{what}: unlimited")
+    found = f"{what}: {soft:,}"
+    return ok(found) if soft >= least else warning(found, remedy)
+
+
+def versions(case: Case) -> Verdict:
+    """The libraries against the releases that were tried, and what the config needs besides."""
+    from llmtrain.metrics.trackers import check_installed
+
+    if case.config:
+        check_installed(case.config.logging.trackers)
+    python = ".".join(map(str, sys.version_info[:3]))
+    return joined([ok(f"Python {python}"), *(_version(name, case) for name in TESTED)])
+
+
+def _version(name: str, case: Case) -> Verdict:
+    tested = TESTED[name]
+    try:
+        there = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return _missing(name, case)
+    found = f"{name} {there}"
+    if _release(there) < _release(tested.release):
+        return error(f"{found} (needs {tested.release})", f"pip install '{name}>={tested.release}'")
+    if _release(there) == _release(tested.release):
+        return ok(found)
+    found = f"{found} (tried with {tested.release} only)"
+    remedy = f"pip install '{name}=={tested.release}.*', as in constraints.txt"
+    return Verdict("error" if tested.newer == "error" else "warning", found, remedy)
+
+
+def _missing(name: str, case: Case) -> Verdict:
+    if name != "deepspeed":
+        return error(f"no {name}", f"pip install {name}")
+    if _asks_for_deepspeed(case):
+        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
+        return error(found, "pip install 'llmtrain[deepspeed]', or distributed.strategy=fsdp2")
+    return ok("no deepspeed (only the zero strategies need it)")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """(2, 13) of 2.13.0+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def _asks_for_deepspeed(case: Case) -> bool:
+    return case.strategy.startswith("zero")
+
+
+def compiler(case: Case) -> Verdict:
+    """What DeepSpeed builds its extensions with: tried, because a compiler may lack its headers."""
+    missing = [*_without_compiler(), *([] if shutil.which("ninja") else ["no ninja in PATH"])]
+    if not missing:
+        return ok("C++ compiler, Python's headers and ninja build extensions")
+    found = ", ".join(missing)
+    remedy = "install g++, Python's headers (python3-dev) and ninja, and activate the environment"
+    if _builds(case):
+        return error(f"{found}: {case.strategy} builds DeepSpeed's Adam", remedy)
+    if case.strategy == _OFFLOAD or (case.strategy == "auto" and gpus(case)):
+        return warning(f"{found}: {_OFFLOAD} is out of reach on GPUs", remedy)
+    return ok(f"{found} (only {_OFFLOAD} on GPUs needs a compiler)")
+
+
+def _builds(case: Case) -> bool:
+    """Whether the run compiles an extension: on processors torch's own Adam takes its place."""
+    return case.strategy == _OFFLOAD and gpus(case) > 0
+
+
+def _without_compiler() -> list[str]:
+    """What is wrong with the C++ compiler; nothing if it compiles."""
+    name = os.environ.get("CXX", "c++")  # as torch chooses it
+    command = [*name.split(), "-x", "c++", "-fsyntax-only", "-"]
+    include = sysconfig.get_path("include")
+    try:
+        done = subprocess.run(
+            [*command, f"-I{include}"],
+            input=_SOURCE,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        return [f"no C++ compiler ({name})"]
+    except (OSError, subprocess.TimeoutExpired) as broken:
+        return [f"{name} does not run ({broken})"]
+    if done.returncode == 0:
+        return []
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it fails"]
+    return [f"{name} does not compile: {lines[0].strip()}"]
+
+
+def extensions(case: Case) -> Verdict:
+    """Locks in torch's directories of extensions: one that nobody holds stops every later build."""
+    from llmtrain.distributed.engines.zero import stale_locks
+
+    left = [lock for folder in _directories(case) for lock in stale_locks(folder, case.env)]
+    if not left:
+        return ok("no lock left behind")
+    named = ", ".join(str(lock) for lock in left)
+    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would wait for ever"
+    remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
+    return (error if _builds(case) else warning)(found, remedy)
+
+
+def _directories(case: Case) -> list[Path]:
+    """Where extensions are built; without a wish of somebody one for each Python and torch."""
+    from torch.utils import cpp_extension
+
+    own = case.env.get("TORCH_EXTENSIONS_DIR")
+    return [Path(own)] if own else sorted(Path(cpp_extension.get_default_build_root()).glob("*"))

@@ -1,0 +1,220 @@
+"""The run directory: what it lies on, whether it keeps what a run relies on, and its clock.
+
+Nothing of a run is touched: probes lie in a directory of their own, beside the run or where its
+directory would be made, and are deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.errors import UserError
+from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
+
+_FORGETFUL = {
+    "tmpfs": "memory: gone when the machine restarts",
+    "ramfs": "memory: gone when the machine restarts",
+    "overlay": "a container's own: gone with it",
+}
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "vfat", "exfat", "ntfs3"}
+_SHARED = re.compile(
+    r"nfs\d?|lustre|gpfs|mmfs|beegfs|ceph|glusterfs|cifs|smb\d?|9p|virtiofs|wekafs|panfs|afs|"
+    r"orangefs|ocfs2|gfs2|fuse\..+"
+)
+_MOST_SKEW = 2.0  # seconds between this machine's clock and the file system's
+_MOST_DRIFT = 1.0
+_OLDEST = 1.76e9  # 2025-10: before this code was written
+_LOCK_SECONDS = 30
+# Tries to take a lock that this process holds: 1 = it is held, 0 = it was granted.
+_TAKE = """
+import errno, fcntl, sys
+try:
+    fcntl.flock(open(sys.argv[1], "rb"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError as error:
+    sys.exit(1 if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else str(error))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """kind: as the system names it, "" where it does not tell."""
+
+    mount: str
+    kind: str
+
+
+def directory(case: Case) -> Verdict:
+    """Type of the file system, and whether write, fsync, rename and lock do what they say."""
+    place = existing(case.run_dir)
+    if case.run_dir.exists() and not case.run_dir.is_dir():
+        return error(f"{case.run_dir} is a file", "run.dir=DIR, another one")
+    if not place.is_dir():
+        return error(f"{place} is a file, not a directory", "run.dir=DIR, elsewhere")
+    system = file_system(place)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".llmtrain-doctor-", dir=place) as folder:
+            probed = list(_probes(Path(folder)))
+    except OSError as failed:
+        found = f"{place} cannot be written: {failed.strerror or failed}"
+        return error(found, "change its permissions, make room, or set another run.dir")
+    return joined([_kind(system, place, case), *probed, *_run_there(case)])
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that is there."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
+
+
+def room(place: Path) -> int:
+    """Bytes that are free for this user."""
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
+
+
+def file_system(place: Path, table: Path = Path("/proc/self/mountinfo")) -> FileSystem:
+    """What a directory lies on: the innermost mount above it."""
+    best = FileSystem("", "")
+    if not table.is_file():
+        return best
+    real = place.resolve()
+    for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        mount = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split()[4])
+        kind = line.split(" - ", 1)[1].split()[0]
+        if real.is_relative_to(mount) and len(mount) >= len(best.mount):
+            best = FileSystem(mount, kind)
+    return best
+
+
+def _kind(system: FileSystem, place: Path, case: Case) -> Verdict:
+    found = f"{place} on {system.kind or 'a file system of unknown type'}"
+    if system.kind in _FORGETFUL:
+        found += f" ({_FORGETFUL[system.kind]})"
+    if case.machines > 1:
+        return _shared(system, found, case)
+    if system.kind in _FORGETFUL:
+        return warning(found, "run.dir=DIR on a disk that stays")
+    return ok(found)
+
+
+def _shared(system: FileSystem, found: str, case: Case) -> Verdict:
+    """Every machine must see the same directory: rank 0 writes what the others read."""
+    if _SHARED.fullmatch(system.kind):
+        return ok(f"{found}, which {case.machines} machines can share")
+    remedy = f"run.dir=DIR on a file system that all {case.machines} machines mount (NFS, Lustre …)"
+    if system.kind in _LOCAL | _FORGETFUL.keys():
+        return error(f"{found}: this machine's own, not shared by {case.machines}", remedy)
+    return warning(f"{found}: whether {case.machines} machines share it is not known", remedy)
+
+
+def _probes(folder: Path) -> Iterator[Verdict]:
+    """In an empty directory. Raises OSError if the disk refuses."""
+    from llmtrain import durable
+
+    start = time.perf_counter()
+    for content in (b"one", b"two"):
+        durable.write(folder / "file", content)
+    milliseconds = (time.perf_counter() - start) / 2 * 1000
+    if (folder / "file").read_bytes() == b"two" and not (folder / "file.partial").exists():
+        yield ok(f"a durable write and rename take {milliseconds:.1f} ms")
+    else:
+        yield error("a rename does not replace the file", "run.dir=DIR on another file system")
+    yield _lock(folder / "lock")
+
+
+def _lock(path: Path) -> Verdict:
+    """A lock of this process must be seen by another one."""
+    import fcntl
+
+    remedy = "run.dir=DIR on a file system with locks (NFS: mount without nolock)"
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as failed:
+            found = f"no locks ({failed.strerror}): two starts at once could both go on"
+            return warning(found, remedy)
+        command = [sys.executable, "-I", "-S", "-c", _TAKE, str(path)]
+        taken = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False
+        )
+    if taken.returncode == 1 and not taken.stderr:
+        return ok("locks hold")
+    if taken.returncode == 0:
+        return warning("a lock is granted twice: two starts at once could both go on", remedy)
+    return warning(f"a lock cannot be asked for: {taken.stderr.strip()}", remedy)
+
+
+def _run_there(case: Case) -> Iterator[Verdict]:
+    """A run that lives in the directory already: another config's, or alive."""
+    from llmtrain.config.binding import binding_values, changes
+    from llmtrain.config.binding import refused as not_accepted
+    from llmtrain.config.load import load_config
+    from llmtrain.rundir import contents, lock
+
+    assert case.config is not None
+    try:
+        contents.check(case.run_dir)
+    except UserError as strange:
+        yield refused(strange.problems)
+        return
+    holder = lock.read(case.run_dir / lock.NAME)
+    alive = holder and holder.boot_id == lock.boot_id() and lock.start_time(holder.pid)
+    if holder and alive and alive == holder.started:
+        found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
+        yield warning(found, "wait for it, or stop it: touch STOP in its directory")
+    began, record = case.run_dir / "config.yaml", case.run_dir / "metrics.jsonl"
+    if began.is_file() and record.is_file():
+        found_changes = changes(binding_values(load_config(began)), binding_values(case.config))
+        if problems := not_accepted(found_changes, case.config, f"with which {case.run_dir} began"):
+            yield refused(problems)
+        else:
+            yield ok("a run of this config began in it: it would be resumed")
+
+
+def clocks(case: Case) -> Verdict:
+    """This machine's clocks against each other, and against the run directory's file system."""
+    drift = time.time() - case.wall - (time.monotonic() - case.steady)  # noqa: TID251  # compared with a time stamp
+    verdicts = [_date(case.wall), _drift(drift)]
+    if case.config is not None:
+        verdicts.append(_skew(existing(case.run_dir)))
+    return joined(verdicts)
+
+
+def _date(now: float) -> Verdict:
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    if now < _OLDEST:
+        return error(f"the date is {date}: certificates of the Hub are refused", "set the clock")
+    return ok(date)
+
+
+def _drift(seconds: float) -> Verdict:
+    if abs(seconds) > _MOST_DRIFT:
+        found = f"the clock was set by {seconds:+.1f} s during this look"
+        return warning(found, "see that one service alone sets it (chrony or ntpd)")
+    return ok("no jump during this look")
+
+
+def _skew(place: Path) -> Verdict:
+    """What the file system says is the time of a file that is written now."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".llmtrain-doctor-", dir=place) as file:
+            before = time.time()  # noqa: TID251  # a time stamp
+            file.write(b"now")
+            file.flush()
+            os.fsync(file.fileno())
+            after = time.time()  # noqa: TID251  # a time stamp
+            stamp = Path(file.name).stat().st_mtime
+    except OSError as failed:
+        return warning(f"no file can be written in {place}: {failed.strerror}", "see directory")
+    skew = stamp - min(max(stamp, before), after)
+    found = f"the clock of {place} differs by {abs(skew):.2f} s"
+    if abs(skew) > _MOST_SKEW:
+        return warning(found, "synchronise both machines (chrony or ntpd): logs would not match")
+    return ok(found)

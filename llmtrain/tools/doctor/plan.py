@@ -1,0 +1,51 @@
+"""What the memory plan says of a run, on this machine or on as many as the launch file names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmtrain.checkpoint.retention import size
+from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
+
+if TYPE_CHECKING:
+    from llmtrain.config.schema import Config
+    from llmtrain.tools.plan import Plan
+
+
+def plan(case: Case) -> Verdict:
+    """Strategy, micro-batch and bytes. Raises UserError for what cannot be planned."""
+    from llmtrain.tools.plan import plan as reckon
+
+    local = case.processes // case.machines if case.launch else None
+    found = reckon(_as_launched(case), local, case.machines)
+    if found.chosen is None:
+        near = found.choice.nearest_miss
+        remedy = near.remedy if near else "llmtrain plan CONFIG tells more"
+        return error(found.choice.reason, remedy)
+    if found.uncounted:
+        remedy = "watch the first step; training.micro_batch_size=1 if memory runs out"
+        return warning(f"{found.choice.reason}; {found.chosen.layout.strategy} is taken", remedy)
+    return ok(_words(found))
+
+
+def _as_launched(case: Case) -> Config:
+    """A launch file that names a strategy leaves no other open."""
+    assert case.config is not None
+    if not case.strategy or case.config.distributed.strategy != "auto":
+        return case.config
+    changed = case.config.distributed.model_copy(update={"strategy": case.strategy})
+    return case.config.model_copy(update={"distributed": changed})
+
+
+def _words(found: Plan) -> str:
+    chosen, hardware = found.chosen, found.hardware
+    assert chosen is not None
+    layout = chosen.layout
+    kind = "process" if hardware.cpu else "device"
+    count = f"{hardware.devices} {kind}{'es' * hardware.cpu if hardware.devices > 1 else ''}"
+    return (
+        f"{layout.strategy} on {count}, micro-batch {layout.micro_batch_size} × "
+        f"{layout.accumulation}, activation checkpointing {layout.activation_checkpointing}: "
+        f"{size(chosen.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
+        f"{size(found.disk_bytes)} of checkpoints at most"
+    )

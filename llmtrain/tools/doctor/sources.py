@@ -1,0 +1,221 @@
+"""Data, tokenizer and model of a config, found as a start would find them.
+
+Nothing is written to the run's directory, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.tools.data.scratch import aside
+from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
+
+if TYPE_CHECKING:
+    from llmtrain.model.tokenizer import SpecialTokens
+    from llmtrain.types import Spec
+
+ANSWER_SECONDS = 30.0
+_MODEL_SECONDS = 60.0  # transformers asks several times by itself, and imports take a while
+_OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
+_ABSENT = "see that it exists, here or on the Hub; check network, HF_ENDPOINT and HF_TOKEN"
+_SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model without weights, and its tokenizer.
+
+    ends: ids that the model's own config takes for the end of a text · trained: the run makes its
+    tokenizer itself · spec: of its checkpoints.
+    """
+
+    kind: str
+    rows: int
+    ends: tuple[int, ...]
+    parameters: int
+    tokens: SpecialTokens
+    trained: bool
+    spec: Spec
+
+
+# Made once; why there is no model, where there is none.
+Describe = Callable[[], tuple[Described | None, Verdict | None]]
+
+
+class Deadline:
+    """Ends the waiting for the Hub: an event that is set by the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True as soon as the time is over."""
+        left = max(0.0, self._until - time.monotonic())
+        time.sleep(left if timeout is None else min(timeout, left))
+        return time.monotonic() >= self._until
+
+
+def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
+    """Files, units and held-out documents of all sources.
+
+    seconds: how long the Hub may stay silent. Raises UserError for what is wrong with a source,
+    RunError if the Hub does not answer.
+    """
+    from llmtrain.data.survey import survey
+
+    assert case.config is not None
+    _quiet_hub()
+    workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
+    ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
+    with aside(case.run_dir) as folder, warned() as heard:
+        try:
+            found = survey(case.config, ranks, folder, stop=deadline)
+        except RunError:
+            if not deadline.wait(0):
+                raise
+            return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), _OFFLINE)
+    parts = [
+        f"{source.label}: {len(source.files):,} files, {len(source.units):,} units"
+        + (f" at {source.revision[:12]}" if source.revision else "")
+        for source in found.sources
+    ]
+    facts = f"{', '.join(parts)}; {found.lanes} lanes"
+    if heard:
+        return warning(f"{facts}; {'; '.join(heard)}", "see that this is meant")
+    return ok(facts)
+
+
+def _quiet_hub() -> None:
+    """For good: threads that were given up on go on talking."""
+    from huggingface_hub.utils import logging as hub
+
+    hub.set_verbosity(logging.CRITICAL)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What our own code warns of meanwhile, in place of showing it."""
+    heard: list[str] = []
+    logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+
+
+def model(describe: Describe) -> Verdict:
+    """The tokenizer against the model, and what both are."""
+    there, broken = describe()
+    if there is None:
+        return broken or ok("")
+    entries = f"a tokenizer of {there.tokens.length:,} entries"
+    if there.trained:
+        entries += ", trained at the start"
+    found = f"{there.kind}, {there.parameters:,} parameters, {there.rows:,} rows; {entries}"
+    if there.ends and there.tokens.eos not in there.ends:
+        ends = " or ".join(map(str, there.ends))
+        found += f" ends texts with {there.tokens.eos}, the model with {ends}"
+        return warning(found, "model.tokenizer: the one that belongs to the model")
+    return ok(found)
+
+
+def disk(case: Case, describe: Describe) -> Verdict:
+    """Room for the checkpoints that the run keeps. Raises UserError if there is too little."""
+    from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
+    from llmtrain.distributed.engines.state import bytes_of
+    from llmtrain.tools.doctor.place import existing, room
+
+    assert case.config is not None
+    there, _ = describe()
+    if there is None:
+        return warning("a checkpoint's size is not known: the model is not", "see the line model")
+    spec = there.spec
+    keep, steps = case.config.checkpoint, case.config.training.steps
+    policy = Policy(keep.keep_last, keep.keep_every, keep.keep_best)
+    root, once = case.run_dir / "checkpoints", bytes_of(spec)
+    check_space(root, policy, steps or 0, once, len(spec) + _SMALL_FILES)
+    needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
+    found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
+    if steps is None and keep.keep_every:
+        remedy = f"reckon with {size(once)} for every {keep.keep_every} steps, or set steps"
+        return warning(f"{found}; training.epochs: how many are kept for ever is open", remedy)
+    return ok(found)
+
+
+def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> Described:
+    """The model on meta, checked against its tokenizer.
+
+    run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
+    Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
+    """
+    from llmtrain.data.remote.request import AttemptError, awaited
+
+    _quiet_hub()
+    try:
+        return awaited(lambda: _described(config, run_dir), seconds, None)
+    except UserError as wrong:
+        raise UserError(*map(_with_remedy, wrong.problems)) from wrong
+    except AttemptError as late:
+        raise RunError(f"model or tokenizer: {late}", RESTARTABLE, _OFFLINE) from late
+
+
+def _with_remedy(problem: Problem) -> Problem:
+    """What is not found may be there, but out of reach."""
+    absent = problem.key in ("model.from", "model.tokenizer") and not problem.remedy
+    return replace(problem, remedy=_ABSENT) if absent else problem
+
+
+def _described(config: Config, run_dir: Path) -> Described:
+    from llmtrain.distributed.engines import state
+    from llmtrain.model.build import model_config, resolve_revision
+    from llmtrain.model.freeze import freeze
+    from llmtrain.model.shape import on_meta
+    from llmtrain.training.optimizer import make_optimizer
+    from llmtrain.training.start.planning import config_of_newest_checkpoint, own_tokens
+
+    tokens = own_tokens(config, run_dir) or _from_elsewhere(config)
+    found = config_of_newest_checkpoint(config, run_dir)
+    if found is None:
+        if config.model.from_:
+            resolve_revision(config.model.from_, config.model.revision)
+        found = model_config(config.model, tokens, config.data.seq_len)
+    built = on_meta(found)
+    freeze(built, config.model.freeze)
+    optimizer = make_optimizer(built, config.optimizer, fused=False)
+    described = built.config.get_text_config()
+    ends = described.eos_token_id
+    return Described(
+        kind=str(built.config.model_type),
+        rows=described.vocab_size,
+        ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        parameters=sum(parameter.numel() for parameter in built.parameters()),
+        tokens=tokens,
+        trained=isinstance(config.model.tokenizer, TrainTokenizer),
+        spec=state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30)),
+    )
+
+
+def _from_elsewhere(config: Config) -> SpecialTokens:
+    """Of a tokenizer that is saved as a start would save it."""
+    from llmtrain.model.tokenizer import save_tokenizer, special_tokens
+
+    asked, model = str(config.model.tokenizer), config.model
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        if asked == "auto":
+            save_tokenizer(str(model.from_), model.revision, Path(folder))
+        else:
+            save_tokenizer(asked, None, Path(folder))
+        return special_tokens(Path(folder))

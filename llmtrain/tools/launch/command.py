@@ -1,0 +1,104 @@
+"""What a command says of the run that it starts: its config, its run directory, its secrets.
+
+accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
+                                                        └ config └ override
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmtrain.config.secrets import HIDDEN, hider, is_secret, is_secret_name
+from llmtrain.errors import Problem, UserError
+
+_CONFIGS_OF_LAUNCHERS = ("--config_file", "--config-file", "--accelerate")
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
+_SECTION = re.compile(r"^(\w+)[ \t]*:", re.MULTILINE)
+# In a word, which may be a line of shell: NAME=value, 'NAME=a value'.
+_ASSIGNMENT = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s;&|"']*)""")
+
+
+def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
+    """The config of a training command and the overrides behind it; None if it names none.
+
+    The first `*.yaml` that is not the launcher's own config.
+    """
+    for index, word in enumerate(command):
+        of_launcher = index > 0 and command[index - 1] in _CONFIGS_OF_LAUNCHERS
+        if word.endswith((".yaml", ".yml")) and not word.startswith("-") and not of_launcher:
+            return word, [one for one in command[index + 1 :] if _OVERRIDE.fullmatch(one)]
+    return None
+
+
+def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
+    """The run directory, which the config in the command may use.
+
+    run_dir: the one that a person named, if any. Raises UserError if the config is wrong, belongs
+    to another directory than `run_dir`, or if neither names a directory.
+    """
+    from llmtrain.config.load import load_config
+    from llmtrain.training.start import claim
+
+    found = config_in(command)
+    if run_dir is not None and (found is None or not _is_config(Path(found[0]))):
+        return run_dir
+    if found is None:
+        expected = "a command with the config (*.yaml) of the run, or --run DIR"
+        raise UserError(Problem("COMMAND", shown(command), expected))
+    config = load_config(*found)
+    named = Path(str(config.run.dir))
+    if run_dir is not None and run_dir.resolve() != named.resolve():
+        expected = f"{named}, the run.dir of {found[0]} in the command"
+        remedy = f"leave --run out, or put run.dir={run_dir} behind {found[0]}"
+        raise UserError(Problem("--run", run_dir, expected, remedy))
+    claim.check(config)
+    return named
+
+
+def shown(command: Sequence[str]) -> str:
+    """The command as a line of shell, without the secrets in it.
+
+    Hidden are the values of secrets in the environment, what looks like a secret, and what is given
+    to a name of one: `HF_TOKEN=…`, `--hub-token …`, within a line of shell too.
+    """
+    hide = hider(os.environ)  # before the shell's quotes stand within a secret
+    words = [
+        HIDDEN if _asks_for_secret(before) else _masked(hide(word))
+        for before, word in zip(["", *command], command, strict=False)
+    ]
+    return shlex.join(words)
+
+
+def _asks_for_secret(word: str) -> bool:
+    return word.startswith("--") and "=" not in word and is_secret_name(word)
+
+
+def _masked(text: str) -> str:
+    name, equals, value = text.partition("=")
+    if equals and _is_secret(name, value) and not re.search(r"\s", name):
+        return f"{name}={HIDDEN}"
+    return _ASSIGNMENT.sub(lambda found: f"{found[1]}={_masked_value(found[1], found[2])}", text)
+
+
+def _masked_value(name: str, value: str) -> str:
+    return HIDDEN if _is_secret(name, value.strip("\"'")) else _masked(value)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """A key of a config may be a field of a model; a variable or a flag of that name is none."""
+    return is_secret(name, value) if "." in name else is_secret_name(name)
+
+
+def _is_config(path: Path) -> bool:
+    """Whether it is a config of ours, right or wrong: launchers have YAML files of their own."""
+    from llmtrain.config.schema import Config
+
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False  # the command may run where the file is another one, as in a container
+    return len(set(_SECTION.findall(text)) & set(Config.model_fields)) >= 2

@@ -1,0 +1,158 @@
+"""A config file of accelerate: what it starts, and whether that is what it looks like.
+
+A launched process cannot see most mistakes of such a file: it only finds itself alone, or waits in
+a rendezvous that nobody joins. So they are looked for before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmtrain.config.schema import Config
+from llmtrain.config.yaml12 import parse
+from llmtrain.distributed.launch.environment import contradictions
+from llmtrain.distributed.launch.named import unsupported
+from llmtrain.errors import Problem, UserError
+from llmtrain.tools.launch.sections import check_sections, exported
+
+_KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_SUPPORTED = (
+    "'NO' (one process), MULTI_GPU (several, with use_cpu: true on CPUs as well), FSDP or DEEPSPEED"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFile:
+    """What to start. path: None = not written yet · processes: over all machines."""
+
+    path: Path | None
+    processes: int
+    on_cpu: bool
+    precision: str
+    values: Mapping[str, object]
+
+    @property
+    def machines(self) -> int:
+        """Number of machines."""
+        machines = self.values.get("num_machines", 1)
+        return machines if isinstance(machines, int) else 1
+
+    @property
+    def rendezvous(self) -> str:
+        """How machines find each other."""
+        return str(self.values.get("rdzv_backend", "static"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the launcher will tell a rank of it: the variables that decide something."""
+        return exported(self.values, self.processes)
+
+    @property
+    def has_port(self) -> bool:
+        """Whether the file names the port that ranks meet at."""
+        return self.values.get("main_process_port") is not None
+
+    def written_to(self, path: Path, write: Callable[[object], str]) -> LaunchFile:
+        """The same as a file of accelerate."""
+        values = {
+            "compute_environment": "LOCAL_MACHINE",
+            # MULTI_CPU would start one process; with one process torch's launcher works as well,
+            # and it passes signals on, which accelerate's own does not.
+            "distributed_type": "MULTI_GPU",
+            "use_cpu": self.on_cpu,
+            "num_machines": 1,
+            "machine_rank": 0,
+            "num_processes": self.processes,
+            "mixed_precision": self.precision,
+        }
+        path.write_text(write(values), encoding="utf-8")
+        return replace(self, path=path, values=values)
+
+
+def read_launch_file(path: Path, processes: int | None, config: Config | None = None) -> LaunchFile:
+    """Read a file and check that it starts what it says. processes: in place of its own number.
+
+    config: of the run that it is to start, which must not contradict it.
+    Raises UserError with every problem.
+    """
+    values = _values(path)
+    asked = processes if processes is not None else values.get("num_processes")
+    problems = [*_kind(values, asked), *check_sections(values), *_machines(values, asked)]
+    if not isinstance(asked, int) or asked < 1:
+        expected = "a whole number ≥ 1: the processes of all machines together"
+        problems.append(Problem("num_processes", asked, expected, "or --processes N"))
+    else:
+        env = exported(values, asked)
+        problems += unsupported(env, asked)
+        problems += contradictions(env, config) if config is not None else []
+    if problems or not isinstance(asked, int):
+        raise UserError(*problems, where=str(path))
+    precision = str(values.get("mixed_precision", "no"))
+    return LaunchFile(path, asked, values.get("use_cpu") is True, precision, values)
+
+
+def _values(path: Path) -> dict[str, object]:
+    try:
+        document = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        expected = f"a readable file of accelerate ({error.strerror})"
+        remedy = "one of accelerate_configs/"
+        raise UserError(Problem("--accelerate", str(path), expected, remedy)) from error
+    if document.problems:
+        raise UserError(*document.problems, where=str(path))
+    if not isinstance(document.value, dict):
+        raise UserError(Problem("--accelerate", str(path), "a mapping, as accelerate writes it"))
+    return document.value
+
+
+def _kind(values: Mapping[str, object], asked: object) -> list[Problem]:
+    kind = values.get("distributed_type", "NO")
+    if kind == "MULTI_CPU":
+        expected = f"{_SUPPORTED}; accelerate starts one process for MULTI_CPU"
+        return [Problem("distributed_type", kind, expected, "MULTI_GPU and use_cpu: true")]
+    if kind not in _KINDS:
+        return [Problem("distributed_type", kind, _SUPPORTED, "accelerate_configs/ddp.yaml")]
+    if kind == "NO" and isinstance(asked, int) and asked > 1:
+        expected = f"MULTI_GPU for {asked} processes; 'NO' starts one"
+        return [Problem("distributed_type", kind, expected, "accelerate_configs/ddp.yaml")]
+    return []
+
+
+def _machines(values: Mapping[str, object], asked: object) -> list[Problem]:
+    machines = values.get("num_machines", 1)
+    if not isinstance(machines, int) or machines < 1:
+        return [Problem("num_machines", machines, "a whole number ≥ 1")]
+    if machines == 1:
+        return []
+    problems: list[Problem] = []
+    if isinstance(asked, int) and asked % machines:
+        expected = f"a multiple of num_machines {machines}: it counts the processes of all machines"
+        remedy = (
+            f"{asked // machines * machines or machines} or {(asked // machines + 1) * machines}"
+        )
+        problems.append(Problem("num_processes", asked, expected, remedy))
+    if values.get("main_process_ip") is None:
+        problems.append(Problem("main_process_ip", None, "the address of the first machine"))
+    if values.get("main_process_port") is None:
+        problems.append(Problem("main_process_port", None, "a port that is free there"))
+    return [*problems, *_rendezvous(values, machines)]
+
+
+def _rendezvous(values: Mapping[str, object], machines: int) -> list[Problem]:
+    """Which machine is the first: with c10d they find out, with static (the default) they are told.
+
+    Without `machine_rank` every machine is number 0, and waits in the rendezvous without a word.
+    """
+    rank = values.get("machine_rank")
+    if values.get("rdzv_backend", "static") != "static":
+        if values.get("same_network", False) is False:
+            return []
+        expected = "false with rdzv_backend c10d: else accelerate does not pass the address on"
+        return [Problem("same_network", values.get("same_network"), expected)]
+    if isinstance(rank, int) and 0 <= rank < machines:
+        return []
+    expected = f"0 … {machines - 1}, another one on each machine (without it each is machine 0)"
+    remedy = "or rdzv_backend: c10d and same_network: false, which need none"
+    return [Problem("machine_rank", rank, expected, remedy)]

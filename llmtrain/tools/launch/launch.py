@@ -1,0 +1,311 @@
+"""Start `accelerate launch` around a config, pass signals on, and find out how the run ended.
+
+The launcher's own exit code says little: it is 1 for every failing rank, and 1 after a SIGTERM that
+all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`tools/mark.py`); without one
+(rank 0 died) `status.json` is asked.
+
+    this process ── accelerate launch (its own session) ── rank 0, rank 1, …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.config.yaml12 import write
+from llmtrain.distributed.launch.environment import contradictions, family, launcher_problems
+from llmtrain.distributed.launch.named import unsupported
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.rundir.status import FILE_NAME, read_status
+from llmtrain.tools.launch.addresses import meeting
+from llmtrain.tools.launch.file import LaunchFile, read_launch_file
+from llmtrain.tools.launch.last_words import found
+from llmtrain.training.stop.signals import LAUNCHED
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launched run ended: the code of the run itself, not of its launcher.
+
+    message: what is left to say to a person, "" if the run has said it all · asked_to_stop: a
+    signal of this process was passed on to it.
+    """
+
+    exit_code: int
+    message: str
+    asked_to_stop: bool = False
+
+
+def launch(
+    config_file: str,
+    overrides: Sequence[str] = (),
+    accelerate_file: Path | None = None,
+    processes: int | None = None,
+    env: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> Ended:
+    """Train in several processes, and wait for them.
+
+    accelerate_file: a config of accelerate; None = this machine, GPUs if it has any · processes: in
+    place of the file's number · env: the environment of the ranks, None = this process's · output:
+    where all that they print goes, None = where this process's goes.
+    Raises UserError before anything is started.
+    """
+    env = dict(os.environ if env is None else env)
+    _refuse_nested(env)
+    config = load_config(config_file, overrides)
+    file = _launch_file(accelerate_file, processes, env, config)
+    run_dir = Path(config.run.dir or "")
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        if file.path is None:
+            file = file.written_to(Path(folder) / "accelerate.yaml", write)
+        mark = Path(folder) / "ended"
+        env[LAUNCHED] = str(mark)
+        if file.on_cpu:
+            # torch's launcher does not export it, and sharding asks what devices there are.
+            env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        options: tuple[str, ...] = ()
+        if file.machines > 1:
+            met = meeting(file.rendezvous, str(file.values["main_process_ip"]))
+            options, env = met.options, {**met.env, **env}
+        command = _command(file, options, config_file, overrides)
+        return run_launcher(command, env, mark, run_dir, output)
+
+
+def _refuse_nested(env: Mapping[str, str]) -> None:
+    """A launcher inside a launcher would start the square of the processes."""
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
+        if name in env:
+            expected = "no launcher around this process: it starts one itself"
+            remedy = "leave --accelerate and --processes out"
+            raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
+
+
+def _launch_file(
+    path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
+) -> LaunchFile:
+    """The file to start, or what is to be written to one. Raises UserError with every problem."""
+    if problems := launcher_problems(env):
+        raise UserError(*problems, where="the launch")
+    if path is not None:
+        file = read_launch_file(path, processes, config)
+        _check_deepspeed(file)
+        return file
+    file = _of_this_machine(processes or 1, env, config)
+    if problems := _wrong_with(file, env, config):
+        raise UserError(*problems, where=f"the launch of {file.processes} processes")
+    return file
+
+
+def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
+    """Why a start of so many processes on this machine would be refused; nothing is started."""
+    if problems := launcher_problems(env):
+        return problems
+    found = _wrong_with(_of_this_machine(processes, env, config), env, config)
+    strategy = config.distributed.strategy
+    if family(strategy) == "zero" and find_spec("deepspeed") is None:
+        expected = "fsdp2 or ddp: the package deepspeed is not installed"
+        remedy = "pip install 'llmtrain[deepspeed]'"
+        found.append(Problem("distributed.strategy", strategy, expected, remedy))
+    return found
+
+
+def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> LaunchFile:
+    """What is started without a file of accelerate."""
+    on_cpu = not has_gpu(env)
+    fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
+    return LaunchFile(None, processes, on_cpu, "no" if fp32 else "bf16", {})
+
+
+def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> list[Problem]:
+    env = {**env, **file.environment}
+    return [*unsupported(env, file.processes), *contradictions(env, config)]
+
+
+def _check_deepspeed(file: LaunchFile) -> None:
+    """accelerate's launcher imports it before any rank could say that it is missing."""
+    if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
+        expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
+        remedy = "pip install 'llmtrain[deepspeed]', or accelerate_configs/fsdp2.yaml"
+        raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
+
+
+def has_gpu(env: Mapping[str, str]) -> bool:
+    """Whether a GPU is there and visible, without importing torch for the answer."""
+    hidden = env.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    asked_cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return there and not hidden and not asked_cpu
+
+
+def _command(
+    file: LaunchFile, meeting_options: Sequence[str], config_file: str, overrides: Sequence[str]
+) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    options = ["--config_file", str(file.path), "--num_processes", str(file.processes)]
+    if file.machines == 1 and not file.has_port:
+        options += ["--main_process_port", "0"]  # a free one: two runs on a machine do not meet
+    options += meeting_options
+    return [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
+
+
+def run_launcher(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    mark: Path,
+    run_dir: Path,
+    output: IO[bytes] | None = None,
+) -> Ended:
+    """Start a launcher, wait for it and for ranks that outlive it, and say how the run ended.
+
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach the launcher meanwhile.
+    """
+    before, others = identity(run_dir), children()
+    with passing_signals_on() as forward:
+        # A session of its own: Ctrl-C reaches the launcher once, through us, and not a second time
+        # from the terminal.
+        child = subprocess.Popen(
+            command,
+            env=env,
+            start_new_session=True,
+            preexec_fn=follow_parent,
+            stdout=output,
+            stderr=output,
+        )
+        forward.child = child
+        forward.tell()
+        launcher = child.wait()
+        _wait_for_ranks(mark, others)
+    left, asked_to_stop = found(mark), forward.asked is not None
+    if left is not None:
+        return Ended(*left, asked_to_stop)
+    changed = identity(run_dir) != before
+    code = _exit_code(run_dir if changed else None, launcher, asked_to_stop)
+    return Ended(code, _silent(run_dir) if code else "", asked_to_stop)
+
+
+class Forward:
+    """What the handlers share: the child to tell, and what was asked for so far.
+
+    to_group: tell the whole process group that the child leads. A shell, or accelerate's launcher
+    of one process, passes nothing on. Torch's ranks hear it from their launcher: they have sessions
+    of their own.
+    """
+
+    def __init__(self, *, to_group: bool = False) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self.asked: signal.Signals | None = None
+        self._to_group = to_group
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        # USR1 would kill torch's launcher and orphan its ranks; TERM means the same stop.
+        interrupt = number == signal.SIGINT
+        self.asked = signal.SIGINT if interrupt else signal.SIGTERM
+        self.tell()
+
+    def tell(self) -> None:
+        """Pass on what was asked for, if anything was and there is a child."""
+        if self.child is None or self.asked is None:
+            return
+        if not self._to_group:
+            self.child.send_signal(self.asked)
+            return
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(self.child.pid, self.asked)
+
+
+@contextmanager
+def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
+    """SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach `child` from now on.
+
+    to_group: its process group too. What its descendants leave behind becomes this process's
+    children.
+    """
+    forward = Forward(to_group=to_group)
+    old = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            old[number] = signal.signal(number, forward)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks of a launcher that was killed become our children
+    try:
+        yield forward
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def follow_parent() -> None:
+    """In the child, before it becomes the launcher: if we are killed, it is told to stop."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _wait_for_ranks(mark: Path, others: set[int]) -> None:
+    """A launcher that died by a signal leaves ranks behind, which stop and save by themselves.
+
+    They are this process's children now; those in `others` were there before.
+    """
+    while not mark.exists() and (ranks := children() - others):
+        for pid in ranks:
+            with contextlib.suppress(ChildProcessError):  # somebody else has asked for it
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.1)
+
+
+def children() -> set[int]:
+    """The processes that this one has started, or inherited."""
+    import psutil
+
+    return {child.pid for child in psutil.Process().children()}
+
+
+def identity(run_dir: Path) -> tuple[int, int] | None:
+    """Which version of `status.json` lies there."""
+    try:
+        found = (run_dir / FILE_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:
+    """The run's code without a mark. run_dir: None if this start left `status.json` as it was."""
+    if run_dir is not None:
+        status = read_status(run_dir)
+        ended = status.get("state") != "running"
+        return int(status.get("exit_code") or 0) if ended else RESTARTABLE
+    if stopped and launcher < 0:
+        return 0  # asked to stop before there was a rank
+    return launcher if launcher in _CODES else 1
+
+
+def _silent(run_dir: Path) -> str:
+    return (
+        "error: rank 0 ended without a word; the lines above say what is known\n"
+        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
+    )

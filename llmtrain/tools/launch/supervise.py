@@ -1,0 +1,313 @@
+"""Run a command that trains, and start it again where that may help.
+
+    this process ── COMMAND, a launcher (its own session) ── rank 0, rank 1, …
+
+A launcher's exit code says nothing of the run: `status.json` decides, and where it is silent the
+marks of ranks that failed. The trap: ranks outlive their launcher while they save. A start at that
+moment would be refused, and what the old ranks say be taken for the new start's answer; so first
+the lock of the run directory must be free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.config.secrets import hider
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.tools.launch.command import checked_run_dir, shown
+
+if TYPE_CHECKING:
+    import psutil
+
+    from llmtrain.rundir.failures import Mark
+    from llmtrain.tools.launch.launch import Forward
+
+RESTARTS = "LLMTRAIN_RESTARTS"  # how often the command was started before, in its environment
+MOST_STARTS = 3  # without a new checkpoint
+MOST_DEFECTS = 1  # restarts after code 1, without a new checkpoint
+_FINAL = {
+    0: "the end",
+    UserError.exit_code: "the end, since the input must change first",
+    DISK_FAILED: "the end, since the disk has failed",
+}
+_LOOK_SECONDS = 0.2
+_KILLED_SECONDS = 10.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """How it ended. exit_code: that of the last start · starts: how often the command was run."""
+
+    exit_code: int
+    starts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one start ended. lost_launcher: ranks stopped, with a checkpoint, as it was gone."""
+
+    code: int
+    reason: str
+    lost_launcher: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """What was tried since the last new checkpoint.
+
+    starts: that ended without one · restarts: made · defects: restarts after code 1.
+    """
+
+    starts: int = 0
+    restarts: int = 0
+    defects: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What comes next. seconds: to wait before the restart, before chance is added."""
+
+    restart: bool
+    code: int
+    why: str
+    seconds: float = 0.0
+    tries: Tries = Tries()
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. first: before the first restart, doubled for each further one, at most `most`.
+
+    leave: what ranks have after their launcher, before they are killed.
+    """
+
+    first: float = 5.0
+    most: float = 300.0
+    leave: float = 60.0
+
+
+def supervise(
+    command: Sequence[str], run_dir: Path | None, say: Say, patience: Patience | None = None
+) -> Supervised:
+    """Run a command until it has finished, was stopped or cannot be helped.
+
+    run_dir: None = that of the config in the command · say: takes one line of text, which holds no
+    secret. A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group,
+    and nothing is started any more. Raises UserError before the first start if the config is wrong,
+    says another run directory, or that is in use.
+    """
+    from llmtrain.rundir.lock import RunLock
+    from llmtrain.tools.launch.launch import passing_signals_on
+
+    patience = patience or Patience(leave=_grace(os.environ) + 30.0)
+    run_dir = checked_run_dir(command, run_dir)
+    RunLock(run_dir, "").check()
+    known, tries, hide = _committed(run_dir), Tries(), hider(os.environ)
+    with passing_signals_on(to_group=True) as forward:
+        for number in count(1):
+            say(f"start {number}: {shown(command)}")
+            outcome = _start(command, run_dir, forward, patience.leave, say, restarts=number - 1)
+            now = _committed(run_dir)
+            progress, known = bool(now - known), known | now
+            stopped = forward.asked is not None
+            decision = decide(outcome, tries, patience, progress=progress, stopped=stopped)
+            ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
+            say(hide(ended))
+            if decision.restart:
+                _pause(_spread(decision.seconds), forward)
+            if not decision.restart or forward.asked is not None:
+                return Supervised(decision.code, number, outcome.reason)
+            tries = decision.tries
+    raise AssertionError("count never ends")
+
+
+def decide(
+    outcome: Outcome, tries: Tries, patience: Patience, *, progress: bool, stopped: bool
+) -> Decision:
+    """What to do after a start. progress: it committed a checkpoint that is newer than all before.
+
+    stopped: a person or a batch system has asked for the end.
+    """
+    code = outcome.code
+    if stopped:
+        return Decision(False, code, "asked to stop")
+    if code in _FINAL and not outcome.lost_launcher:
+        return Decision(False, code, _FINAL[code])
+    code = code or RESTARTABLE  # stopped, but not because somebody wanted it to
+    tries = Tries() if progress else replace(tries, starts=tries.starts + 1)
+    if tries.starts >= MOST_STARTS:
+        return Decision(False, code, f"{MOST_STARTS} starts without a new checkpoint")
+    if code != RESTARTABLE:
+        if tries.defects >= MOST_DEFECTS:
+            return Decision(False, code, "again, without a new checkpoint: a defect stays one")
+        tries = replace(tries, defects=tries.defects + 1)
+    seconds = min(patience.most, patience.first * 2**tries.restarts)
+    why = f"restart in about {seconds:g} s ({tries.starts} of {MOST_STARTS} without a checkpoint)"
+    return Decision(True, code, why, seconds, replace(tries, restarts=tries.restarts + 1))
+
+
+def judge(
+    status: Mapping[str, Any], new_marks: Sequence[Mark], launcher: int, *, changed: bool
+) -> Outcome:
+    """How a start ended. launcher: the command's own code, negative for a signal.
+
+    changed: this start has written `status.json` · new_marks: what its ranks have left. Where no
+    rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's failure.
+    """
+    from llmtrain.rundir.failures import worst
+
+    state, reason = status.get("state"), status.get("reason")
+    if changed and state in ("finished", "stopped", "failed"):
+        said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
+        lost = (state, reason) == ("stopped", "launcher_lost")
+        return Outcome(int(status.get("exit_code") or 0), said, lost)
+    left = worst(new_marks)
+    if left is not None and left.is_cause:
+        return Outcome(left.code, f"failed on rank {left.rank} ({_line(left.reason)})")
+    if changed and state == "running":
+        return Outcome(RESTARTABLE, "ended as rank 0 died without a word")
+    if launcher < 0:
+        return Outcome(RESTARTABLE, f"ended by signal {-launcher}")
+    refused = launcher == UserError.exit_code and not new_marks and not changed
+    code = UserError.exit_code if refused else 1
+    return Outcome(code, "ended before a rank has written status.json")
+
+
+def _start(
+    command: Sequence[str],
+    run_dir: Path,
+    forward: Forward,
+    leave: float,
+    say: Say,
+    *,
+    restarts: int,
+) -> Outcome:
+    """Run the command once, and say how it ended when no rank of it is left."""
+    from llmtrain.rundir import failures
+    from llmtrain.rundir.lock import RunLock
+    from llmtrain.rundir.status import read_status
+    from llmtrain.tools.launch.launch import children, follow_parent, identity
+
+    status, left, others = identity(run_dir), failures.seen(run_dir), children()
+    env = {**os.environ, RESTARTS: str(restarts)}
+    try:
+        forward.child = subprocess.Popen(
+            command, env=env, start_new_session=True, preexec_fn=follow_parent
+        )
+    except OSError as error:
+        expected = f"a program that can be started ({error.strerror})"
+        raise UserError(Problem("COMMAND", shown(command[:1]), expected)) from error
+    forward.tell()
+    launcher = forward.child.wait()
+    _wait_for_ranks(run_dir, others, leave, say)
+    forward.child = None
+    RunLock(run_dir, "").check()
+    changed = identity(run_dir) != status
+    new = failures.new_since(run_dir, left)
+    outcome = judge(read_status(run_dir), new, launcher, changed=changed)
+    if outcome.code and not changed and forward.asked is not None:
+        return Outcome(0, "stopped before there was a run")
+    return outcome
+
+
+def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> None:
+    """Until the lock is free and no rank of the launcher is left; then those that are, are killed.
+
+    Ranks whose launcher is gone are children of this process. others: children from before.
+    """
+    import psutil
+
+    from llmtrain.rundir.lock import is_held
+
+    def gone() -> bool:
+        return not _ranks(run_dir, others) and not is_held(run_dir)
+
+    if _until(gone, leave):
+        return
+    for rank in _ranks(run_dir, others):
+        say(f"killed process {rank.pid}: a rank {leave:.0f} s behind its launcher")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
+    _until(gone, _KILLED_SECONDS)
+
+
+def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
+    """Ranks below this process, what they have started, and who holds the lock.
+
+    A run of one process has no RANK in its environment. Zombies are put to rest.
+    """
+    import psutil
+
+    from llmtrain.rundir.lock import NAME, lives_here, read
+
+    holder = read(run_dir / NAME)
+    locker = holder.pid if holder is not None and lives_here(holder) else None
+    found = []
+    for child in psutil.Process().children():
+        if child.pid in others:
+            continue
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+                continue
+            family = [child, *child.children(recursive=True)]
+            found += [one for one in family if one.pid == locker or _has_rank(one)]
+    return found
+
+
+def _has_rank(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return "RANK" in process.environ()
+    except psutil.Error:  # it has ended since, or is somebody else's
+        return False
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _pause(seconds: float, forward: Forward) -> None:
+    """Wait, but not when the end is asked for."""
+    _until(lambda: forward.asked is not None, seconds)
+
+
+def _spread(seconds: float) -> float:
+    """±20 %, so that many runs that one fault ended do not all start at once."""
+    return seconds * (0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32)
+
+
+def _committed(run_dir: Path) -> frozenset[str]:
+    """The names of all complete checkpoints."""
+    from llmtrain.checkpoint import format as form
+
+    return frozenset(form.complete_names(run_dir / "checkpoints"))
+
+
+def _grace(environ: Mapping[str, str]) -> float:
+    """What torch's launcher gives its ranks before it kills them."""
+    from llmtrain.training.stop.signals import GRACE
+
+    said = environ.get(GRACE, "")
+    return float(said) if said.isdigit() else 30.0
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,282 @@
+"""What a run says of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
+
+Only rank 0 has anything to write to; on the other ranks every call does nothing, so that no caller
+asks for its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmtrain.config.binding import config_digest_values
+from llmtrain.config.schema import Config
+from llmtrain.errors import RunError
+from llmtrain.metrics import memory
+from llmtrain.metrics.progress import Progress
+from llmtrain.metrics.trackers import Trackers, open_trackers
+from llmtrain.rundir.goodput import goodput
+from llmtrain.rundir.record import Lines
+from llmtrain.rundir.status import write_status
+from llmtrain.types import Numbers
+
+if TYPE_CHECKING:
+    from llmtrain.training.evaluate import Evaluation
+    from llmtrain.training.run.due import Due
+    from llmtrain.training.sample import Sample
+
+_log = logging.getLogger(__name__)
+
+_STATUS_SECONDS = 1.0
+
+
+class Journal:
+    """Lines, status and notes of one start; open from the claim of the run directory to the end."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.run_dir = run_dir
+        self.rank = rank
+        self.step = 0
+        self.exit_code: int | None = None  # once the end was recorded
+        self._lines = Lines(run_dir) if rank == 0 else None
+        self._progress = Progress(sys.stderr if rank == 0 else None)
+        self._trackers: Trackers | None = None
+        self._started = time.perf_counter()
+        self._told = 0.0
+        self._untold: dict[str, object] = {}
+
+    @property
+    def note(self) -> Any:
+        """Show one line of text on the terminal."""
+        return self._progress.note
+
+    def expect(self, steps: int) -> None:
+        """Say how long the whole run is."""
+        self._progress.steps = steps
+
+    def track(self, config: Config, step: int) -> None:
+        """Open the trackers that the config asks for."""
+        if self._lines is not None and config.logging.trackers:
+            values = config_digest_values(config)
+            self._trackers = open_trackers(
+                config.logging.trackers,
+                self.run_dir,
+                values,
+                step,
+                lambda event, detail: self.event(event, self.step, **detail),
+            )
+
+    def write(self, kind: str, step: int, **fields: object) -> None:
+        """One line of `metrics.jsonl`, to the trackers too."""
+        if self._lines is not None:
+            self._lines.write(kind, step, **fields)
+        if self._trackers is not None:
+            self._trackers.log(kind, step, fields)
+
+    def event(self, name: str, step: int, **detail: object) -> None:
+        """Something that a person may want to know of, in the record and in the log."""
+        self.write("event", step, event=name, detail=detail)
+        facts = ", ".join(f"{key} {value}" for key, value in detail.items())
+        _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
+
+    def show(self, numbers: Numbers, *, line: bool, memory_gb: float | None) -> None:
+        """Move the progress line."""
+        self._progress.training(numbers, line=line, memory_gb=memory_gb)
+
+    def show_evaluation(self, fields: Mapping[str, object]) -> None:
+        """Show an `eval` line."""
+        self._progress.evaluation(fields)
+
+    def show_checkpoint(self, step: int) -> None:
+        """Show that a checkpoint is complete."""
+        self._progress.checkpoint(step)
+
+    def status(self, **fields: object) -> None:
+        """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
+        if self._lines is None:
+            return
+        first = not self._untold
+        self._untold |= fields
+        try:
+            write_status(self.run_dir, **self._untold)
+        except RunError as error:
+            if first:
+                self.event("status_not_written", self.step, reason=str(error.args[0]))
+        else:
+            self._untold = {}
+
+    def progressed(self, step: int) -> None:
+        """Say in `status.json` how far the run is; once a second at most: it costs two fsyncs."""
+        now = time.perf_counter()
+        if now - self._told >= _STATUS_SECONDS:
+            self._told = now
+            self.status(step=step)
+
+    def sync(self) -> None:
+        """Everything said so far is on the disk."""
+        if self._lines is not None:
+            self._lines.sync()
+
+    def end(self, state: str, exit_code: int, reason: str | None) -> None:
+        """The last line and the last status of this start."""
+        if self._lines is None:
+            self.exit_code = exit_code
+            return
+        end = {"state": state, "exit_code": exit_code, "reason": reason}
+        seconds = time.perf_counter() - self._started
+        self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
+        try:
+            self.sync()
+        finally:  # a supervisor believes the status: where there is room for it, it must be there
+            write_status(self.run_dir, **(self._untold | end | {"step": self.step}))
+        self.exit_code = exit_code
+        # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
+        # new process group, which waits for peers, once ours is gone.
+        if self._trackers is not None:
+            self._trackers.close()
+
+    def close(self) -> None:
+        """Close files and terminal line."""
+        self._progress.close()
+        if self._lines is not None:
+            self._lines.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """planned_bytes: of the device, None where it was not planned · held_before: the model."""
+
+    planned_bytes: int | None
+    held_before: int
+    compare_at: int
+
+
+class RunLog:
+    """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        due: Due,
+        device: torch.device,
+        evaluation: dict[str, Any] | None,
+        expected: Expected,
+    ) -> None:
+        self._journal = journal
+        self._due = due
+        self._device = device
+        self._expected = expected
+        self._span_seconds = 0.0
+        self._span_wait = 0.0
+        self._told_of_end = False
+        self.last_evaluation = evaluation
+
+    def training(self, numbers: Numbers) -> None:
+        """A step's numbers: a line where one is due, an event where the update was skipped."""
+        self._journal.step = numbers.step
+        self._span_seconds += numbers.seconds
+        self._span_wait += numbers.data_wait_seconds
+        over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)
+        if over:
+            self._nothing_left(numbers.step)
+        elif numbers.skipped:
+            self._journal.event(
+                "update_skipped",
+                numbers.step,
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
+                batch_digest=f"{numbers.batch_digest:016x}",
+            )
+        if numbers.step == self._expected.compare_at:
+            self._compare_memory(numbers.step)
+        line = self._due.line(numbers.step) or (numbers.skipped and not over)
+        held = memory_gb(self._device) if line else None
+        self._journal.show(numbers, line=line, memory_gb=held)
+        if line:
+            self._journal.write("train", numbers.step, **self._fields(numbers, held))
+            self._journal.progressed(numbers.step)
+            self._span_seconds = self._span_wait = 0.0
+
+    def _compare_memory(self, step: int) -> None:
+        """Rank 0's peak since the model was built beside what was planned, without the reserve."""
+        measured = memory.peak_bytes(self._device) - self._expected.held_before
+        planned = self._expected.planned_bytes
+        detail = {
+            "planned_gb": None if planned is None else round(planned / 2**30, 3),
+            "measured_gb": round(measured / 2**30, 3),
+            "difference": round(measured / planned - 1, 3) if planned else None,
+        }
+        if self._device.type == "cpu":  # resident memory holds much that is not the model's
+            self._journal.write("event", step, event="memory_compared", detail=detail)
+        else:
+            self._journal.event("memory_compared", step, **detail)
+
+    def _nothing_left(self, step: int) -> None:
+        """All lanes of a step's blocks have ended: on the record each time, told once."""
+        if self._told_of_end:
+            self._journal.write("event", step, event="nothing_to_train", detail={})
+            return
+        self._told_of_end = True
+        self._journal.event("nothing_to_train", step, reason="the lanes of its blocks have ended")
+
+    def evaluation(self, step: int, found: Evaluation | None) -> None:
+        """A completed evaluation; None was cut off by a stop and stays due."""
+        if found is None:
+            self._journal.event("evaluation_cut_off", step)
+            return
+        fields = {
+            "split": "heldout",
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+            "tokens": found.tokens,
+            "bytes": found.bytes,
+            "documents": found.documents,
+            "seconds": found.seconds,
+        }
+        self._due.evaluated(step)
+        loss = found.loss if math.isfinite(found.loss) else None
+        before = self.last_evaluation["best"] if self.last_evaluation else None
+        best = min((one for one in (loss, before) if one is not None), default=None)
+        self.last_evaluation = {"step": step, "loss": loss, "best": best}
+        self._journal.write("eval", step, **fields)
+        self._journal.show_evaluation({"step": step, **fields})
+
+    def samples(self, step: int, samples: list[Sample]) -> None:
+        """What the model wrote."""
+        for sample in samples:
+            self._journal.write("sample", step, prompt=sample.prompt, text=sample.text)
+            self._journal.note(f"sample  {sample.prompt}{sample.text}")
+
+    def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
+        return {
+            "loss": numbers.loss,
+            "learning_rate": numbers.learning_rate,
+            "grad_norm": numbers.grad_norm,
+            "tokens": numbers.tokens,
+            "step_tokens": numbers.step_tokens,
+            "seconds": numbers.seconds,
+            "tokens_per_second": numbers.tokens_per_second,
+            "data_wait_seconds": numbers.data_wait_seconds,
+            "batch_digest": f"{numbers.batch_digest:016x}",
+            "skipped": numbers.skipped,
+            "sources": dict(numbers.sources),
+            "memory_gb": memory,
+            "mfu": None,
+            "span_seconds": self._span_seconds,
+            "span_wait_seconds": self._span_wait,
+        }
+
+
+def memory_gb(device: torch.device) -> float:
+    """This process's peak on its device, or on a CPU its resident memory; GiB."""
+    held = memory.peak_bytes(device) if device.type == "cuda" else memory.resident_bytes()
+    return held / 2**30

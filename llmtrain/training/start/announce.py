@@ -1,0 +1,143 @@
+"""What a start says of the run once it is open: the `start` line, the summary, what has changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmtrain.checkpoint.read import Found
+from llmtrain.config.binding import binding_values, changes
+from llmtrain.distributed.ranks import on_rank_zero
+from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.start.claim import Place
+from llmtrain.training.start.processes import Processes
+from llmtrain.training.stop.signals import grace_warning
+
+if TYPE_CHECKING:
+    from llmtrain.training.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+def announce(run: Run, seconds: float) -> None:
+    """The start's line, and the same for people."""
+    on_rank_zero(run.ranks, run.auto.save)
+    journal, first = run.journal, run.first_step
+    journal.step = first
+    on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
+    shape = run.planned.shape  # the model's own tensors may be a part of theirs
+    journal.write(
+        "start",
+        first,
+        run_id=run.run_id,
+        world_size=run.ranks.world_size,
+        strategy=run.strategy,
+        device=_device_name(run.device),
+        micro_batch_size=run.micro_batch_size,
+        accumulation=run.accumulation,
+        parameters=shape.count,
+        trainable_parameters=shape.trainable,
+        resumed_from=run.resumed_from,
+        weights=run.data.manifest.weights,
+        steps=run.steps,
+        versions=run.versions,
+        plan=run.planned.to_json(),
+    )
+    journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
+    for line in _summary(run, shape.trainable, seconds):
+        _log.info(line)
+
+
+def tell_what_changed(
+    run: Run,
+    place: Place | None,
+    processes: Processes,
+    found: Found | None,
+    *,
+    same_randomness: bool,
+) -> None:
+    """Events for what is not as it was when the run began, or not as one would expect."""
+    event, first = run.journal.event, run.first_step
+    if place is not None and place.takeover is not None:
+        event("lock_taken_over", first, reason=place.takeover.reason)
+    if place is not None and place.pace is not None:
+        warn_of_grace(run, *place.pace)
+    if not same_randomness:
+        event("rng_reseeded", first, world_size=run.ranks.world_size)
+    if processes.decided_anew:
+        event("auto_decided_anew", first, **run.auto.launch)
+    before: dict[str, str] = found.state["versions"] if found else {}
+    if other := {key: run.versions[key] for key in before if run.versions.get(key) != before[key]}:
+        event("other_versions", first, **other)
+    saved: dict[str, object] = found.state["config"] if found else binding_values(run.config)
+    keys = [change.key for change in changes(saved, binding_values(run.config))]
+    if keys or run.data.changed:
+        event("changes_accepted", first, keys=keys, data=list(run.data.changed))
+    if place is not None and place.steps not in (None, run.steps):
+        _tell_other_length(run, place.steps)
+    if run.data.heldout is None:
+        event("nothing_held_out", first)
+    if run.config.checkpoint.background is True and run.checkpoints.writer is None:
+        event("saving_in_line", first, reason="rank 0 writes what all ranks hold parts of")
+
+
+def _tell_other_length(run: Run, before: int) -> None:
+    """Most schedules follow the length of the run: the next step has another learning rate."""
+    config, step = run.config.optimizer, run.first_step + 1
+    old, new = (
+        config.learning_rate * learning_rate_factor(config, steps, min(step, steps))
+        for steps in (before, run.steps)
+    )
+    run.journal.event(
+        "length_changed",
+        run.first_step,
+        steps_before=before,
+        steps=run.steps,
+        learning_rate_before=old,
+        learning_rate=new,
+    )
+    _log.info(
+        "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
+        *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),
+    )
+
+
+def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
+    """Say once, on rank 0, that the launcher will not wait for the save of a stop."""
+    text = grace_warning(save_seconds, step_seconds, os.environ)
+    if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
+        run.checkpoints.grace_told = True
+        _log.warning(text)
+
+
+def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
+    manifest, training = run.data.manifest, run.config.training
+    processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
+    rows = f"{processes} × {run.micro_batch_size} × {run.accumulation}"
+    sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
+    return [
+        f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",
+        f"strategy  {run.strategy}: {run.planned.reason}",
+        f"memory    {_memory(run)}",
+        f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
+        f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
+        f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
+    ]
+
+
+def _memory(run: Run) -> str:
+    plan, room = run.planned.memory, run.planned.hardware.device_bytes / 2**30
+    recompute = run.planned.layout.activation_checkpointing
+    planned = f"{plan.total_bytes / 2**30:.1f}" if plan else "an unknown part"
+    return f"{planned} of {room:.1f} GiB planned, activation checkpointing: {recompute}"
+
+
+def _device_name(device: torch.device) -> str:
+    """What a person calls the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return platform.processor() or platform.machine()

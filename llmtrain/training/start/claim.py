@@ -1,0 +1,271 @@
+"""The run directory, claimed by rank 0 before anything else is built.
+
+A directory belongs to the config that began it and to one live process at a time. What `auto`
+became stands in `auto.json`: values frozen for the run, and values frozen for a launch of one kind.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain import durable
+from llmtrain.checkpoint import filesystem
+from llmtrain.checkpoint import format as form
+from llmtrain.config.binding import binding_values, changes, dump, refused
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.errors import Problem, UserError, needed_on_disk
+from llmtrain.rundir import contents, failures
+from llmtrain.rundir import record as jsonl
+from llmtrain.rundir.lock import RunLock, Takeover
+from llmtrain.rundir.status import read_status, start_status
+
+# Set for the processes of a restart: by torch's launcher and by `llmtrain supervise`.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """checkpoint: the newest that the record names · takeover: whose stale lock was taken.
+
+    begun: an earlier start came as far as the first step · steps: how long it said that the run is
+    · pace: seconds of the last save and the last step, None before there are both.
+    """
+
+    run_dir: Path
+    run_id: str
+    step: int
+    checkpoint: str | None
+    takeover: Takeover | None
+    begun: bool = False
+    steps: int | None = None
+    pace: tuple[float, float] | None = None
+
+
+@contextmanager
+def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Place]:
+    """Make or reopen `run.dir`, take its lock, compare configs, say that the run is starting.
+
+    For rank 0. Raises UserError when the directory cannot be written, holds what no run leaves
+    there, is in use by a live process or belongs to another config; nothing of it is changed then.
+    """
+    run_dir = Path(str(config.run.dir))
+    _make_writable(run_dir)
+    known, run_id = read_status(run_dir), _run_of(run_dir) or uuid.uuid4().hex
+    with RunLock(run_dir, run_id) as lock:
+        filesystem.probe(run_dir)
+        record = jsonl.record(run_dir)
+        started = [line for line in record if line["kind"] == "start"]
+        newest = known.get("checkpoint") or _last_saved(record)
+        stored = _stored(run_dir)
+        if asked_resume(config, os.environ) == "never":
+            _refuse_used(run_dir, bool(started), newest, stored)
+        _belongs(run_dir, config, begun=_has_begun(run_dir, record))
+        failures.clear(run_dir, 0, world_size)
+        start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
+        steps = started[-1].get("steps") if started else None
+        steps = steps if isinstance(steps, int) else None
+        step = known.get("step", 0)
+        begun, pace = bool(started), _pace(record)
+        yield Place(run_dir, run_id, step, newest, lock.takeover, begun, steps, pace)
+
+
+def asked_resume(config: Config, environ: Mapping[str, str]) -> str:
+    """`checkpoint.resume`, which is for the first start of a launch: a restart goes on from there.
+
+    A supervisor or the launcher gives the same command again after a crash. Doing again what it
+    says would throw away, each time, what was trained since.
+    """
+    restarts = (environ.get(name, "0") for name in _RESTARTS)
+    return config.checkpoint.resume if all(count == "0" for count in restarts) else "auto"
+
+
+def _run_of(run_dir: Path) -> str | None:
+    """The run that lives here, from what says so first: its status, its record, a checkpoint."""
+    if known := read_status(run_dir).get("run_id"):
+        return str(known)
+    for line in reversed(jsonl.record(run_dir)):
+        if line["kind"] == "start" and line.get("run_id"):
+            return str(line["run_id"])
+    return _run_of_checkpoints(run_dir)
+
+
+def _last_saved(record: list[dict[str, Any]]) -> str | None:
+    names = [line.get("name") for line in record if line["kind"] == "checkpoint"]
+    return next((name for name in reversed(names) if isinstance(name, str)), None)
+
+
+def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
+    told = [line for line in record if isinstance(line.get("seconds"), int | float)]
+    last = {line["kind"]: line["seconds"] for line in told}
+    found = last.get("checkpoint"), last.get("train")
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def check(config: Config) -> None:
+    """Raise UserError if `run.dir` belongs to another config, or holds what no run leaves there.
+
+    For who starts the ranks of a run.
+    """
+    run_dir = Path(str(config.run.dir))
+    contents.check(run_dir)
+    record = jsonl.record(run_dir)
+    if (run_dir / "config.yaml").exists() and _has_begun(run_dir, record):
+        _compare(run_dir, config)
+
+
+def _has_begun(run_dir: Path, record: list[dict[str, Any]]) -> bool:
+    return any(line["kind"] == "start" for line in record) or bool(_run_of_checkpoints(run_dir))
+
+
+def _run_of_checkpoints(run_dir: Path) -> str | None:
+    """The run that the newest intact manifest names, for when `status.json` is lost."""
+    root = run_dir / "checkpoints"
+    for name in form.complete_names(root):
+        try:
+            return form.load(root / name).run_id
+        except (form.DamagedError, form.OtherFormatError):
+            continue  # the search for a checkpoint says what is wrong with it
+    return None
+
+
+def _stored(run_dir: Path) -> list[str]:
+    """Checkpoints of any kind: complete ones and those that were set aside."""
+    return [name for name in form.names(run_dir / "checkpoints") if name.startswith("step-")]
+
+
+def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[str]) -> None:
+    """`checkpoint.resume: never` is for a directory in which nothing was trained."""
+    there = newest or (stored[-1] if stored else "its metrics.jsonl" if begun else None)
+    if there:
+        expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
+        remedy = "checkpoint.resume=auto to go on from there, or another run.dir"
+        raise UserError(Problem("checkpoint.resume", "never", expected, remedy))
+
+
+def _make_writable(run_dir: Path) -> None:
+    """Make the directory if need be, look what is in it, write a file there. Raises UserError."""
+    probe = run_dir / f".probe-{os.getpid()}"
+    try:
+        if run_dir.exists() and not run_dir.is_dir():
+            expected, remedy = (
+                "a directory; there is a file of that name",
+                "move it, or use another",
+            )
+            raise UserError(Problem("run.dir", run_dir, expected, remedy))
+        contents.check(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(_unwritable(run_dir, error)) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> Problem:
+    said = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some, or put run.dir on another disk"
+        return Problem("run.dir", run_dir, f"a disk with room on it ({said})", remedy)
+    parents = reversed(run_dir.absolute().parents)
+    above = [path for path in parents if not os.path.isdir(path)]  # noqa: PTH112  # never raises
+    if above:  # the first of them is what is in the way
+        expected = f"a directory that can be made; {above[0]} is none and cannot be made ({said})"
+        return Problem("run.dir", run_dir, expected, "make it, or set run.dir to another place")
+    remedy = "change its permissions, or set run.dir to another directory"
+    return Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
+
+
+def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
+    """Write the config that begins the run, or compare with the one that began it.
+
+    A start that was refused has begun nothing: the config of this one takes its place, and what
+    was decided for it goes.
+    """
+    path = run_dir / "config.yaml"
+    if not begun:
+        _forget_decisions(run_dir)
+        write_atomically(path, dump(config).encode())
+        return
+    if not path.exists():
+        write_atomically(path, dump(config).encode())
+    _compare(run_dir, config)
+
+
+def _compare(run_dir: Path, config: Config) -> None:
+    began_with = load_config(run_dir / "config.yaml")
+    changed = changes(binding_values(began_with), binding_values(config))
+    if problems := refused(changed, config, f"with which {run_dir} began"):
+        raise UserError(*problems)
+
+
+def _forget_decisions(run_dir: Path) -> None:
+    for name in ("tokenizer", "anew"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in ("manifest.json", "eval.safetensors", "auto.json"):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+class Auto:
+    """`auto.json`: read by every rank before the group exists, written by rank 0 once it does."""
+
+    def __init__(self, run_dir: Path, launch: str) -> None:
+        self._path = run_dir / "auto.json"
+        self._launch = launch
+        known: dict[str, Any] = {}
+        if self._path.exists():
+            known = _read(self._path)
+        self.run: dict[str, Any] = known.get("run", {})
+        self.launches: dict[str, dict[str, Any]] = known.get("launches", {})
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """What is frozen while strategy, device type and world size stay."""
+        return self.launches.setdefault(self._launch, {})
+
+    def save(self) -> None:
+        """Write it down (rank 0)."""
+        write_atomically(self._path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        values = {"run": self.run, "launches": self.launches}
+        return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    remedy = "restore it, or begin anew in another run.dir"
+    try:
+        value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(Problem(str(path), None, f"JSON ({error})", remedy)) from error
+    if not _is_decided(value):
+        raise UserError(Problem(str(path), None, "what this program has written there", remedy))
+    return value
+
+
+def _is_decided(value: object) -> bool:
+    """Whether it is of the form that `Auto.to_bytes` writes."""
+    if not isinstance(value, dict):
+        return False
+    run, launches = value.get("run", {}), value.get("launches", {})
+    if not (isinstance(run, dict) and isinstance(launches, dict)):
+        return False
+    return all(isinstance(one, dict) for one in launches.values())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file: it is there as a whole or not at all, after a kill too.
+
+    Raises RunError 74 when the disk refuses.
+    """
+    with needed_on_disk(path):
+        durable.write(path, data)

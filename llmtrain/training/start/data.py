@@ -1,0 +1,203 @@
+"""The data of a start: decided once by rank 0, checked on every rank, opened at the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from llmtrain import heartbeat
+from llmtrain.checkpoint.read import Found
+from llmtrain.config.schema import Config
+from llmtrain.data import heldout, survey
+from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.documents.reader import Reading, reading_of
+from llmtrain.data.file_parts import UNITS_PER_LANE
+from llmtrain.data.heldout import HeldOut
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.remote.request import Stopping
+from llmtrain.data.state import DataState, carried_over, check, differing
+from llmtrain.data.stream import Stream, discard_factor, open_stream
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
+from llmtrain.errors import Problem, UserError
+from llmtrain.training.start import prepare
+from llmtrain.training.start.processes import Processes, run_directory, total_steps
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSide:
+    """The data, opened where the last checkpoint left it.
+
+    heldout: None = nothing is held out · changed: parts of the fingerprint that differ from the
+    checkpoint's, as accepted · ended: there is no block left to train on.
+    """
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    heldout: HeldOut | None
+    stream: Stream
+    state: DataState
+    changed: tuple[str, ...]
+    ended: bool
+
+
+def open_data(
+    config: Config,
+    processes: Processes,
+    found: Found | None,
+    revision: str | None,
+    stack: ExitStack,
+    stop: Stopping,
+) -> DataSide:
+    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead.
+
+    stop: ends the waiting for the Hub, on all ranks (RunError, 75).
+    """
+    heartbeat.beat("opening the data")
+    ranks, run_dir = processes.launched.ranks, run_directory(config)
+    workers = _workers(config, processes.launched.device)
+    lanes_for = ranks.world_size * max(1, workers)
+    saved = DataState.from_json(found.state["data"]) if found else None
+    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
+    manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
+    state = saved or DataState.fresh(manifest)
+    agreed(ranks, lambda: check(state, manifest, config))
+    changed = differing(state, manifest)
+    if changed:
+        state = carried_over(state, manifest)
+    if found:
+        state = replace(state, next_block=found.step * config.training.global_batch_size)
+    if found and tuple(found.state["weights"]) != manifest.weights:
+        state = replace(state, weights_from=state.next_block)
+    ended = bool(found and found.state["ended"] and not changed)
+    _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
+    _warn_of_lanes_that_end_apart(manifest)
+    path = run_dir / prepare.HELDOUT
+    reading = reading_of(config, run_dir, stop)
+    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
+    held = _same_heldout(ranks, path)
+    stream = open_stream(
+        manifest,
+        run_dir / prepare.TOKENIZER,
+        blocks_per_step=config.training.global_batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        workers=workers,
+        next_block=state.next_block,
+        cursors=state.cursors,
+        reading=reading_of(config, run_dir),
+    )
+    stack.enter_context(closing(stream))
+    return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
+
+
+def with_steps(
+    config: Config, processes: Processes, data: DataSide, found: Found | None, stop: Stopping
+) -> Config:
+    """The config with its length in steps: `training.epochs` is reckoned once for the run.
+
+    What an epoch of this data is stands in `auto.json`, so that another number of epochs is another
+    length of the same run. stop: as for `open_data`. Raises UserError if the run is further along.
+    """
+    ranks, auto, training = processes.launched.ranks, processes.auto, config.training
+    if training.epochs is not None:
+        if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
+            reading = reading_of(config, run_directory(config), stop)
+            body = from_rank_zero(ranks, lambda: _epoch(data, reading))
+            auto.run["epoch"] = json.loads(body)
+        blocks = auto.run["epoch"]["blocks"]
+        steps = max(1, round(training.epochs * blocks / training.global_batch_size))
+        how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
+        _log.info("%g epochs are %s steps (%s)", training.epochs, f"{steps:,}", how)
+        training = training.model_copy(update={"steps": steps})
+        config = config.model_copy(update={"training": training})
+    agreed(ranks, lambda: _refuse_shorter(config, found))
+    return config
+
+
+def _epoch(data: DataSide, reading: Reading) -> bytes:
+    reckoned = asdict(epoch(data.manifest, data.tokenizer, reading))
+    return json.dumps({"data": data.manifest.fingerprint, **reckoned}).encode()
+
+
+def _refuse_shorter(config: Config, found: Found | None) -> None:
+    steps = total_steps(config)
+    if found and found.step > steps:
+        key = "training.steps" if config.training.epochs is None else "training.epochs"
+        value = steps if config.training.epochs is None else f"{config.training.epochs:g}"
+        expected = f"at least {found.step} steps, as {found.name} has done (these are {steps})"
+        raise UserError(Problem(key, value, expected))
+
+
+def _workers(config: Config, device: torch.device) -> int:
+    """On a CPU the rank reads in its own process; beside a GPU one worker reads ahead."""
+    if config.data.workers == "auto":
+        return 1 if device.type == "cuda" else 0
+    return config.data.workers
+
+
+def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
+    manifest = prepare.load_manifest(config, run_dir)
+    tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER, manifest.tokenizer.backend)
+    survey.check(manifest, config, tokenizer)
+    return manifest, tokenizer
+
+
+def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
+    """Where `max_epochs` ends lanes of very different length, the last steps are mostly padding."""
+    for source in manifest.sources:
+        count, lanes = len(source.units), manifest.lanes
+        if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:
+            _log.warning(
+                "%s has %d units for %d lanes: lanes reach its max_epochs far apart, and the last "
+                "steps are mostly padding (data.lanes=%d would even that out)",
+                *(source.label, count, lanes, max(1, count // UNITS_PER_LANE)),
+            )
+
+
+def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None:
+    factor = discard_factor(world_size, workers, lanes)
+    if factor > 1:
+        _log.warning(
+            "each process reads %d blocks for one that it uses: %d processes × %d workers do not "
+            "divide the run's %d lanes",
+            *(factor, world_size, max(1, workers), lanes),
+        )
+
+
+def _prepare_heldout(
+    config: Config, manifest: Manifest, tokenizer: Tokenizer, path: Path, reading: Reading
+) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        if path.exists():
+            heldout.load(path)
+            return
+    except SafetensorError:
+        _log.warning("%s was damaged and is made again", path)
+    own = survey.evaluation_sources(config, reading)
+    limit = config.evaluation.max_documents
+    heldout.prepare(manifest, tokenizer, path, limit, reading, own)
+
+
+def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:
+    """What rank 0 prepared, on every rank: evaluation is collective."""
+    held = agreed(ranks, lambda: heldout.load(path))
+    tokens = len(held.ids) if held else 0
+
+    def compare() -> None:
+        if int(there) != tokens:
+            expected = "the same file on every rank: the run directory must be shared"
+            raise UserError(Problem(str(path), None, expected))
+
+    there = ranks.broadcast(str(tokens).encode())
+    agreed(ranks, compare)
+    return held

@@ -1,0 +1,169 @@
+"""What rank 0 decides once for the whole run about its data: the tokenizer, then the manifest.
+
+A later start finds both and decides nothing; it checks them instead.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmtrain.config.binding import changes, data_values, is_accepted
+from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.data import manifest as manifests
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.remote.request import Stopping
+from llmtrain.data.state import DataState, check
+from llmtrain.data.survey import Survey, changed_files, freeze, some_texts, survey, training_texts
+from llmtrain.data.tokens.backend import choose_tokenizer
+from llmtrain.data.tokens.train import tokenizer_config, train_bpe
+from llmtrain.errors import UserError
+from llmtrain.model.tokenizer import save_tokenizer
+from llmtrain.training.start.claim import write_atomically
+
+_log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+HELDOUT = "eval.safetensors"
+_ANEW = "anew"
+_TOKENIZER_TEXT_BYTES = 64 << 20
+_COMPARED_DOCUMENTS = 256  # with both back ends
+_COMPARED_BYTES = 8 << 20
+
+
+def prepare(
+    config: Config,
+    run_dir: Path,
+    processes: int,
+    revision: str | None,
+    saved: DataState | None = None,
+    stop: Stopping | None = None,
+) -> None:
+    """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
+
+    processes: ranks times data workers, which the number of lanes should be a multiple of ·
+    revision: the commit of `model.from` · saved: the checkpoint's state, which what is made anew
+    must go with · stop: ends the waiting for the Hub (RunError, 75). Raises UserError for what is
+    wrong with the data.
+    """
+    _take_over(run_dir)
+    if not (run_dir / MANIFEST).exists():
+        found = survey(config, processes, run_dir, stop=stop)
+        _write(config, found, run_dir, revision)
+    elif changed := accepted_changes(config, run_dir):
+        _log.info("made anew, as checkpoint.accept_changes asks: %s", ", ".join(changed))
+        _make_anew(config, run_dir, processes, revision, saved, changed, stop)
+
+
+def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+    _tokenizer(config, found, directory / TOKENIZER, revision)
+    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
+    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
+    _save(manifest, directory / MANIFEST)
+
+
+def _make_anew(
+    config: Config,
+    run_dir: Path,
+    processes: int,
+    revision: str | None,
+    saved: DataState | None,
+    changed: Sequence[str],
+    stop: Stopping | None,
+) -> None:
+    """Beside what the run has, which stays as it is until the new is whole and accepted."""
+    lanes = None
+    if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
+        lanes = manifests.glance(run_dir / MANIFEST).lanes
+    found = survey(config, processes, run_dir, lanes, stop)
+    partial = run_dir / f"{_ANEW}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    if not any(key.startswith("model.") for key in changed):
+        shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
+    _write(config, found, partial, revision)
+    if saved is not None:
+        check(saved, load_manifest(config, partial), config)
+    partial.rename(run_dir / _ANEW)
+    _take_over(run_dir)
+
+
+def _take_over(run_dir: Path) -> None:
+    """Put what was made anew in the place of the old; after a kill, the next start goes on here."""
+    anew = run_dir / _ANEW
+    if not anew.exists():
+        return
+    (run_dir / HELDOUT).unlink(missing_ok=True)
+    if (anew / TOKENIZER).exists():
+        shutil.rmtree(run_dir / TOKENIZER, ignore_errors=True)
+        (anew / TOKENIZER).rename(run_dir / TOKENIZER)
+    if (anew / MANIFEST).exists():
+        (anew / MANIFEST).replace(run_dir / MANIFEST)
+    anew.rmdir()
+
+
+def accepted_changes(config: Config, run_dir: Path) -> list[str]:
+    """Keys that say something else than when the manifest was made, if all of them may.
+
+    Nothing if one of them may not: the check that follows on every rank refuses it.
+    """
+    known = manifests.glance(run_dir / MANIFEST)
+    keys = [change.key for change in changes(known.made_with, data_values(config))]
+    try:
+        keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
+    except UserError as error:
+        keys += [problem.key for problem in error.problems]
+    return sorted(set(keys)) if all(is_accepted(key, config) for key in keys) else []
+
+
+def _save(manifest: Manifest, path: Path) -> None:
+    """Durable before it is there: a run that began needs it for ever."""
+    whole = path.with_name(f"{path.name}.whole")
+    manifest.save(whole)
+    write_atomically(path, whole.read_bytes())
+    whole.unlink()
+
+
+def load_manifest(config: Config, run_dir: Path) -> Manifest:
+    """What rank 0 wrote, its sources where this config says they lie."""
+    return manifests.load(run_dir / MANIFEST, config)
+
+
+def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+    """Write the run's tokenizer directory, whole or not at all."""
+    if directory.exists():
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    asked = config.model.tokenizer
+    if isinstance(asked, TrainTokenizer):
+        _train(asked.train, found, partial)
+    elif asked == "sample":
+        sample = importlib.resources.files("llmtrain.data.sample")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (partial / name).write_bytes((sample / name).read_bytes())
+    elif asked == "auto":
+        save_tokenizer(str(config.model.from_), revision, partial)
+    else:
+        save_tokenizer(asked, None, partial)
+    for path in partial.rglob("*"):  # the manifest, which is durable, rests on them
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    partial.rename(directory)
+
+
+def _train(entries: int, found: Survey, directory: Path) -> None:
+    _log.info("training a tokenizer of %d entries on the training documents", entries)
+    start = time.perf_counter()
+    text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), entries)
+    (directory / "tokenizer.json").write_text(text, "utf-8")
+    (directory / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
+    _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)

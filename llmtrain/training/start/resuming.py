@@ -1,0 +1,140 @@
+"""What a start goes on from: which checkpoint, whether it is this run's, its state put in place.
+
+    retention.clean → read.find → (the model is built) → read.fill → random states
+
+The trap: an empty answer is right for a new run alone. Where progress was ever made and nothing of
+it is left, the start is refused: it would train the same steps again without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from llmtrain import heartbeat
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read, retention
+from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.retry import Patience
+from llmtrain.config.binding import binding_values, changes, refused
+from llmtrain.config.schema import Config
+from llmtrain.distributed.ranks import ControlGroup, agreed, on_rank_zero
+from llmtrain.errors import Problem, UserError
+from llmtrain.training.run import rng
+from llmtrain.training.run.rng import States
+from llmtrain.training.start.claim import Place, asked_resume
+from llmtrain.training.start.processes import ModelSide, Processes, run_directory
+
+if TYPE_CHECKING:
+    from llmtrain.training.run.journal import Journal
+
+Stopping = Callable[[], str | None]  # why this start shall end, or None
+_log = logging.getLogger(__name__)
+
+
+def find_checkpoint(
+    config: Config,
+    ranks: ControlGroup,
+    run_id: str,
+    place: Place | None,
+    journal: Journal,
+    stopping: Stopping,
+) -> Found | None:
+    """The checkpoint to go on from, the same on all ranks; None in a new run.
+
+    What is set aside or cleared away on the way is told by events. Raises UserError where a person
+    must decide, RunError 74 if the disk does not answer, StoppedError.
+    """
+    heartbeat.beat("looking for a checkpoint")
+    root = run_directory(config) / "checkpoints"
+    on_rank_zero(ranks, lambda: _clear_away(config, journal))
+    asked = config.checkpoint
+    resume = asked_resume(config, os.environ)
+    if resume == "never":  # the claim has seen that nothing is there
+        return None
+    start = time.perf_counter()
+    found = read.find(
+        root,
+        run_id,
+        ranks,
+        resume=resume,
+        verify=asked.verify,
+        supersede=asked.supersede,
+        log=lambda event, detail: journal.event(event, 0, **detail),
+        patience=Patience(stopping),
+    )
+    agreed(ranks, lambda: _refuse_silent_restart(config, found, place))
+    agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
+    _tell_what_is_missing(found, place, journal, resume)
+    if found is None:
+        _log.info("a new run in %s", run_directory(config))
+        return None
+    seconds = time.perf_counter() - start
+    _log.info("resuming at step %s from %s (verified in %.1f s)", found.step, found.name, seconds)
+    return found
+
+
+def fill_state(
+    config: Config, processes: Processes, model: ModelSide, found: Found, stopping: Stopping
+) -> bool:
+    """Weights, optimizer state and random states of the checkpoint.
+
+    Returns whether the random states continue (same number of processes, same kind of device).
+    Raises as `find_checkpoint`.
+    """
+    heartbeat.beat("loading the checkpoint")
+    ranks, device = processes.launched.ranks, processes.launched.device
+    engine = processes.launched.engine
+    pieces = engine.pieces(model.spec, writing=False)
+    read.fill(found, model.spec, pieces, ranks, patience=Patience(stopping))
+    engine.filled(found.state["optimizer_steps"])
+    same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
+    if same:
+        rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)
+    else:
+        rng.seed_rank(config.run.seed, ranks.rank, found.step)
+    return same
+
+
+def _clear_away(config: Config, journal: Journal) -> None:
+    """What a killed start has left: saves that were cut off, deletions that were not finished."""
+    gone = retention.clean(run_directory(config) / "checkpoints")
+    if gone:
+        journal.event("leftovers_removed", 0, names=gone)
+
+
+def _refuse_silent_restart(config: Config, found: Found | None, place: Place | None) -> None:
+    if found is None and place is not None and place.checkpoint is not None:
+        raise UserError(
+            Problem(
+                str(run_directory(config) / "checkpoints"),
+                "no checkpoint",
+                f"{place.checkpoint}, which the record of the run names",
+                "put it back, or begin anew in another run.dir",
+            )
+        )
+
+
+def _refuse_other_run(found: Found, config: Config) -> None:
+    """The checkpoint must be one of this config, whatever became of config.yaml."""
+    changed = changes(found.state["config"], binding_values(config))
+    if problems := refused(changed, config, f"as in {found.name}"):
+        raise UserError(*problems)
+
+
+def _tell_what_is_missing(
+    found: Found | None, place: Place | None, journal: Journal, resume: str
+) -> None:
+    """Events where a start goes on from less than the record of the run led one to expect."""
+    if place is None:
+        return
+    if found is None and place.begun:
+        journal.event("begun_again", 0, reason="no checkpoint was committed before")
+    known = form.step_of(place.checkpoint) if place.checkpoint else None
+    if found and known and known > found.step and resume == "auto":
+        journal.event(
+            "checkpoint_missing", found.step, checkpoint=place.checkpoint, used=found.name
+        )

@@ -1,0 +1,94 @@
+"""Do all processes of a run see one run directory?
+
+Rank 0 writes there what the others read: manifest, tokenizer, checkpoints. A machine that has a
+directory of its own under the same name would find out late, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llmtrain.distributed.ranks import from_rank_zero, on_rank_zero
+from llmtrain.errors import Problem, UserError
+from llmtrain.training.start.claim import write_atomically
+from llmtrain.types import Ranks
+
+NAME = ".shared"  # one name, so that a killed start leaves at most one file
+_LOOKS = 40
+_BETWEEN_SECONDS = 0.25
+_NOT_YET = (errno.ENOENT, errno.ESTALE)  # what a network file system may say for a while
+
+
+def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = time.sleep) -> None:
+    """Every rank reads what rank 0 has just written into `run_dir`, and may write there itself.
+
+    On all ranks. Where one does not, UserError on rank 0, which names the ranks and their hosts,
+    and PeerError with the same code on the others.
+    """
+    if ranks.world_size == 1:
+        return
+    token = from_rank_zero(ranks, lambda: _write_token(run_dir / NAME))
+    seen = {"host": socket.gethostname(), "trouble": _trouble(run_dir, token, wait)}
+    heard = [json.loads(body) for body in ranks.gather(json.dumps(seen).encode())]
+    on_rank_zero(ranks, lambda: _judge(run_dir, [(one["host"], one["trouble"]) for one in heard]))
+
+
+def _write_token(path: Path) -> bytes:
+    token = uuid.uuid4().hex.encode()
+    write_atomically(path, token)
+    return token
+
+
+def _trouble(run_dir: Path, token: bytes, wait: Callable[[float], object]) -> str | None:
+    """Why rank 0's directory is not the one that this rank has; None if it is."""
+    said = None
+    for _ in range(_LOOKS):
+        try:
+            if (run_dir / NAME).read_bytes() == token:
+                writable = os.access(run_dir, os.W_OK | os.X_OK)
+                return None if writable else "it cannot be written there"
+            said = "another file of that name lies there"
+        except OSError as error:
+            said = error.strerror or str(error)
+            if error.errno not in _NOT_YET:
+                return said
+        _look_anew(run_dir)
+        wait(_BETWEEN_SECONDS)
+    return said
+
+
+def _look_anew(run_dir: Path) -> None:
+    """Opening a directory makes NFS ask its server, which it else does only every half minute."""
+    for directory in (*reversed(run_dir.absolute().parents), run_dir):
+        with contextlib.suppress(OSError):
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _judge(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
+    """heard: the host of each rank, and what its trouble is."""
+    (run_dir / NAME).unlink(missing_ok=True)
+    troubled: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, trouble) in enumerate(heard):
+        if trouble:
+            troubled.setdefault((host, trouble), []).append(rank)
+    if troubled:
+        raise UserError(*(_problem(run_dir, heard[0][0], *one) for one in troubled.items()))
+
+
+def _problem(run_dir: Path, host_of_0: str, where: tuple[str, str], ranks: list[int]) -> Problem:
+    host, trouble = where
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return Problem(
+        f"run.dir on {named} (host {host})",
+        run_dir.absolute(),
+        f"the directory in which rank 0 (host {host_of_0}) writes: {trouble}",
+        "a file system that all machines share, mounted at the same place on each",
+    )

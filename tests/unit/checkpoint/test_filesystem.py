@@ -1,0 +1,89 @@
+import errno
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint import filesystem
+from llmtrain.errors import UserError
+
+
+def test_a_store_that_renames_is_fine_and_left_as_it_was(tmp_path):
+    (tmp_path / "mine").touch()
+    filesystem.probe(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_probe_that_was_killed_is_cleared_by_the_next(tmp_path):
+    (tmp_path / ".probe" / "a").mkdir(parents=True)
+    (tmp_path / ".probe" / "a" / "file").touch()
+    filesystem.probe(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["rename", "replace"])
+def test_bad_input_22_a_store_without_rename_is_refused_with_its_error(tmp_path, monkeypatch, call):
+    def refused(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, call, refused)
+    with pytest.raises(UserError) as caught:
+        filesystem.probe(tmp_path)
+    problem = caught.value.problems[0]
+    assert problem.key == "run.dir"
+    assert problem.value == tmp_path
+    assert "Operation not supported" in problem.expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_22_a_rename_that_copies_nothing_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "rename", lambda _, target: Path(target).mkdir())
+    with pytest.raises(UserError, match="still has its old name"):
+        filesystem.probe(tmp_path)
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+40 22 0:35 / /people rw,relatime shared:20 - nfs4 server:/people rw,vers=4.2
+41 40 254:3 / /people/local\\040disk rw - xfs /dev/vdb1 rw
+42 22 0:36 / /scratch rw - lustre 10.0.0.1@tcp:/scratch rw
+43 22 254:9 / /covered rw - nfs server:/covered rw
+44 43 254:9 / /covered rw - ext4 /dev/vdc1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/runs/a", False),
+        ("/people/runs/a", True),
+        ("/peoples/runs", False),
+        ("/people/local disk/runs", False),
+        ("/scratch/runs", False),
+        ("/covered/runs", False),
+    ],
+)
+def test_what_lies_on_nfs_is_known_by_what_is_mounted(tmp_path, monkeypatch, path, expected):
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
+    assert filesystem.network(Path(path)) is expected
+
+
+def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing_is(
+    tmp_path, monkeypatch
+):
+    assert filesystem.network(Path("/proc/self")) is False
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "absent")
+    assert filesystem.network(tmp_path) is False
+
+
+@pytest.mark.parametrize(
+    ("family", "nodes", "network"),
+    [*itertools.product(["ddp", "fsdp", "zero"], [1, 4], [False, True])],
+)
+def test_auto_is_rank_0_under_ddp_and_over_several_nodes_on_nfs(family, nodes, network):
+    expected = "rank0" if family == "ddp" or (nodes == 4 and network) else "all"
+    assert filesystem.resolved("auto", family, nodes, network) == expected
+    assert filesystem.resolved("rank0", family, nodes, network) == "rank0"
+    assert filesystem.resolved("all", family, nodes, network) == "all"

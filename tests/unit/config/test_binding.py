@@ -1,0 +1,157 @@
+import json
+from pathlib import Path
+
+import pytest
+from helpers.config import loaded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtrain.config.binding import (
+    binding_values,
+    changes,
+    config_digest_values,
+    dump,
+    is_accepted,
+    refused,
+)
+from llmtrain.config.keys import ITEM, all_keys
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+
+
+def differences(old: Config, new: Config):
+    return changes(binding_values(old), binding_values(new))
+
+
+def test_every_key_has_its_value(tmp_path):
+    values = config_digest_values(loaded(tmp_path, "evaluation.sources=[{path: sample}]"))
+    listed = {"data.sources", "evaluation.sources", "model.config"}
+    names = {key.name.replace(ITEM, "0") for key in all_keys()} - listed
+    assert names <= values.keys()
+    assert json.loads(json.dumps(values)) == values
+    assert values["model.config.hidden_size"] == 8
+    assert values["optimizer.betas"] == [0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.config.hidden_size=16",
+        "model.config.new=1",
+        "model.tokenizer={train: 300}",
+        "data.sources.0.name=other",
+        "data.sources=[{path: sample}, {path: other}]",
+        "data.seq_len=8",
+        "data.lanes=3",
+        "data.heldout=0.1",
+        "run.seed=1",
+        "training.global_batch_size=8",
+        "training.precision=fp32",
+        "training.max_grad_norm=null",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.schedule=wsd",
+        "evaluation.max_documents=3",
+        "evaluation.sources=[{path: other}]",
+        "data.packing=bestfit",
+        "data.document_mask=true",
+        "data.sources.0.max_epochs=1",
+    ],
+)
+def test_what_changes_a_run_is_a_difference(tmp_path, override):
+    changed = differences(loaded(tmp_path), loaded(tmp_path, override))
+    assert changed
+    assert all(key.startswith(override.partition("=")[0]) for key, _, _ in changed)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=elsewhere",
+        "data.workers=2",
+        "data.sources.0.weight=0.5",
+        "training.steps=20",
+        "training.micro_batch_size=2",
+        "training.on_nonfinite=stop",
+        "training.max_skipped_in_a_row=9",
+        "distributed.timeout_minutes=1",
+        "distributed.strategy=ddp",
+        "checkpoint.every_steps=7",
+        "checkpoint.shard_gb=1",
+        "evaluation.every_steps=7",
+        "evaluation.prompts=[a]",
+        "logging.trackers=[tensorboard]",
+    ],
+)
+def test_what_leaves_finished_steps_as_they_are_is_none(tmp_path, override):
+    assert differences(loaded(tmp_path), loaded(tmp_path, override)) == []
+
+
+def test_a_difference_names_both_values(tmp_path):
+    old, new = loaded(tmp_path), loaded(tmp_path, "data.seq_len=8")
+    assert differences(old, new) == [("data.seq_len", 1024, 8)]
+    removed = loaded(tmp_path, "model.config={model_type: llama}")
+    assert differences(old, removed) == [("model.config.hidden_size", 8, None)]
+
+
+names = st.text(min_size=1).filter(lambda text: text.strip() and text != "auto")
+
+
+@settings(deadline=None)
+@given(directory=names, revision=names, prompts=st.lists(names), rate=st.floats(1e-9, 1e3))
+def test_a_written_config_is_the_same_config(tmp_path_factory, directory, revision, prompts, rate):
+    config = Config.model_validate(
+        {
+            "run": {"dir": directory},
+            "model": {"config": {"model_type": "llama", "note": prompts}, "tokenizer": revision},
+            "data": {"sources": [{"path": directory, "revision": revision}]},
+            "training": {"steps": 3},
+            "optimizer": {"learning_rate": rate},
+            "evaluation": {"prompts": prompts},
+        }
+    )
+    again = tmp_path_factory.getbasetemp() / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8", newline="")
+    assert load_config(again) == config
+
+
+def test_a_config_without_an_evaluation_can_be_written_and_read_again(tmp_path):
+    config = Config.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}, "tokenizer": "sample"},
+            "data": {"sources": [{"path": "sample"}], "heldout": 0.0},
+            "training": {"steps": 3},
+        }
+    )
+    again = tmp_path / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8")
+    assert load_config(again).checkpoint.keep_best == 0
+
+
+@pytest.mark.parametrize("revision", ["12345e6", "on", "12:30", "null", "0o17", "1e5"])
+def test_texts_that_look_like_numbers_stay_texts(tmp_path, revision):
+    config = loaded(tmp_path, f"data.sources.0.revision='{revision}'")
+    again = Path(tmp_path) / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8")
+    assert load_config(again).data.sources[0].revision == revision
+
+
+def test_what_accept_changes_names_is_not_refused(tmp_path):
+    accept = "checkpoint.accept_changes=[data.seq_len, model.config]"
+    overrides = ["data.seq_len=8", "model.config.hidden_size=16", "run.seed=1"]
+    old, new = loaded(tmp_path), loaded(tmp_path, accept, *overrides)
+    found = differences(old, new)
+    assert {change.key for change in found} == {
+        "data.seq_len",
+        "model.config.hidden_size",
+        "run.seed",
+    }
+    (problem,) = refused(found, new, "as before")
+    assert problem.key == "run.seed"
+    assert "accept_changes=[run.seed]" in str(problem)
+
+
+def test_a_key_that_only_begins_alike_is_not_accepted(tmp_path):
+    config = loaded(tmp_path, "checkpoint.accept_changes=[data.sources.1]")
+    assert is_accepted("data.sources.1.text_column", config)
+    assert not is_accepted("data.sources.10.text_column", config)
+    assert not is_accepted("data.sources", config)

@@ -1,0 +1,67 @@
+import pytest
+
+from llmtrain.config.keys import ITEM, all_keys, sections
+from llmtrain.config.suggestions import FOREIGN, guess
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("training.lerning_rate", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("seed", "run.seed"),
+        ("traning.steps", "training.steps"),
+        ("data.sources.1.pth", "data.sources.1.path"),
+        ("data.text_column", "data.sources.0.text_column"),
+        ("per_device_train_batch_size", "training.micro_batch_size"),
+        ("per_device_train_batchsize", "training.micro_batch_size"),
+        ("gradient_accumulation_steps", "training.global_batch_size"),
+        ("training.num_train_epochs", "training.epochs"),
+        ("max_steps", "training.steps"),
+        ("max_seq_length", "data.seq_len"),
+        ("block_size", "data.seq_len"),
+        ("output_dir", "run.dir"),
+        ("save_steps", "checkpoint.every_steps"),
+        ("save_total_limit", "checkpoint.keep_last"),
+        ("eval_steps", "evaluation.every_steps"),
+        ("logging_steps", "logging.every_steps"),
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("lr_scheduler_type", "optimizer.schedule"),
+        ("warmup_ratio", "optimizer.warmup_steps"),
+        ("bf16", "training.precision"),
+        ("fp16", "training.precision"),
+        ("report_to", "logging.trackers"),
+        ("model_name_or_path", "model.from"),
+        ("dataset_name", "data.sources.0.path"),
+        ("dataset_config_name", "data.sources.0.name"),
+        ("data.num_workers", "data.workers"),
+        ("model.hidden_size", "model.config.hidden_size"),
+        ("Learning-Rate", "optimizer.learning_rate"),
+    ],
+)
+def test_what_was_meant_is_found(name, meant):
+    assert guess(name).key == meant
+
+
+@pytest.mark.parametrize("name", ["lora_r", "chat", "training.foo", "optimizer.name", "bar.baz"])
+def test_where_nothing_is_near_the_keys_beside_it_are_named(name):
+    found = guess(name)
+    assert found.key == ""
+    assert found.advice.startswith("one of ")
+
+
+def test_foreign_names_lead_to_keys_that_exist():
+    names = {key.name for key in all_keys()} | {""}
+    for ours, advice in FOREIGN.values():
+        assert ours in names or ours.startswith("model.config.")
+        assert advice
+
+
+def test_no_foreign_name_is_one_of_ours():
+    ours = {key.name.rpartition(".")[2] for key in all_keys()} | sections()
+    assert not ours & FOREIGN.keys()
+
+
+def test_the_number_of_a_source_is_kept():
+    assert ITEM not in guess("data.sources.3.colum").key

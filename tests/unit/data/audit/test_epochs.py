@@ -1,0 +1,144 @@
+from pathlib import Path
+
+import pytest
+from helpers import corpus, megatron
+from helpers.reference_stream import is_heldout, unit_rows
+
+from llmtrain.data.audit import epochs
+from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.lanes import Lane
+from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.types import Cursor
+
+WIKIPEDIA = Path(__file__).parents[5] / "shared/data/wikipedia/20140304.en"
+WIKIPEDIA_DOCUMENTS = 64_183
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("epochs")
+    corpus.write_tokenizer(root / "tokenizer")
+    corpus.write_parquet(root / "a.parquet", corpus.articles(4000), group=40)
+    corpus.write_jsonl(root / "b.jsonl", corpus.articles(1500, 5000))
+    corpus.write_jsonl(root / "mixed" / "c.jsonl.gz", corpus.articles(700, 7000))
+    corpus.write_parquet(root / "mixed" / "d.parquet", corpus.articles(900, 8000), group=25)
+    corpus.write_lines(root / "mixed" / "e.txt", [b"old stones lie"] * 500)
+    return root
+
+
+def manifest_of(place, *names, **data):
+    return corpus.manifest_of(place / "tokenizer", *[place / name for name in names], **data)
+
+
+def counted(manifest, tokenizer):
+    """Documents and tokens, by the reference's reading of the files."""
+    documents = tokens = 0
+    for source in manifest.sources:
+        for u, unit in enumerate(source.units):
+            for name, text in unit_rows(source, unit):
+                if not is_heldout(source, u, name, manifest.seed):
+                    documents += 1
+                    tokens += len(tokenizer.encode(text)) + 1
+    return documents, tokens
+
+
+def test_a_source_of_little_text_is_counted(place):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = manifest_of(place, "a.parquet", "b.jsonl", heldout=0.05, seq_len=100)
+    found = epoch(manifest, tokenizer, Reading(60))
+    documents, tokens = counted(manifest, tokenizer)
+    assert (found.documents, found.tokens) == (documents, tokens)
+    assert found.blocks == -(-tokens // 100)
+    assert found.exact
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "b.jsonl", "mixed"])
+@pytest.mark.parametrize("heldout", [0.0, 0.1])
+def test_a_sample_tells_the_rest_within_some_percent(place, monkeypatch, name, heldout):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = manifest_of(place, name, heldout=heldout)
+    exact = epoch(manifest, tokenizer, Reading(60))
+    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(epochs, "SAMPLED_UNITS", 30)
+    monkeypatch.setattr(epochs, "SAMPLED_BYTES", 4000)
+    estimate = epoch(manifest, tokenizer, Reading(60))
+    assert exact.exact
+    assert not estimate.exact
+    assert estimate.documents == pytest.approx(exact.documents, rel=0.05)
+    assert estimate.tokens == pytest.approx(exact.tokens, rel=0.05)
+
+
+def test_an_estimate_reads_no_more_than_its_sample(place, monkeypatch):
+    read = set()
+    original = Reader.rows
+
+    def counting(self, source, unit, *more, **named):
+        read.add((source.files[unit.file].name, unit.group))
+        return original(self, source, unit, *more, **named)
+
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = manifest_of(place, "mixed", lanes=48)
+    assert len(manifest.sources[0].units) > 40
+    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(epochs, "SAMPLED_UNITS", 10)
+    monkeypatch.setattr(Reader, "rows", counting)
+    first = epoch(manifest, tokenizer, Reading(60))
+    names = [name for name, _ in read]
+    assert (names.count("c.jsonl.gz"), names.count("d.parquet"), names.count("e.txt")) == (1, 10, 1)
+    assert epoch(manifest, tokenizer, Reading(60)) == first
+
+
+def test_begin_tokens_count_too(place, monkeypatch):
+    from dataclasses import replace
+
+    plain = open_tokenizer(place / "tokenizer")
+    begins = replace(plain, bos=7)
+    manifest = manifest_of(place, "a.parquet")
+    one, two = (epoch(manifest, t, Reading(60)) for t in (plain, begins))
+    assert two.tokens == one.tokens + one.documents
+    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    one, two = (epoch(manifest, t, Reading(60)) for t in (plain, begins))
+    assert two.tokens == pytest.approx(one.tokens + one.documents, abs=1)
+
+
+def test_best_fit_takes_the_blocks_that_its_padding_takes(place):
+    """The blocks of one lane that walks the whole source once, packed for real."""
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = manifest_of(place, "a.parquet", packing="bestfit", seq_len=64, lanes=1)
+    found = epoch(manifest, tokenizer, Reading(60))
+    lane = Lane(manifest, tokenizer, Reader(Reading(60)), 0, 0, [Cursor(0, 0, 0, 0)])
+    blocks = 0
+    while lane.cursors[0].epoch < 1:
+        lane.take()
+        blocks += 1
+    assert found.exact
+    assert found.blocks > found.tokens / 64
+    assert found.blocks == pytest.approx(blocks, rel=0.02)
+
+
+def test_a_token_cache_is_counted_beside_text(place):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    texts = [row["text"] for row in corpus.articles(300, 9000)]
+    documents = [[ids.tolist()] for ids in tokenizer.documents(texts)]
+    megatron.write(place / "cache" / "a.idx", documents)
+    tokens = sum(len(ids) for (ids,) in documents)
+    alone = epoch(manifest_of(place, "cache", seq_len=100), tokenizer, Reading(60))
+    assert (alone.documents, alone.tokens, alone.exact) == (300, tokens, True)
+    assert alone.blocks == -(-tokens // 100)
+    text = epoch(manifest_of(place, "b.jsonl", seq_len=100), tokenizer, Reading(60))
+    both = epoch(manifest_of(place, "b.jsonl", "cache", seq_len=100), tokenizer, Reading(60))
+    assert both.tokens == alone.tokens + text.tokens
+    assert both.blocks == -(-both.tokens // 100)
+    fitted = epoch(manifest_of(place, "cache", packing="bestfit"), tokenizer, Reading(60))
+    assert tokens / 16 < fitted.blocks < 1.3 * tokens / 16
+
+
+@pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason="no real text beside the checkout")
+def test_documents_of_real_text_are_estimated_within_two_percent(place, monkeypatch):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = corpus.manifest_of(place / "tokenizer", WIKIPEDIA, heldout=0.005)
+    monkeypatch.setattr(epochs, "SAMPLED_BYTES", 4096)
+    found = epoch(manifest, tokenizer, Reading(60))
+    assert not found.exact
+    assert found.documents == pytest.approx(WIKIPEDIA_DOCUMENTS * 0.995, rel=0.02)

@@ -1,0 +1,254 @@
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+from helpers import corpus
+
+from llmtrain.data.documents import lines
+from llmtrain.data.documents import reader as readers
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.manifest import Unit
+from llmtrain.data.survey import survey
+from llmtrain.errors import UserError
+
+
+def source_of(path, **data):
+    return survey(corpus.config(path, lanes=data.pop("lanes", 1), **data), 1).sources[0]
+
+
+def documents(source, reader=None):
+    """Every row's text (None: not usable) and whether it was repaired."""
+    reader = reader or Reader(Reading(60))
+    found = []
+    for unit in source.units:
+        rows = reader.rows(source, unit)
+        found += [rows.text(row) for row in range(len(rows))]
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"])
+def test_json_lines_of_every_kind_equal_parquet(tmp_path, name):
+    rows = corpus.articles(200)
+    text_lines = source_of(corpus.write_jsonl(tmp_path / name, rows))
+    table = source_of(corpus.write_parquet(tmp_path / "a.parquet", rows))
+    assert documents(text_lines) == documents(table)
+    one, two = (
+        Reader(Reading(60)).rows(text_lines, text_lines.units[0]),
+        Reader(Reading(60)).rows(table, table.units[0]),
+    )
+    assert [one.hash(i, 5) for i in range(5)] == [two.hash(i, 5) for i in range(5)]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_text_is_one_document_a_line(tmp_path, name, end):
+    texts = [row["text"].replace("\n", " ") for row in corpus.articles(200)]
+    path = corpus.write_lines(tmp_path / name, [text.encode() for text in texts], end)
+    assert [text for text, _ in documents(source_of(path))] == texts
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"first\nsecond\n\nthird",
+        b"one\r\ntwo\r\nthree\r\n",
+        b"\r\n\r\r\n\n\r",
+        b"a\rb\nc\r\nd",
+        b"\n",
+        b"long " * 40 + b"\nx\n",
+    ],
+)
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_ranges_own_each_line_once(tmp_path, data, kind, step, monkeypatch):
+    monkeypatch.setattr(lines, "LINE_MARGIN", 2)
+    name = "a.txt" if kind == "text" else "a.jsonl"
+    (tmp_path / name).write_bytes(data)
+    whole = source_of_raw(tmp_path, name, len(data))
+    reader = Reader(Reading(60))
+    found = []
+    for start in range(0, len(data), step):
+        unit = Unit(0, -1, start, min(start + step, len(data)))
+        found += [line for _, line in reader.lines(whole, unit)]
+    expected = data.splitlines() if kind == "text" else data.removesuffix(b"\n").split(b"\n")
+    assert found == expected
+
+
+def source_of_raw(root, name, size):
+    base = corpus.write_jsonl(root / "base" / "base.jsonl", [{"text": "x"}])
+    source = source_of(base)
+    file = source.files[0]._replace(name=name, size=size)
+    return replace(source, root=str(root), files=(file,))
+
+
+def test_null_empty_and_blank_texts_are_no_documents(tmp_path):
+    texts = [None, "", " \n\t\u00a0 ", "words"]
+    table = corpus.write_parquet(tmp_path / "a.parquet", [{"text": text} for text in texts])
+    lines = corpus.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    expected = [(None, False)] * 3 + [("words", False)]
+    assert documents(source_of(table)) == documents(source_of(lines)) == expected
+
+
+def test_invalid_utf_8_is_replaced_in_every_format(tmp_path):
+    raw = b"caf\xe9 and \xff more"
+    fixed = raw.decode("utf-8", "replace")
+    text = corpus.write_lines(tmp_path / "a.txt", [raw])
+    lines = corpus.write_lines(tmp_path / "a.jsonl", [b'{"text": "' + raw + b'"}'])
+    column = pa.array([raw], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    for path in (text, lines, tmp_path / "a.parquet"):
+        assert documents(source_of(path)) == [(fixed, True)]
+
+
+def test_half_a_surrogate_pair_in_json_is_replaced(tmp_path):
+    path = corpus.write_lines(tmp_path / "a.jsonl", [rb'{"text": "x \ud800 y"}'])
+    ((text, replaced),) = documents(source_of(path))
+    assert replaced
+    assert text.startswith("x \ufffd")
+    assert text.endswith(" y")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, suffix):
+    rows = corpus.articles(50)
+    texts = [json.dumps(row).encode() for row in rows]
+    path = corpus.write_lines(
+        tmp_path / f"a.jsonl{suffix}", [b"\xef\xbb\xbf" + texts[0], *texts[1:]]
+    )
+    source = source_of(path)
+    assert source.id_column == "id"  # seen in the line that begins with the mark
+    assert documents(source) == [(row["text"], False) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"[1, 2]", "a JSON list"),
+        (b'{"body": "x"}', "its keys are 'body'"),
+        (b'{"text": 5}', "'text' holds a number, not a string"),
+        (b'{"text": ["x"]}', "'text' holds a list, not a string"),
+        (b'{"text": true}', "'text' holds true, not a string"),
+        (b"7", "a number, no object"),
+        (b"null", "null, no object"),
+        (b"{text: 1}", "Expecting property name"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, reason, suffix):
+    lines = [b'{"text": "fine"}', b"", b'{"text": "fine"}', line]
+    path = corpus.write_lines(tmp_path / f"a.jsonl{suffix}", lines)
+    source = source_of(corpus.write_jsonl(tmp_path / "good.jsonl", [{"text": "x"}]))
+    size = path.stat().st_size
+    source = replace(source, files=(source.files[0]._replace(name=path.name, size=size),))
+    with pytest.raises(UserError, match=rf"{path.name}, line 4 = .*{reason}"):
+        Reader(Reading(60)).rows(source, Unit(0, -1, 0, size))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_every_kind_of_string_column_is_text(tmp_path, kind):
+    table = pa.table({"id": pa.array([7, 8]), "text": pa.array(["one", "two"]).cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = source_of(tmp_path / "a.parquet")
+    assert [text for text, _ in documents(source)] == ["one", "two"]
+    rows = Reader(Reading(60)).rows(source, source.units[0])
+    assert rows.hash(0, 3) == xxhash.xxh3_64_intdigest(b"7", seed=3)
+
+
+def test_without_an_id_the_text_is_hashed(tmp_path):
+    source = source_of(corpus.write_parquet(tmp_path / "a.parquet", [{"text": "Anarchism"}]))
+    assert Reader(Reading(60)).rows(source, source.units[0]).hash(0, 0) == 0xF95754A103EB7B50
+
+
+def test_a_group_too_large_to_decode_at_once_gives_the_same_rows(tmp_path, monkeypatch):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(3000), group=3000)
+    source = source_of(path, lanes=10)
+    assert len(source.units) == 40
+    expected = documents(source)
+    monkeypatch.setattr(readers, "GROUP_LIMIT", 1)
+    assert documents(source) == expected
+
+
+def test_slices_of_one_group_decode_it_once(tmp_path):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(30), group=30)
+    source, reader = source_of(path, lanes=3), Reader(Reading(60))
+    assert len(source.units) == 12
+    documents(source, reader)
+    assert reader.reads == 1
+
+
+def test_decoded_groups_are_kept_within_a_bound(tmp_path):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(100), group=10)
+    source, reader = source_of(path), Reader(Reading(60))
+    documents(source, reader)
+    documents(source, reader)
+    assert reader.reads == 20
+    assert len(reader._decoded) == readers.CACHED_GROUPS
+
+
+def test_a_file_with_fewer_rows_than_the_manifest_says_is_refused(tmp_path):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(30), group=30)
+    source = source_of(path)
+    corpus.write_parquet(path, corpus.articles(20), group=30)
+    with pytest.raises(UserError, match="fewer rows"):
+        Reader(Reading(60)).rows(source, source.units[-1])
+
+
+def test_a_damaged_row_group_is_named(tmp_path):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(400), group=100)
+    source = source_of(path)
+    data = bytearray(path.read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.parquet, row group 0"):
+        Reader(Reading(60)).rows(source, source.units[0])
+
+
+def test_a_line_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "DECODED_LIMIT", 100)
+    monkeypatch.setattr(lines, "LINE_MARGIN", 10)
+    (tmp_path / "a.txt").write_bytes(b"x" * 5000)
+    source = source_of_raw(tmp_path, "a.txt", 5000)
+    with pytest.raises(UserError, match=r"a\.txt, byte 0 = a longer line"):
+        Reader(Reading(60)).rows(source, Unit(0, -1, 0, 10))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path, suffix):
+    path = corpus.write_jsonl(tmp_path / f"a.jsonl{suffix}", corpus.articles(50))
+    source = source_of(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match=f"{path.name}, byte 0"):
+        Reader(Reading(60)).rows(source, source.units[0])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_may_have_several_members(tmp_path, suffix):
+    one = corpus.write_jsonl(tmp_path / f"one.jsonl{suffix}", corpus.articles(5))
+    two = corpus.write_jsonl(tmp_path / f"two.jsonl{suffix}", corpus.articles(5, 5))
+    (tmp_path / "both").mkdir()
+    both = tmp_path / "both" / f"both.jsonl{suffix}"
+    both.write_bytes(one.read_bytes() + two.read_bytes())
+    texts = [text for text, _ in documents(source_of(both))]
+    assert texts == [row["text"] for row in corpus.articles(10)]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_over_the_limit_is_refused_while_decoding(tmp_path, monkeypatch, suffix):
+    path = corpus.write_jsonl(tmp_path / f"a.jsonl{suffix}", corpus.articles(50))
+    source = source_of(path)
+    monkeypatch.setattr(lines, "DECODED_LIMIT", 1000)
+    with pytest.raises(UserError, match="a larger one"):
+        Reader(Reading(60)).rows(source, source.units[0])
+
+
+def test_one_object_a_line_where_texts_hold_every_line_end(tmp_path):
+    texts = ["a\rb", "c\u2028d", "e\r\nf\n", "g\x85h"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False).encode() for text in texts]
+    assert b"\xe2\x80\xa8" in lines[1]
+    path = corpus.write_lines(tmp_path / "a.jsonl", lines)
+    assert [text for text, _ in documents(source_of(path))] == texts

@@ -1,0 +1,172 @@
+import os
+
+import pytest
+from helpers import corpus
+
+from llmtrain.config.schema import SourceConfig
+from llmtrain.data.sources.local import edges_digest, file_format, labels, resolve
+from llmtrain.errors import UserError
+
+KEY = "data.sources.0.path"
+
+
+def found(path, **more):
+    return resolve(SourceConfig(path=str(path), **more), KEY)
+
+
+def names(resolved):
+    return [file.name for file in resolved.files]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    rows = corpus.articles(3)
+    for name in ("b/2.parquet", "b/1.parquet", "a.parquet"):
+        corpus.write_parquet(tmp_path / "data" / name, rows)
+    corpus.write_jsonl(tmp_path / "data" / "c.jsonl.gz", rows)
+    (tmp_path / "data" / "README.md").write_text("about")
+    (tmp_path / "data" / ".hidden").write_text("x")
+    (tmp_path / "data" / "_SUCCESS").write_text("x")
+    return tmp_path / "data"
+
+
+def test_a_directory_gives_its_data_files_in_order_of_path_bytes(tree):
+    resolved = found(tree)
+    assert names(resolved) == ["a.parquet", "b/1.parquet", "b/2.parquet", "c.jsonl.gz"]
+    assert (resolved.root, resolved.remote, resolved.revision) == (str(tree), False, None)
+    assert resolved.files[0].size == (tree / "a.parquet").stat().st_size
+
+
+def test_a_file_is_named_relative_to_its_directory(tree):
+    assert names(found(tree / "b" / "1.parquet")) == ["1.parquet"]
+
+
+def test_a_glob_names_files_relative_to_its_fixed_part(tree):
+    assert names(found(tree / "*" / "*.parquet")) == ["b/1.parquet", "b/2.parquet"]
+    assert names(found(tree / "**" / "*.parquet")) == ["a.parquet", "b/1.parquet", "b/2.parquet"]
+
+
+def test_a_relative_path_is_the_same_source(tree, monkeypatch):
+    monkeypatch.chdir(tree.parent)
+    assert found("data") == found(tree)
+    assert found("data/b/*.parquet") == found(tree / "b" / "*.parquet")
+
+
+def test_a_file_with_wildcards_in_its_name_is_a_file(tmp_path):
+    corpus.write_jsonl(tmp_path / "part[1].jsonl", [{"text": "x"}])
+    assert names(found(tmp_path / "part[1].jsonl")) == ["part[1].jsonl"]
+
+
+def test_the_sample_lies_in_the_package():
+    assert found("sample").root.endswith("sample")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/at/all.parquet", "holds data/"),
+        ("./nowhere", "holds data/"),
+        ("data/misspelt", "README.md, _SUCCESS, a.parquet, b/"),
+        ("data/*.txt", "README.md, _SUCCESS, a.parquet, b/"),
+        ("data/x*/y.txt", "README.md, _SUCCESS, a.parquet, b/"),
+        ("not an id!", "a data set id of the Hub"),
+    ],
+)
+def test_a_path_where_nothing_is_says_what_is_there(tree, monkeypatch, path, told):
+    monkeypatch.chdir(tree.parent)
+    with pytest.raises(UserError) as raised:
+        found(path)
+    assert f"{KEY} = {path}" in str(raised.value)
+    assert told in str(raised.value)
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="it holds nothing"):
+        found(tmp_path / "empty")
+
+
+def test_files_of_unknown_suffix_are_refused_all_at_once(tree):
+    for n in range(10):
+        (tree / f"table{n}.csv").write_text("a,b")
+    with pytest.raises(UserError) as raised:
+        found(tree)
+    assert len(raised.value.problems) == 9
+    assert "table7.csv" in str(raised.value)
+    assert "2 more files" in str(raised.value)
+
+
+def test_a_link_to_nothing_is_refused(tree, monkeypatch):
+    (tree / "b" / "3.parquet").symlink_to("gone.parquet")
+    monkeypatch.chdir(tree)
+    for path in (tree, tree / "b" / "*.parquet", tree / "b" / "3.parquet", "b/3.parquet"):
+        with pytest.raises(UserError, match=r"b/3\.parquet\n.* a link to gone\.parquet") as raised:
+            found(path)
+        assert len(raised.value.problems) == 1
+
+
+def test_links_to_files_and_hidden_links_to_nothing_are_no_harm(tree):
+    (tree / "d.parquet").symlink_to("a.parquet")
+    (tree / ".#lock").symlink_to("user@machine")
+    assert names(found(tree))[-1] == "d.parquet"
+
+
+def test_what_is_no_file_is_refused(tree):
+    os.mkfifo(tree / "e.jsonl")
+    (tree / "f.jsonl").symlink_to("e.jsonl")
+    with pytest.raises(UserError) as raised:
+        found(tree)
+    assert len(raised.value.problems) == 2
+    for name in ("e.jsonl", "f.jsonl"):
+        with pytest.raises(UserError, match=rf"{name}\n.* it is a FIFO"):
+            found(tree / name)
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe.jsonl", b"\xff\xfe/a.jsonl"])
+def test_a_name_that_is_not_utf_8_is_refused(tree, name):
+    corpus.write_jsonl(tree / os.fsdecode(name), [{"text": "x"}])
+    with pytest.raises(UserError) as raised:
+        found(tree)
+    message = str(raised.value).encode().decode()  # it can be written anywhere
+    assert rf"{tree}/\xff\xfe" in message
+    assert "rename the file" in message
+    with pytest.raises(UserError) as raised:
+        found(tree / "*.txt")
+    assert str(raised.value).encode()
+
+
+def test_a_suffix_chooses_format_and_compression():
+    assert file_format("a.parquet") == ("parquet", None)
+    assert file_format("a.b.jsonl.zst") == ("jsonl", "zst")
+    assert file_format("A.JSON.GZ") == ("jsonl", "gz")
+    assert file_format("a.txt") == ("text", None)
+    for name in ("a.parquet.gz", "a.csv", "a.gz", "a", "parquet"):
+        assert file_format(name) is None
+
+
+def test_labels_are_the_last_part_of_the_path_with_name_and_number():
+    paths = ["wikimedia/wikipedia", "x/texts/", "y/texts", "texts-2", "z/texts"]
+    sources = [SourceConfig(path=path) for path in paths]
+    sources[0] = SourceConfig(path=paths[0], name="20231101.en")
+    expected = ("wikipedia/20231101.en", "texts", "texts-2", "texts-2-2", "texts-3")
+    assert labels(sources) == expected
+
+
+def test_the_digest_of_a_files_ends_sees_a_change_in_either(tmp_path):
+    path = tmp_path / "big"
+    data = bytearray(300_000)
+    digests = set()
+    for position in (None, 0, 65_535, 299_999, 300_000 - 65_536):
+        changed = bytearray(data)
+        if position is not None:
+            changed[position] = 1
+        path.write_bytes(changed)
+        digests.add(edges_digest(path))
+    assert len(digests) == 5
+
+
+def test_a_link_to_a_directory_is_refused_and_not_passed_over(tree, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (tree / "b" / "more").symlink_to(elsewhere, target_is_directory=True)
+    with pytest.raises(UserError, match=r"b/more\n.*links to directories are not followed"):
+        resolve(SourceConfig(path=str(tree)), "data.sources.0.path")

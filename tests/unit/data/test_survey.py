@@ -1,0 +1,300 @@
+import json
+import shutil
+from dataclasses import replace
+from importlib.metadata import version
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import corpus
+from helpers.reference_stream import is_heldout, unit_rows
+
+from llmtrain.data.manifest import load
+from llmtrain.data.survey import check, differing_tokenizer, freeze, survey, training_texts
+from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return open_tokenizer(corpus.write_tokenizer(tmp_path_factory.mktemp("units") / "tokenizer"))
+
+
+@pytest.fixture
+def place(tmp_path):
+    corpus.write_parquet(tmp_path / "a" / "1.parquet", corpus.articles(95))
+    corpus.write_parquet(tmp_path / "a" / "2.parquet", corpus.articles(20, 95), group=3)
+    corpus.write_jsonl(tmp_path / "b.jsonl", corpus.articles(3000, 500))
+    return tmp_path
+
+
+def message(*sources, **data):
+    with pytest.raises(UserError) as raised:
+        survey(corpus.config(*sources, **data), 1)
+    return str(raised.value)
+
+
+def test_units_hold_every_row_once_and_are_four_a_lane(place):
+    found = survey(corpus.config(place / "a", lanes=6), 1)
+    (source,) = found.sources
+    ids = [name for unit in source.units for name, _ in unit_rows(source, unit)]
+    assert ids == [str(n) for n in range(115)]
+    assert len(source.units) >= 24
+    assert all(unit.stop > unit.start for unit in source.units)
+
+
+def test_a_slice_has_at_least_one_row(place):
+    (source,) = survey(corpus.config(place / "a", lanes=100), 1).sources
+    assert len(source.units) == 115
+
+
+def test_plain_lines_are_cut_into_ranges_that_cover_the_file(place):
+    (source,) = survey(corpus.config(place / "b.jsonl"), 1).sources
+    ends = [0, *(unit.stop for unit in source.units)]
+    assert [unit.start for unit in source.units] == ends[:-1]
+    assert ends[-1] == (place / "b.jsonl").stat().st_size
+    assert len(source.units) > 10
+    ids = [name for unit in source.units for name, _ in unit_rows(source, unit)]
+    assert ids == [str(n) for n in range(500, 3500)]
+
+
+@pytest.mark.parametrize(("processes", "lanes"), [(1, 24), (2, 24), (5, 120), (16, 48)])
+def test_lanes_follow_the_data_and_only_then_the_processes(place, processes, lanes):
+    assert survey(corpus.config(place / "a"), processes).lanes == lanes
+
+
+def test_many_units_get_48_lanes(tmp_path):
+    corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(800), group=1)
+    found = survey(corpus.config(tmp_path / "a.parquet"), 1)
+    assert found.lanes == 48
+
+
+def test_tokenizer_texts_are_training_documents_of_all_sources_in_turn(place):
+    config = corpus.config(place / "a", place / "b.jsonl", heldout=0.2)
+    found = survey(config, 1)
+    texts = list(training_texts(found, 1 << 30))
+    assert len(texts) == len(set(texts))
+    held = {
+        text
+        for source in found.sources
+        for u, unit in enumerate(source.units)
+        for name, text in unit_rows(source, unit)
+        if is_heldout(source, u, name, 42)
+    }
+    assert held
+    assert not held & set(texts)
+    assert len(held) + len(texts) == 3115
+    few = list(training_texts(found, 20_000))
+    assert sum(len(text.encode()) for text in few[:-1]) < 20_000
+    assert {int(text.split()[1]) < 500 for text in few} == {True, False}
+    assert few == texts[: len(few)]
+
+
+def test_problems_of_all_sources_are_told_at_once(place):
+    (place / "empty").mkdir()
+    (place / "fake.parquet").write_bytes(b"PAR1 but not really")
+    cut = (place / "a" / "1.parquet").read_bytes()[:-100]
+    (place / "cut.parquet").write_bytes(cut)
+    corpus.write_parquet(place / "other.parquet", [{"title": "x", "body": "y"}])
+    pq.write_table(pa.table({"text": [1, 2]}), place / "numbers.parquet")
+    told = message(
+        place / "empty",
+        place / "fake.parquet",
+        place / "cut.parquet",
+        place / "other.parquet",
+        place / "missing.jsonl",
+        place / "*.zst",
+        place / "numbers.parquet",
+    )
+    assert told.startswith("7 problems")
+    assert f"data.sources.0.path = {place / 'empty'}" in told
+    assert f"data.sources.1.path = {place / 'fake.parquet'}" in told
+    assert f"data.sources.2.path = {place / 'cut.parquet'}" in told
+    assert "data.sources.3.text_column = text" in told
+    assert f"a column of {place / 'other.parquet'}, which has: title, body" in told
+    assert "data.sources.4.path" in told
+    assert "data.sources.5.path" in told
+    assert f"in {place / 'numbers.parquet'} it is int64" in told
+
+
+def test_bad_files_of_one_source_are_listed_within_a_bound(place):
+    for n in range(12):
+        (place / "a" / f"fake{n:02}.parquet").write_bytes(b"x" * 100)
+    told = message(place / "a")
+    assert told.count("fake") == 8
+    assert "4 more files" in told
+
+
+def test_a_first_line_that_is_no_document_is_told_before_training(place):
+    corpus.write_lines(place / "c.jsonl", [b'{"body": "x"}'])
+    assert "c.jsonl, which has: body" in message(place / "c.jsonl")
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_file_that_is_none_is_refused_before_training(place, suffix):
+    (place / f"c.jsonl.{suffix}").write_bytes(b"this was never compressed at all")
+    told = message(place / f"c.jsonl.{suffix}")
+    assert f"c.jsonl.{suffix}" in told
+    assert "replace the file" in told
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "empty.txt"])
+def test_files_without_a_byte_are_refused(place, name):
+    (place / name).write_bytes(b"")
+    assert "all are empty" in message(place / name)
+
+
+def test_an_id_column_that_the_user_named_must_be_there(place):
+    assert survey(corpus.config(place / "a"), 1).sources[0].id_column == "id"
+    named = {"path": str(place / "a"), "id_column": "page"}
+    assert "data.sources.0.id_column = page" in message(named)
+    corpus.write_parquet(place / "c.parquet", [{"text": "x"}])
+    assert survey(corpus.config(place / "c.parquet"), 1).sources[0].id_column is None
+
+
+@pytest.mark.parametrize("texts", [["", None, "  "], ["only one"]])
+def test_a_source_without_a_training_document_is_refused(place, texts):
+    corpus.write_parquet(place / "c.parquet", [{"text": text} for text in texts])
+    told = message(place / "c.parquet", heldout=0.999999)
+    assert "no training document is left after the held-out split" in told
+
+
+def test_a_compressed_file_that_says_it_is_too_large_is_refused_at_start(place, monkeypatch):
+    monkeypatch.setattr("llmtrain.data.file_parts.DECODED_LIMIT", 100)
+    for suffix in ("gz", "zst"):
+        path = corpus.write_jsonl(place / f"c.jsonl.{suffix}", corpus.articles(50))
+        assert "a larger one" in message(path)
+
+
+def test_a_manifest_comes_back_from_its_file_as_it_was(place, tokenizer):
+    config = corpus.config(place / "a", place / "b.jsonl", heldout=0.1)
+    manifest = freeze(survey(config, 1), tokenizer)
+    manifest.save(place / "manifest.json")
+    again = load(place / "manifest.json", config)
+    assert again == manifest
+    assert again.fingerprint == manifest.fingerprint
+    check(again, config, tokenizer)
+
+
+def test_the_same_data_under_another_path_is_the_same_data(place, tokenizer):
+    config = corpus.config(place / "a")
+    freeze(survey(config, 1), tokenizer).save(place / "manifest.json")
+    shutil.copytree(place / "a", place / "moved")
+    shutil.rmtree(place / "a")
+    moved = corpus.config(place / "moved")
+    again = load(place / "manifest.json", moved)
+    check(again, moved, tokenizer)
+    assert again.sources[0].root == str(place / "moved")
+    assert again.fingerprint == freeze(survey(moved, 1), tokenizer).fingerprint
+
+
+def test_files_that_changed_since_the_run_began_are_named(place, tokenizer):
+    config = corpus.config(place / "a", place / "b.jsonl")
+    manifest = freeze(survey(config, 1), tokenizer)
+    with (place / "b.jsonl").open("ab") as file:
+        file.write(b"\n")
+    corpus.write_parquet(place / "a" / "2.parquet", corpus.articles(20, 1095), group=3)
+    (place / "a" / "1.parquet").unlink()
+    with pytest.raises(UserError) as raised:
+        check(manifest, config, tokenizer)
+    assert len(raised.value.problems) == 3
+    assert "1.parquet" in str(raised.value)
+    assert "a file of this name, as when the run began" in str(raised.value)
+
+
+def test_a_file_of_the_same_size_with_other_bytes_is_noticed(place, tokenizer):
+    config = corpus.config(place / "b.jsonl")
+    manifest = freeze(survey(config, 1), tokenizer)
+    data = (place / "b.jsonl").read_bytes()
+    (place / "b.jsonl").write_bytes(data.replace(b"river", b"RIVER"))
+    with pytest.raises(UserError, match="it has changed"):
+        check(manifest, config, tokenizer)
+
+
+def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
+    manifest = freeze(survey(corpus.config(place / "a"), 1), tokenizer)
+    source = {"path": str(place / "a"), "text_column": "title", "id_column": "title"}
+    other = corpus.config(source, seq_len=32, heldout=0.5, seed=7, lanes=3)
+    small = open_tokenizer(corpus.write_tokenizer(place / "small", entries=280))
+    with pytest.raises(UserError) as raised:
+        check(manifest, other, small)
+    keys = {problem.key for problem in raised.value.problems}
+    assert keys == {
+        "run.seed",
+        "data.seq_len",
+        "data.heldout",
+        "data.lanes",
+        "data.sources.0.text_column",
+        "data.sources.0.id_column",
+        "tokenizer digest",
+        "tokenizer length",
+        "tokenizer probe",
+    }
+
+
+def test_other_ids_than_when_the_run_began_name_the_versions(place, tokenizer):
+    manifest = freeze(survey(corpus.config(place / "a"), 1), tokenizer)
+    assert differing_tokenizer(manifest, tokenizer) == []
+    facts = replace(manifest.tokenizer, probe="0" * 16, versions="tokenizers 0.1, tiktoken 0.2")
+    (problem,) = differing_tokenizer(replace(manifest, tokenizer=facts), tokenizer)
+    assert (problem.key, problem.value) == ("tokenizer probe", tokenizer.probe)
+    assert "it began with: tokenizers 0.1, tiktoken 0.2" in problem.remedy
+    assert f"here: {manifest.tokenizer.versions}" in problem.remedy
+    assert f"tiktoken {version('tiktoken')}" in manifest.tokenizer.versions
+
+
+def test_another_number_of_sources_is_refused(place, tokenizer):
+    freeze(survey(corpus.config(place / "a"), 1), tokenizer).save(place / "manifest.json")
+    with pytest.raises(UserError, match="2 sources"):
+        load(place / "manifest.json", corpus.config(place / "a", place / "b.jsonl"))
+
+
+def test_new_weights_change_no_fingerprint(place, tokenizer):
+    config = corpus.config(place / "a", place / "b.jsonl")
+    manifest = freeze(survey(config, 1), tokenizer)
+    manifest.save(place / "manifest.json")
+    heavier = {"path": str(place / "a"), "weight": 5.0}
+    again = load(place / "manifest.json", corpus.config(heavier, place / "b.jsonl"))
+    assert again.weights == (5.0, 1.0)
+    assert again.fingerprint == manifest.fingerprint
+
+
+def test_the_manifest_is_plain_json_without_paths_of_this_machine(place, tokenizer, monkeypatch):
+    monkeypatch.chdir(place)
+    manifest = freeze(survey(corpus.config("a"), 1), tokenizer)
+    manifest.save(place / "manifest.json")
+    text = (place / "manifest.json").read_text()
+    stored = json.loads(text)
+    assert str(place) not in text
+    assert stored["version"] == 1
+    assert stored["sources"][0]["files"][0]["name"] == "1.parquet"
+    assert stored["sources"][0]["columns"] == {"text": "text", "id": "id"}
+
+
+def test_the_built_in_sample_is_a_source_like_any_other():
+    found = survey(corpus.config("sample", heldout=0.005), 2)
+    (source,) = found.sources
+    assert (source.label, source.id_column, found.lanes) == ("sample", "id", 24)
+    assert len(source.units) >= 4 * found.lanes
+    texts = list(training_texts(found, 1 << 30))
+    assert len(texts) > 1000
+
+
+def test_two_sources_may_take_other_columns_of_one_file(tmp_path):
+    rows = [{"text": f"text {i}", "title": f"title {i}"} for i in range(40)]
+    corpus.write_parquet(tmp_path / "both.parquet", rows)
+    config = corpus.config(tmp_path / "both.parquet", tmp_path / "both.parquet", heldout=0.0)
+    second = config.data.sources[1].model_copy(update={"text_column": "title"})
+    sources = (config.data.sources[0], second)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
+    texts = set(training_texts(survey(config, 1), 1 << 20))
+    assert texts == {row[name] for row in rows for name in ("text", "title")}
+
+
+def test_a_parquet_file_with_a_damaged_footer_is_named(tmp_path):
+    path = corpus.write_parquet(tmp_path / "hurt.parquet", corpus.articles(50))
+    body = bytearray(path.read_bytes())
+    size = int.from_bytes(body[-8:-4], "little")
+    body[-8 - size : -8] = bytes(b ^ 0x5A for b in body[-8 - size : -8])
+    path.write_bytes(body)
+    assert "hurt.parquet" in message(path)

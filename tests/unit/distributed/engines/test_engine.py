@@ -1,0 +1,135 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.state import create_state
+from llmtrain.model.loss import LossModule, made_up_batch
+from llmtrain.training.optimizer import make_optimizer
+from llmtrain.types import SLOTS, StepVector
+
+
+@pytest.fixture
+def launched() -> Iterator[Launched]:
+    yield make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
+    close()
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **shape)).train()
+
+
+def vector(squares: float, **slots: float) -> StepVector:
+    said = {"squares": squares, **slots}
+    values = [said.get(slot, 0.0) for slot in SLOTS]
+    return StepVector(torch.tensor([*values, said.get("tokens", 8.0)], dtype=torch.float64))
+
+
+def prepared(
+    launched: Launched, model: LlamaForCausalLM, *, fused: bool = True
+) -> torch.optim.Optimizer:
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=fused)
+    launched.engine.prepare(LossModule(model), model, optimizer)
+    create_state(optimizer, 0)
+    return optimizer
+
+
+def backward(launched: Launched, model: LlamaForCausalLM) -> None:
+    ids = made_up_batch(2, 9, 32, torch.device("cpu"))
+    launched.engine.backward(LossModule(model)(ids[:, :-1], ids[:, 1:]), torch.tensor(1.0))
+
+
+def test_clipping_is_torchs_own(launched: Launched) -> None:
+    ours, theirs = tiny(), tiny()
+    prepared(launched, ours)
+    backward(launched, ours)
+    backward(launched, theirs)
+    sums = vector(float(launched.engine.squares()))
+    launched.engine.clip(sums, 0.5)
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    assert float(launched.engine.norm(sums)) == pytest.approx(float(norm), rel=1e-6)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_no_limit_leaves_gradients_alone(launched: Launched) -> None:
+    model = tiny()
+    prepared(launched, model)
+    backward(launched, model)
+    before = [p.grad.clone() for p in model.parameters()]
+    launched.engine.clip(vector(1e6), None)
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched) -> None:
+    ours, theirs = tiny(), tiny()
+    prepared(launched, ours)
+    reference = make_optimizer(theirs, OptimizerConfig(learning_rate=1e-2 * 0.25), fused=False)
+    for _ in range(3):
+        backward(launched, ours)
+        backward(launched, theirs)
+        launched.engine.step(0.25, vector(1.0))
+        reference.step()
+        reference.zero_grad()
+        assert all(p.grad is None for p in ours.parameters())
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "forbidden",
+    [
+        {"squares": float("nan")},
+        {"squares": 1e80},  # its root is no fp32
+        {"squares": 1.0, "not_finite": 3.0},
+        {"squares": 1.0, "data_failed": 2.0},
+        {"squares": 1.0, "tokens": 0.0},
+    ],
+    ids=["NaN norm", "infinite norm", "three ranks not finite", "two without data", "no token"],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_forbidden_step_changes_no_weight_moment_or_count(
+    launched: Launched, forbidden: dict[str, float], fused: bool
+) -> None:
+    model = tiny()
+    optimizer = prepared(launched, model, fused=fused)
+    backward(launched, model)
+    launched.engine.step(1.0, vector(1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    state = [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
+    backward(launched, model)
+    next(model.parameters()).grad.fill_(float("nan"))
+    launched.engine.step(1.0, vector(**forbidden))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    for now, then in zip(optimizer.state.values(), state, strict=True):
+        assert all(torch.equal(now[key], then[key]) for key in then)
+
+
+def test_evaluating_means_no_dropout_and_no_gradient_and_ends_with_training(
+    launched: Launched,
+) -> None:
+    model = tiny()
+    prepared(launched, model)
+    with launched.engine.evaluating():
+        assert not model.training
+        assert not torch.is_grad_enabled()
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
+    try:
+        assert launched.accelerator.gradient_accumulation_steps == 1
+        assert launched.accelerator.mixed_precision == "no"
+    finally:
+        close()

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.on_paper import llama
+
+from llmtrain.distributed.engines import zero
+from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, bucket_elements, largest_block
+from llmtrain.errors import UserError
+
+
+def made(strategy: str, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    given = {"max_grad_norm": 1.0, "largest_block": 1000, "cpu": False, **more}
+    return zero.config(strategy, precision, **given)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage", "offload"),
+    [("zero1", 1, False), ("zero2", 2, False), ("zero3", 3, False), ("zero3_offload", 3, True)],
+)
+def test_a_strategy_is_a_stage_and_where_its_state_lives(
+    strategy: str, stage: int, offload: bool
+) -> None:
+    found = made(strategy)["zero_optimization"]
+    assert found["stage"] == stage
+    for key in ("offload_optimizer", "offload_param"):
+        assert found.get(key) == ({"device": "cpu", "pin_memory": True} if offload else None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_reduced_and_kept_in_fp32(precision: str) -> None:
+    found = made("zero2", precision)
+    assert found["communication_data_type"] == "fp32"
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert found["bf16"]["enabled"] == (precision == "bf16")
+    assert found["bf16"]["check_grad_overflow"]  # else a step with a NaN is applied
+    assert found["fp16"] == {"enabled": False}
+
+
+def test_the_limit_is_ours_and_none_is_zero() -> None:
+    assert made("zero2", max_grad_norm=0.5)["gradient_clipping"] == 0.5
+    assert made("zero2", max_grad_norm=None)["gradient_clipping"] == 0.0
+
+
+def test_accumulation_stays_with_the_step() -> None:
+    found = made("zero3")
+    assert found["gradient_accumulation_steps"] == 1
+    assert found["managed_gradient_accumulation"] is True
+    assert "auto" not in str(found)
+
+
+def test_buffers_are_as_large_as_two_blocks_and_never_larger_than_deepspeeds_own() -> None:
+    small = made("zero3", largest_block=1000)["zero_optimization"]
+    large = made("zero3", largest_block=10**9)["zero_optimization"]
+    unknown = made("zero3", largest_block=0)["zero_optimization"]
+    keys = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bucket_size")
+    assert [small[key] for key in keys] == [2000, 2000, 2000]
+    for one in (large, unknown):
+        assert [one[key] for key in keys] == [5 * 10**8, 10**9, 5 * 10**7]
+
+
+def test_deepspeeds_adam_is_taken_where_a_gpu_offloads() -> None:
+    forced = {
+        (strategy, cpu): made(strategy, cpu=cpu)["zero_force_ds_cpu_optimizer"]
+        for strategy in ("zero2", "zero3_offload")
+        for cpu in (False, True)
+    }
+    assert [key for key, value in forced.items() if value] == [("zero3_offload", False)]
+
+
+def test_without_deepspeed_the_message_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name)
+    )
+    with pytest.raises(UserError) as raised:
+        make("zero2", cpu=True)
+    (problem,) = raised.value.problems
+    assert problem.key == "distributed.strategy"
+    assert "pip install 'llmtrain[deepspeed]'" in str(problem)
+
+
+def test_a_cpu_beside_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match='CUDA_VISIBLE_DEVICES=""'):
+        make("zero2", cpu=True)
+
+
+def test_di_22_offload_without_compiler_and_ninja_names_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError) as raised:
+        make("zero3_offload", cpu=False)
+    assert [problem.key for problem in raised.value.problems] == ["c++", "ninja"]
+    assert "pip install ninja" in str(raised.value)
+
+
+def test_di_22_without_offload_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(zero.missing("zero3", cpu=False)) == []
+    assert list(zero.missing("zero3_offload", cpu=True)) == []
+
+
+def test_di_22_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(UserError) as raised:
+        make("zero3_offload", cpu=False)
+    assert any(problem.key == str(lock) for problem in raised.value.problems)
+    assert f"rm '{lock}'" in str(raised.value)
+
+
+def test_a_lock_that_a_builder_holds_is_not_stale(tmp_path: Path) -> None:
+    """As torch's FileBaton holds it; it goes with its process."""
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    script = (
+        "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL);"
+        "print('built', flush=True); sys.stdin.read()"
+    )
+    builder = subprocess.Popen(
+        [sys.executable, "-c", script, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with builder:
+        assert builder.stdout is not None
+        builder.stdout.readline()
+        assert zero.stale_locks(tmp_path, {}) == []
+        builder.kill()
+    assert zero.stale_locks(tmp_path, {}) == [lock]
+
+
+def test_a_young_lock_may_be_another_nodes(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    two_nodes = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert zero.stale_locks(tmp_path, two_nodes) == []
+    os.utime(lock, (0, 0))
+    assert zero.stale_locks(tmp_path, two_nodes) == [lock]
+
+
+def make(strategy: str, *, cpu: bool) -> None:
+    zero.make(strategy, "fp32", timedelta(minutes=1), max_grad_norm=1.0, largest_block=0, cpu=cpu)
+
+
+def test_buckets_are_those_that_the_plan_reckons_with_where_no_block_repeats_too():
+    blocks = llama(64, 160, 2, 4, 4, 500)
+    none = replace(
+        blocks, blocks=0, parameters=tuple(replace(one, block=None) for one in blocks.parameters)
+    )
+    for shape in (blocks, none):
+        found = made("zero3", largest_block=largest_block(shape))["zero_optimization"]
+        assert found["reduce_bucket_size"] == bucket_elements(shape) < 500_000
+    large = made("zero3", largest_block=10**9)["zero_optimization"]
+    assert large["reduce_bucket_size"] == LARGEST_BUCKET
+    assert large["stage3_prefetch_bucket_size"] == AHEAD

@@ -1,0 +1,300 @@
+"""The environments are those that accelerate 1.15 was seen to make by the launch beside them.
+
+Only what decides something is kept of them.
+"""
+
+from typing import get_args
+
+import pytest
+from helpers.config import loaded
+
+from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed.launch.environment import (
+    allowed_strategies,
+    check_environment,
+    verify_launch,
+    world_size,
+)
+from llmtrain.errors import UserError
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+NO = {"ACCELERATE_MIXED_PRECISION": "no"}
+
+FINE = {
+    "plain python": {},
+    "torchrun --nproc_per_node 2": TORCHRUN,
+    "MULTI_GPU + use_cpu": TORCHRUN | NO,
+    "MULTI_GPU + use_cpu, ACCELERATE_USE_CPU=true": TORCHRUN | NO | {"ACCELERATE_USE_CPU": "true"},
+    "MULTI_GPU, mixed_precision bf16": TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    "distributed_type NO": NO | {"ACCELERATE_USE_CPU": "True"},
+    "no config file": NO | {"ACCELERATE_USE_CPU": "False"},
+    "MULTI_GPU inside srun": TORCHRUN | NO | {"PMI_SIZE": "4"},
+}
+REFUSED = {
+    "--cpu --num_processes 2": (
+        NO | {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "MASTER_ADDR",
+    ),
+    "YAML MULTI_CPU": (
+        NO | {"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "MASTER_ADDR",
+    ),
+    "YAML FSDP without a version": (
+        TORCHRUN | NO | {"ACCELERATE_USE_FSDP": "true"},
+        "fsdp_version",
+    ),
+    "--use_fsdp over YAML DEEPSPEED": (
+        TORCHRUN | NO | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+        "fsdp_version",
+    ),
+    "YAML DEEPSPEED with a JSON": (
+        TORCHRUN
+        | {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+        "deepspeed_config_file",
+    ),
+    "YAML MEGATRON_LM": (TORCHRUN | {"ACCELERATE_USE_MEGATRON_LM": "true"}, "distributed_type"),
+    "mixed_precision fp16": (
+        TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp16"},
+        "mixed_precision",
+    ),
+    "mixed_precision fp8": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision"),
+    "parallelism_config with tp": (
+        TORCHRUN
+        | {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_TP_SIZE": "2",
+        },
+        "parallelism_config_tp_size",
+    ),
+    "stale WORLD_SIZE": ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
+    "PMI_SIZE, one process": ({"PMI_SIZE": "2"}, "PMI_SIZE"),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
+    "mvapich": ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
+    "WORLD_SIZE is no number": ({"WORLD_SIZE": "two"}, "WORLD_SIZE"),
+}
+
+
+def refused(env, config) -> dict[str, str]:
+    with pytest.raises(UserError) as caught:
+        check_environment(env, config)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("how", FINE)
+def test_a_launch_that_trains_what_was_asked_for_is_accepted(tmp_path, how):
+    check_environment(FINE[how], loaded(tmp_path))
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_launch_that_becomes_something_else_is_refused(tmp_path, how):
+    env, key = REFUSED[how]
+    assert list(refused(env, loaded(tmp_path))) == [key]
+
+
+def test_the_simple_launcher_is_told_with_what_starts_two(tmp_path):
+    found = refused(REFUSED["--cpu --num_processes 2"][0], loaded(tmp_path))
+    assert "started one" in found["MASTER_ADDR"]
+    assert "accelerate_configs/cpu.yaml" in found["MASTER_ADDR"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "launched", "fine"),
+    [
+        ("fp32", "bf16", False),
+        ("bf16", "bf16", True),
+        ("auto", "bf16", True),
+        ("fp32", "no", True),
+        ("bf16", "no", True),  # accelerate says `no` where nobody said anything
+        ("auto", None, True),
+    ],
+)
+def test_only_an_explicit_precision_contradicts_the_file(tmp_path, asked, launched, fine):
+    config = loaded(tmp_path, f"training.precision={asked}")
+    env = {} if launched is None else {"ACCELERATE_MIXED_PRECISION": launched}
+    if fine:
+        check_environment(env, config)
+    else:
+        assert list(refused(env, config)) == ["training.precision"]
+
+
+def test_the_batch_is_split_over_the_processes_that_there_are(tmp_path):
+    config = loaded(tmp_path, "training.global_batch_size=6", "training.micro_batch_size=2")
+    check_environment({}, config)
+    assert (
+        "2 processes × micro-batch 2 = 4" in refused(TORCHRUN, config)["training.global_batch_size"]
+    )
+
+
+def test_all_problems_of_a_launch_are_told_at_once(tmp_path):
+    config = loaded(tmp_path, "training.global_batch_size=3")
+    env = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    keys = {"fsdp_version", "mixed_precision", "training.global_batch_size"}
+    assert set(refused(env, config)) == keys
+
+
+def test_every_process_thinks_it_is_alone_is_refused(tmp_path):
+    with pytest.raises(UserError, match="thinks it is alone"):
+        verify_launch(TORCHRUN, loaded(tmp_path), 1, "NO", "ddp")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("ddp", "FSDP"),
+        ("ddp", "DEEPSPEED"),
+        ("ddp", "XLA"),
+        ("fsdp2", "MULTI_CPU"),
+        ("fsdp2_offload", "MULTI_GPU"),
+        ("hsdp", "DEEPSPEED"),
+        ("zero2", "MULTI_CPU"),
+        ("zero3_offload", "FSDP"),
+    ],
+)
+def test_an_accelerator_of_another_kind_is_refused(tmp_path, strategy, kind):
+    with pytest.raises(UserError) as caught:
+        verify_launch(TORCHRUN, loaded(tmp_path), 2, kind, strategy)
+    text = str(caught.value)
+    assert f"distributed_type = {kind}" in text
+    assert strategy in text
+
+
+@pytest.mark.parametrize(
+    ("env", "processes", "kind", "strategy"),
+    [
+        ({}, 1, "NO", "ddp"),
+        (TORCHRUN, 2, "MULTI_CPU", "ddp"),
+        (TORCHRUN, 2, "MULTI_GPU", "ddp"),
+        (TORCHRUN, 2, "FSDP", "fsdp2"),
+        (TORCHRUN, 2, "FSDP", "hsdp"),
+        (TORCHRUN, 2, "DEEPSPEED", "zero1"),
+        ({}, 1, "DEEPSPEED", "zero3_offload"),
+    ],
+)
+def test_what_was_launched_is_accepted(tmp_path, env, processes, kind, strategy):
+    verify_launch(env, loaded(tmp_path), processes, kind, strategy)
+
+
+FSDP = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+MESH = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+FOUR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+TWO_NODES = TORCHRUN | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+ZERO = TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}
+TO_CPU = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE": "cpu" for what in ("OPTIMIZER", "PARAM")}
+NAMED = {
+    "fsdp2": FSDP,
+    "fsdp2_offload": FSDP | {"FSDP_OFFLOAD_PARAMS": "true"},
+    "hsdp": FSDP | FOUR | MESH,
+    "zero1": ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+    "zero2": ZERO,
+    "zero3": ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    "zero3_offload": ZERO | TO_CPU | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+
+
+def test_di_03_a_launch_of_fsdp_or_deepspeed_is_never_trained_as_ddp(tmp_path):
+    for env in (FSDP, ZERO):
+        with pytest.raises(UserError, match="strategy that is trained = ddp"):
+            verify_launch(env, loaded(tmp_path), 2, "MULTI_CPU", "ddp")
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_a_launch_with_a_strategy_leaves_only_that_one_open(tmp_path, strategy):
+    config = loaded(tmp_path)
+    check_environment(NAMED[strategy], config)
+    assert allowed_strategies(NAMED[strategy], config) == (strategy,)
+
+
+@pytest.mark.parametrize("launched", NAMED)
+@pytest.mark.parametrize("asked", ["ddp", *NAMED])
+def test_an_explicit_strategy_is_that_of_the_launch(tmp_path, launched, asked):
+    config = loaded(tmp_path, f"distributed.strategy={asked}")
+    if asked == launched:
+        check_environment(NAMED[launched], config)
+    else:
+        assert list(refused(NAMED[launched], config)) == ["distributed.strategy"]
+
+
+@pytest.mark.parametrize("asked", ["ddp", *NAMED])
+def test_a_plain_launch_contradicts_no_strategy(tmp_path, asked):
+    check_environment(TWO_NODES, loaded(tmp_path, f"distributed.strategy={asked}"))
+
+
+def test_hsdp_takes_the_mesh_of_the_machines_where_the_launch_names_none(tmp_path):
+    check_environment(FSDP | TWO_NODES, loaded(tmp_path, "distributed.strategy=hsdp"))
+
+
+@pytest.mark.parametrize(
+    ("env", "instead"),
+    [
+        ({}, "fsdp2"),
+        (TORCHRUN | FOUR, "fsdp2"),  # one machine
+        (TORCHRUN | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "ddp"),  # of one process each
+        (FSDP | FOUR | MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config"),
+        (FSDP | MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, "ddp"),
+    ],
+)
+def test_hsdp_on_a_mesh_with_a_side_of_1_is_refused_by_name(tmp_path, env, instead):
+    found = refused(env, loaded(tmp_path, "distributed.strategy=hsdp"))
+    assert instead in "".join(found.values())
+
+
+def test_the_class_of_the_blocks_is_said_once(tmp_path):
+    env = FSDP | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
+    check_environment(env, loaded(tmp_path, "distributed.wrap_class=LlamaDecoderLayer"))
+    found = refused(env, loaded(tmp_path))
+    assert "wrap_class=LlamaDecoderLayer" in found["fsdp_transformer_layer_cls_to_wrap"]
+
+
+@pytest.mark.parametrize(
+    ("norm", "launched", "fine"),
+    [
+        ("1.0", "auto", True),
+        ("1.0", "1.0", True),
+        ("1.0", "1", True),
+        ("1.0", "0.5", False),
+        ("null", "1.0", False),
+        ("null", "auto", True),
+        ("1.0", "much", False),
+    ],
+)
+def test_clipping_is_that_of_the_config(tmp_path, norm, launched, fine):
+    config = loaded(tmp_path, f"training.max_grad_norm={norm}")
+    env = ZERO | {"ACCELERATE_GRADIENT_CLIPPING": launched}
+    if fine:
+        check_environment(env, config)
+    else:
+        assert list(refused(env, config)) == ["gradient_clipping"]
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN, TORCHRUN | NO])
+def test_a_plain_launch_leaves_all_open_that_are_not_for_those_who_name_them(tmp_path, env):
+    named_only = {"auto", "zero1", "zero2", "zero3"}
+    literal = DistributedConfig.model_fields["strategy"].annotation
+    open_ = allowed_strategies(env, loaded(tmp_path))
+    assert open_[0] == "ddp"
+    assert set(open_) == set(get_args(literal)) - named_only
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN])
+def test_an_explicit_strategy_is_the_only_one(tmp_path, env):
+    config = loaded(tmp_path, "distributed.strategy=zero2")
+    assert allowed_strategies(env, config) == ("zero2",)
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert world_size({}) == 1
+    assert world_size(TORCHRUN) == 2

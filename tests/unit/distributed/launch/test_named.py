@@ -1,0 +1,132 @@
+"""The environments are what accelerate 1.15 exports to a rank, as far as it decides something."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.distributed.launch import environment, named
+from llmtrain.distributed.launch.named import named_family, named_mesh, named_strategy, unsupported
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
+STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+OPTIMIZER = "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"
+PARAM = "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"
+INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+def mesh(replicas=1, shards=1, **sizes) -> dict[str, str]:
+    """What a `parallelism_config` of a file becomes; sizes: tp, cp, sp."""
+    sizes = {"dp_replicate": replicas, "dp_shard": shards, "tp": 1, "cp": 1, "sp": 1} | sizes
+    found = {f"PARALLELISM_CONFIG_{kind.upper()}_SIZE": str(n) for kind, n in sizes.items()}
+    return found | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+FINE = {
+    "plain": ({}, None),
+    "plain, bf16": ({"ACCELERATE_MIXED_PRECISION": "bf16"}, None),
+    "plain, not compiled": ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, None),
+    "FSDP": (FSDP, "fsdp2"),
+    "FSDP with offload": (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp2_offload"),
+    "FSDP with a mesh": (FSDP | mesh(2, 2), "hsdp"),
+    "FSDP with a mesh of shards alone": (FSDP | mesh(1, 4), "fsdp2"),
+    "a stale mesh that is switched off": (FSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "fsdp2"),
+    "DEEPSPEED": (ZERO, "zero2"),
+    "DEEPSPEED, stage 1": (ZERO | {STAGE: "1"}, "zero1"),
+    "DEEPSPEED, stage 3": (ZERO | {STAGE: "3", OPTIMIZER: "none", PARAM: "none"}, "zero3"),
+    "DEEPSPEED, offload": (ZERO | {STAGE: "3", OPTIMIZER: "cpu", PARAM: "cpu"}, "zero3_offload"),
+    "DEEPSPEED, auto": (ZERO | {ACCUMULATION: "auto", INIT: "true"}, "zero2"),
+}
+REFUSED = {
+    "FSDP1": (FSDP | {"FSDP_VERSION": "1"}, {"fsdp_version"}),
+    "FSDP without a version": ({"ACCELERATE_USE_FSDP": "true"}, {"fsdp_version"}),
+    "FSDP with modules left out": (
+        FSDP | {"FSDP_IGNORED_MODULES": "lm_head"},
+        {"fsdp_ignored_modules"},
+    ),
+    "HSDP with offload": (
+        FSDP | mesh(2, 2) | {"FSDP_OFFLOAD_PARAMS": "true"},
+        {"fsdp_offload_params"},
+    ),
+    "tensor parallel": (FSDP | mesh(1, 2, tp=2), {"parallelism_config_tp_size"}),
+    "context parallel": (FSDP | mesh(1, 2, cp=2), {"parallelism_config_cp_size"}),
+    "sequence parallel": (FSDP | mesh(1, 2, sp=2), {"parallelism_config_sp_size"}),
+    "both": (
+        FSDP | mesh(1, 1, tp=2, cp=2),
+        {"parallelism_config_tp_size", "parallelism_config_cp_size"},
+    ),
+    "a mesh of another number": (FSDP | mesh(2, 4), {"parallelism_config"}),
+    "a mesh that shards nothing": (FSDP | mesh(4, 1), {"parallelism_config"}),
+    "a mesh of no numbers": (FSDP | mesh(2, -1), {"parallelism_config"}),
+    "a mesh without FSDP": (mesh(2, 2), {"parallelism_config"}),
+    "a mesh of DeepSpeed": (ZERO | mesh(2, 2), {"parallelism_config"}),
+    "stage 0": (ZERO | {STAGE: "0"}, {"zero_stage"}),
+    "stage 4": (ZERO | {STAGE: "4"}, {"zero_stage"}),
+    "stage 2 with offload": (ZERO | {STAGE: "2", OPTIMIZER: "cpu"}, {"offload_optimizer_device"}),
+    "half of an offload": (ZERO | {STAGE: "3", OPTIMIZER: "cpu"}, {"offload_optimizer_device"}),
+    "offload to a disk": (
+        ZERO | {STAGE: "3", OPTIMIZER: "nvme", PARAM: "nvme"},
+        {"offload_optimizer_device"},
+    ),
+    "accumulation of its own": (ZERO | {ACCUMULATION: "4"}, {"gradient_accumulation_steps"}),
+    "a model partitioned as it is built": (ZERO | {STAGE: "3", INIT: "true"}, {"zero3_init_flag"}),
+    "a JSON": (ZERO | {JSON: "ds.json"}, {"deepspeed_config_file"}),
+    "experts": (
+        ZERO | {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Expert"},
+        {"deepspeed_moe_layer_cls_names"},
+    ),
+    "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {"distributed_type"}),
+    "a compiler": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {"dynamo_backend"}),
+    "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"mixed_precision"}),
+    "everything at once": (
+        ZERO | mesh(1, 2, tp=2) | {"ACCELERATE_MIXED_PRECISION": "fp8", STAGE: "3", INIT: "true"},
+        {"parallelism_config_tp_size", "parallelism_config", "mixed_precision", "zero3_init_flag"},
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FINE)
+def test_a_launch_names_one_strategy_or_none(how):
+    env, strategy = FINE[how]
+    assert named_strategy(env) == strategy
+    assert list(unsupported(env, 4)) == []
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_not_offered_is_refused(how):
+    env, keys = REFUSED[how]
+    problems = list(unsupported(env, 4))
+    assert [problem.key for problem in problems] == list(dict.fromkeys(p.key for p in problems))
+    assert {problem.key for problem in problems} == keys
+
+
+def test_fsdp1_is_told_why():
+    text = str(next(iter(unsupported(FSDP | {"FSDP_VERSION": "1"}, 2))))
+    assert "flat tensor" in text
+    assert "fsdp_version: 2" in text
+
+
+def test_a_mesh_without_shards_is_told_what_it_is():
+    text = str(next(iter(unsupported(FSDP | mesh(4, 1), 4))))
+    assert "ddp" in text
+
+
+def test_families_and_meshes_are_those_of_the_launch():
+    assert named_family({}) is None
+    assert named_family(FSDP) == "fsdp"
+    assert named_family(ZERO) == "zero"
+    assert named_mesh(FSDP) is None
+    assert named_mesh(FSDP | mesh(2, 3)) == (2, 3)
+
+
+@pytest.mark.parametrize("module", [environment, named])
+def test_only_the_standard_library_is_imported(module):
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    outside = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
+    assert outside == {"llmtrain"}

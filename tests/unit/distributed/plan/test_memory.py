@@ -1,0 +1,211 @@
+"""Bytes of a plan, against the table they come from and against real tensors."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.on_paper import GIB, LlamaCount, gpus, llama, work
+
+from llmtrain.distributed.plan.memory import (
+    PARTS,
+    Hardware,
+    Layout,
+    arithmetic_of,
+    checkpoint_bytes,
+    head_bytes,
+    largest_block,
+    memory,
+    model_states,
+)
+from llmtrain.types import ModelShape, ParameterShape, Saved
+
+EIGHT = llama(4096, 14336, 32, 32, 8, 128_256)
+COUNT = LlamaCount(4096, 14336, 32, 32, 8, 8192)
+NOTHING = Saved(0, 0, 0, 0)
+STRATEGIES = (
+    "ddp", "fsdp2", "hsdp", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload"
+)  # fmt: skip
+
+
+def planned(
+    strategy, hardware, saved=NOTHING, shape=EIGHT, precision="bf16", sync="every", micro=1
+):
+    layout = Layout(strategy, "none", micro, 4, sync)
+    return memory(shape, saved, work(8192, 64, precision=precision), layout, hardware)
+
+
+def of(*shapes, frozen=(), **values):
+    parameters = [ParameterShape(one, True, False, 0) for one in shapes]
+    parameters += [ParameterShape(one, False, False, 0) for one in frozen]
+    facts = {"hidden": 4, "vocabulary": 8, "embedding": 0, "head": 0, "tied": False, "blocks": 1,
+             "block_class": None, "attention": 0, "buffers": 0}  # fmt: skip
+    return ModelShape(tuple(parameters), **(facts | values))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_plan_has_every_part_and_its_total_is_their_sum(strategy, precision):
+    plan = planned(strategy, gpus(8, 80, nodes=2), precision=precision, saved=COUNT("fp32", "none"))
+    assert tuple(plan.parts) == PARTS
+    assert plan.total_bytes == sum(plan.parts.values())
+    assert all(isinstance(size, int) and size >= 0 for size in plan.parts.values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "parameters", "gradients", "optimizer"),
+    [  # bytes a parameter, over both ranks; counted in real runs of two processes
+        ("ddp", "bf16", 8, 8, 16),
+        ("ddp", "fp32", 8, 8, 16),
+        ("fsdp2", "bf16", 4, 4, 8),
+        ("fsdp2", "fp32", 4, 4, 8),
+        ("zero1", "bf16", 4, 8, 12),
+        ("zero1", "fp32", 8, 8, 12),
+        ("zero2", "bf16", 4, 4, 12),
+        ("zero3", "bf16", 2, 4, 12),
+        ("zero3", "fp32", 4, 4, 12),
+    ],
+)
+def test_states_are_the_bytes_a_parameter_of_the_table(
+    strategy, precision, parameters, gradients, optimizer
+):
+    states = model_states(EIGHT, strategy, precision, gpus(2, 80))
+    found = (
+        2 * part / EIGHT.count for part in (states.parameters, states.gradients, states.optimizer)
+    )
+    assert list(found) == pytest.approx([parameters, gradients, optimizer], rel=1e-4)
+
+
+def test_hsdp_shards_inside_a_node_and_fsdp2_over_all():
+    hardware = gpus(8, 80, nodes=4)
+    sizes = {name: model_states(EIGHT, name, "bf16", hardware).total for name in ("hsdp", "fsdp2")}
+    assert sizes["hsdp"] == pytest.approx(16 * EIGHT.count / 8, rel=1e-3)
+    assert sizes["fsdp2"] == pytest.approx(16 * EIGHT.count / 32, rel=1e-3)
+
+
+def test_a_shard_has_whole_rows_and_the_first_rank_the_most():
+    three = of((3, 5))  # ceil(3 / 2) = 2 rows of 5
+    assert model_states(three, "fsdp2", "fp32", gpus(2, 80)).parameters == 4 * 2 * 5
+    assert model_states(of((2, 5)), "fsdp2", "fp32", gpus(8, 80)).parameters == 4 * 1 * 5
+    assert model_states(three, "zero3", "fp32", gpus(2, 80)).parameters == 4 * 8  # ceil(15 / 2)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments():
+    shape = of((10, 2), frozen=[(100, 2)])
+    for strategy in STRATEGIES:
+        states = model_states(shape, strategy, "fp32", gpus(1, 80))
+        assert states.parameters == 4 * 220
+        assert states.gradients == 4 * 20
+        assert states.optimizer in (8 * 20, 12 * 20, 16 * 20)
+
+
+def test_what_is_offloaded_is_on_the_host_and_not_on_the_device():
+    plan = planned("fsdp2_offload", gpus(1, 80))
+    assert [plan.parts[part] for part in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
+    assert plan.host_bytes / GIB == pytest.approx(120, abs=0.5)  # 16 bytes a parameter
+    zero = planned("zero3_offload", gpus(1, 80))
+    assert zero.host_bytes == pytest.approx(22 * EIGHT.count, rel=1e-3)
+
+
+def test_every_rank_of_a_node_builds_the_model_on_the_host_first():
+    assert planned("ddp", gpus(8, 80)).host_bytes == 8 * 4 * EIGHT.count
+    assert planned("zero3", gpus(8, 80)).host_bytes == 8 * 4 * EIGHT.count
+
+
+def test_of_a_sharded_model_one_rank_does_and_fills_what_lies_on_the_host_from_it():
+    assert planned("fsdp2", gpus(8, 80)).host_bytes == 4 * EIGHT.count
+    assert planned("hsdp", gpus(8, 80, nodes=2)).host_bytes == 4 * EIGHT.count
+    one = planned("fsdp2_offload", gpus(8, 80))  # 16 bytes a parameter stay: more than is built
+    assert one.host_bytes == pytest.approx(16 * EIGHT.count, rel=1e-3)
+    four = planned("fsdp2_offload", gpus(8, 80, nodes=4))  # the whole and a fourth beside it
+    assert four.host_bytes == pytest.approx(5 * EIGHT.count, rel=1e-3)
+
+
+def test_on_a_cpu_there_is_no_reserve_and_the_device_is_the_host():
+    cpu = Hardware(8 * GIB, None, 2, 1, cpu=True)
+    plan = planned("ddp", cpu, saved=Saved(1000, 10, 0, 0))
+    assert plan.parts["reserve"] == 0
+    assert plan.host_bytes == 2 * plan.total_bytes
+
+
+def test_the_reserve_is_the_context_the_groups_of_ranks_and_a_share_of_the_rest():
+    for strategy, devices, context in (("ddp", 1, 1.0), ("fsdp2", 8, 1.0), ("hsdp", 8, 1.6)):
+        plan = planned(strategy, gpus(devices, 80, nodes=2 if strategy == "hsdp" else 1))
+        rest = plan.total_bytes - plan.parts["reserve"]
+        assert plan.parts["reserve"] == pytest.approx(context * GIB + 0.06 * rest, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "tokens", "expected"),
+    [  # measured: live bytes of the loss in a second micro-batch, less what the body keeps
+        ("fsdp2", "bf16", 8192, 12 * 8192 * 128_256 + 2 * 8192 * 4096),
+        ("ddp", "fp32", 8192, 12 * 8192 * 128_256 + 4 * 8192 * 4096),
+        ("ddp", "bf16", 8192, 12 * 8192 * 128_256 + 2 * 8192 * 4096),
+        ("ddp", "bf16", 64, 4 * 128_256 * 4096 + 4 * 64 * 4096),
+        ("fsdp2", "bf16", 64, 2 * 64 * 128_256 + 2 * 128_256 * 4096 + 4 * 64 * 4096),
+        ("zero3", "fp32", 64, 4 * 64 * 128_256 + 4 * 128_256 * 4096 + 8 * 64 * 4096),
+    ],
+)
+def test_head_and_loss_take_what_the_loss_module_takes(strategy, precision, tokens, expected):
+    layout = Layout(strategy, "none", 1, 1, "every")
+    assert head_bytes(EIGHT, work(tokens, 1, precision=precision), layout) == expected
+
+
+def test_activations_grow_with_the_micro_batch_and_casts_do_not():
+    saved = COUNT("autocast", "none")
+    one, three = (planned("ddp", gpus(1, 80), saved=saved, micro=micro) for micro in (1, 3))
+    assert one.parts["activations"] == saved.blocks + saved.once
+    assert three.parts["activations"] == 3 * one.parts["activations"]
+    assert one.parts["working"] == three.parts["working"] == saved.casts
+
+
+def test_a_recomputed_block_takes_the_room_that_the_head_has_left():
+    small, large = Saved(100, 0, 1000, 0), Saved(100, 0, 100 * GIB, 0)
+    assert planned("ddp", gpus(1, 80), saved=small).parts["activations"] == 100
+    plan = planned("ddp", gpus(1, 80), saved=large)
+    assert plan.parts["activations"] + plan.parts["head"] == 100 + 100 * GIB
+
+
+def test_fsdp_gathers_two_blocks_and_the_head_and_reduces_two_blocks():
+    block, head = 218_112_000, 128_256 * 4096
+    assert largest_block(EIGHT) == block
+    every = planned("fsdp2", gpus(8, 80)).parts["working"]
+    assert every == 2 * (2 * block + head + 4096) + 6 * 2 * block
+    last = planned("fsdp2", gpus(8, 80), sync="last").parts["working"]
+    assert last - every == 4 * EIGHT.count
+
+
+def test_a_single_micro_batch_has_no_whole_gradients_to_keep():
+    layouts = [Layout("fsdp2", "none", 8, 1, sync) for sync in ("every", "last")]
+    plans = [memory(EIGHT, NOTHING, work(8192, 64), one, gpus(8, 80)) for one in layouts]
+    assert plans[0] == plans[1]
+
+
+def test_buffers_are_whole_on_every_device():
+    shape = replace(EIGHT, buffers=12_345)
+    for strategy in STRATEGIES:
+        with_buffers, without = (
+            planned(strategy, gpus(8, 80), shape=shape),
+            planned(strategy, gpus(8, 80)),
+        )
+        assert with_buffers.parts["parameters"] - without.parts["parameters"] == 12_345
+
+
+def test_autocast_is_what_ddp_makes_of_bf16():
+    assert [arithmetic_of(name, "bf16") for name in ("ddp", "hsdp", "zero2")] == [
+        "autocast",
+        "bf16",
+        "bf16",
+    ]
+    assert {arithmetic_of(name, "fp32") for name in STRATEGIES} == {"fp32"}
+
+
+def test_checkpoint_bytes_are_those_of_a_real_models_spec():
+    import torch
+
+    from llmtrain.distributed.engines import state
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False))
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    spec = state.spec(model, optimizer, 2**30)
+    shape = of((7,), (3, 7), frozen=[(7, 5)])
+    assert checkpoint_bytes(shape) == state.bytes_of(spec)

@@ -1,0 +1,196 @@
+"""Model directories of others: what is wrong with each is one message, and nothing in it is run."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmtrain.config.schema import ModelConfig
+from llmtrain.errors import UserError
+from llmtrain.model import untrusted
+from llmtrain.model.build import model_config, stored_config
+from llmtrain.model.tokenizer import SpecialTokens
+
+TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 300,
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """What looks like a model directory; nobody builds the model."""
+    directory = tmp_path / "base"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"a": torch.zeros(2)}, directory / "model.safetensors")
+    return directory
+
+
+def sharded(base: Path, weight_map: dict[str, str]) -> None:
+    (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
+    (base / untrusted.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def refusal(path: Path | str) -> str:
+    asked = ModelConfig.model_validate({"from": str(path)})
+    with pytest.raises(UserError) as raised:
+        model_config(asked, TOKENS, 16)
+    said = str(raised.value)
+    assert said.splitlines()[1].startswith("  model.from = ")
+    assert "expected: " in said
+    return said
+
+
+def test_a_whole_directory_passes_and_so_does_a_name_of_the_hub(base: Path) -> None:
+    untrusted.check(str(base))
+    sharded(base, {"a": "model-00001-of-00001.safetensors"})
+    untrusted.check(str(base))
+    untrusted.check("someone/some-model")
+
+
+def test_a_plan_needs_no_weights(base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    untrusted.check(str(base))
+
+
+@pytest.mark.parametrize("suffix", untrusted.PICKLED)
+def test_bad_input_30_a_pickled_file_is_answered_with_how_to_convert_it(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"weights{suffix}"
+    path.write_bytes(b"not even looked at")
+    said = refusal(path)
+    assert "no pickled file" in said
+    assert "save_pretrained(DIR) writes safetensors" in said
+
+
+def test_bad_input_30_a_directory_of_pickled_weights_too(base: Path) -> None:
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    said = refusal(base)
+    assert "not the pickled pytorch_model.bin" in said
+    assert "save_pretrained" in said
+
+
+def test_bad_input_31_a_dcp_checkpoint_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").touch()
+    (tmp_path / "__0_0.distcp").touch()
+    said = refusal(tmp_path)
+    assert "DCP checkpoint" in said
+    assert "torch.distributed.checkpoint.format_utils" in said
+
+
+def test_bad_input_31_a_state_of_accelerate_lacks_its_config(base: Path) -> None:
+    (base / "config.json").unlink()
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        (base / name).touch()
+    said = refusal(base)
+    assert "this is a state of accelerate" in said
+    assert "copy config.json" in said
+
+
+def test_bad_input_31_of_a_trainer_directory_its_safetensors_are_taken(base: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        (base / name).touch()
+    untrusted.check(str(base))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/outside.safetensors", "a/../../outside.safetensors"]
+)
+def test_bad_input_32_an_index_that_leads_out_of_the_directory_is_refused(
+    base: Path, name: str
+) -> None:
+    shutil.copy(base / "model.safetensors", base.parent / "outside.safetensors")
+    sharded(base, {"a": name})
+    assert f"{name!r} is no plain path inside the directory" in refusal(base)
+
+
+def test_bad_input_32_a_link_that_leads_out_of_the_directory_is_refused(base: Path) -> None:
+    (base / "model.safetensors").rename(base.parent / "elsewhere.safetensors")
+    (base / "model.safetensors").symlink_to(base.parent / "elsewhere.safetensors")
+    assert "model.safetensors leads out of the directory" in refusal(base)
+
+
+def test_bad_input_32_what_is_no_regular_file_is_not_opened(base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    os.mkfifo(base / "model.safetensors")
+    assert "model.safetensors is no regular file" in refusal(base)
+
+
+def test_bad_input_32_a_weight_that_stands_twice_in_an_index_is_refused(base: Path) -> None:
+    sharded(base, {})
+    (base / untrusted.INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    assert "a stands twice" in refusal(base)
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', "{", "{}"])
+def test_an_index_that_is_none_is_refused(base: Path, index: str) -> None:
+    sharded(base, {})
+    (base / untrusted.INDEX).write_text(index)
+    assert "an index that maps each weight to a file" in refusal(base)
+
+
+def test_a_file_that_the_index_names_must_be_there(base: Path) -> None:
+    sharded(base, {"a": "gone.safetensors"})
+    assert "gone.safetensors is not there" in refusal(base)
+
+
+def test_links_of_the_hubs_own_cache_are_its_own(tmp_path: Path, base: Path) -> None:
+    cached = tmp_path / "models--a--b" / "snapshots" / "0123"
+    cached.mkdir(parents=True)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (base / name).rename(blobs / name)
+        (cached / name).symlink_to(Path("..") / ".." / "blobs" / name)
+    untrusted.check(str(cached))
+
+
+def test_bad_input_33_a_config_with_code_of_its_own_is_refused(base: Path) -> None:
+    code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    (base / "config.json").write_text(json.dumps({**CONFIG, "auto_map": code}))
+    (base / "modeling_x.py").write_text("raise SystemExit('it was run')")
+    said = refusal(base)
+    assert "auto_map (AutoModelForCausalLM)" in said
+    with pytest.raises(UserError, match="auto_map"):
+        stored_config(base)
+
+
+def test_bad_input_13_adapters_are_no_model(base: Path) -> None:
+    (base / "adapter_config.json").write_text("{}")
+    (base / "model.safetensors").rename(base / "adapter_model.safetensors")
+    said = refusal(base)
+    assert "LoRA adapters" in said
+    assert "merge_and_unload" in said
+
+
+def test_weights_in_a_dtype_that_would_lose_its_scales_are_refused(base: Path) -> None:
+    save_file({"a": torch.zeros(2).to(torch.float8_e4m3fn)}, base / "model.safetensors")
+    assert "holds F8_E4M3" in refusal(base)
+
+
+def test_a_config_of_any_size_is_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untrusted, "_MAX_JSON_BYTES", 10)
+    assert "larger than 10 bytes" in refusal(base)
+
+
+def test_a_directory_of_too_many_files_is_none(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untrusted, "_MAX_FILES", 1)
+    assert "2 entries" in refusal(base)
+
+
+def test_every_problem_is_told_at_once(base: Path) -> None:
+    (base / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "x.Y"}}))
+    (base / "model.safetensors").write_bytes(b"\0" * 10)
+    said = refusal(base)
+    assert said.startswith("2 problems")

@@ -1,0 +1,93 @@
+import json
+from datetime import datetime, timedelta
+
+import pytest
+
+from llmtrain.rundir.status import FILE_NAME, read_status, start_status, write_status
+
+FIELDS = [
+    "run_id",
+    "state",
+    "exit_code",
+    "reason",
+    "step",
+    "checkpoint",
+    "strategy",
+    "world_size",
+    "restarts",
+    "updated",
+]
+
+
+def test_the_first_start_writes_every_field_of_the_contract(tmp_path):
+    start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
+    status = json.loads((tmp_path / FILE_NAME).read_text())
+    assert list(status) == FIELDS
+    assert status["state"] == "running"
+    assert (status["run_id"], status["step"], status["restarts"]) == ("a", 0, 0)
+    assert (status["strategy"], status["world_size"]) == ("ddp", 2)
+
+
+def test_a_start_that_has_no_strategy_yet_says_none_of_the_one_before(tmp_path):
+    start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
+    start_status(tmp_path, run_id="a", strategy=None, world_size=2)
+    assert read_status(tmp_path)["strategy"] is None
+
+
+def test_a_later_start_carries_the_run_over_and_counts_itself(tmp_path):
+    start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
+    write_status(
+        tmp_path, step=40, checkpoint="step-00000040", state="failed", exit_code=75, reason="lost"
+    )
+    start_status(tmp_path, run_id="b", strategy="ddp", world_size=3)
+    status = read_status(tmp_path)
+    assert (status["run_id"], status["step"], status["checkpoint"]) == ("a", 40, "step-00000040")
+    assert (status["state"], status["exit_code"], status["reason"]) == ("running", None, None)
+    assert (status["world_size"], status["restarts"]) == (3, 1)
+    start_status(tmp_path, run_id="c", strategy="ddp", world_size=3)
+    assert read_status(tmp_path)["restarts"] == 2
+
+
+def test_other_fields_stay_when_some_are_written(tmp_path):
+    start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
+    write_status(tmp_path, state="finished", exit_code=0)
+    assert read_status(tmp_path)["strategy"] == "ddp"
+
+
+def test_updated_is_utc(tmp_path):
+    updated = datetime.fromisoformat(write_status(tmp_path, step=1)["updated"])
+    assert updated.utcoffset() == timedelta(0)
+
+
+def test_a_field_outside_the_contract_is_a_defect(tmp_path):
+    with pytest.raises(ValueError, match="stepp"):
+        write_status(tmp_path, stepp=1)
+
+
+def test_a_replacement_that_fails_leaves_the_old_file(tmp_path):
+    write_status(tmp_path, step=1)
+    with pytest.raises(TypeError):
+        write_status(tmp_path, reason=object())
+    assert read_status(tmp_path)["step"] == 1
+    write_status(tmp_path, step=2)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_a_directory_without_a_readable_status_has_none(tmp_path):
+    assert read_status(tmp_path) == {}
+    (tmp_path / FILE_NAME).write_bytes(b"\0\0")
+    assert read_status(tmp_path) == {}
+
+
+def test_what_is_no_file_is_no_status(tmp_path):
+    (tmp_path / FILE_NAME).mkdir()
+    assert read_status(tmp_path) == {}
+
+
+def test_a_field_of_another_type_counts_as_missing_and_the_others_stay(tmp_path):
+    strange = {"step": "x", "restarts": True, "checkpoint": 4, "state": None}
+    (tmp_path / FILE_NAME).write_text(json.dumps({"run_id": "mine", "reason": None} | strange))
+    assert read_status(tmp_path) == {"run_id": "mine", "reason": None}
+    told = start_status(tmp_path, run_id="other", strategy=None, world_size=1)
+    kept = {key: told[key] for key in ("run_id", "step", "checkpoint", "restarts")}
+    assert kept == {"run_id": "mine", "step": 0, "checkpoint": None, "restarts": 0}

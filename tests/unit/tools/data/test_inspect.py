@@ -1,0 +1,257 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+import xxhash
+from helpers import corpus, megatron
+from helpers.config import loaded
+
+import llmtrain
+from llmtrain.data import manifest as manifests
+from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.errors import UserError
+from llmtrain.tools.data.inspect import inspect
+from llmtrain.training.start.prepare import prepare
+
+SAMPLE = Path(llmtrain.__file__).parent / "data" / "sample"
+TEXTS = ["same text", None, "", " \n\t", "another", "same text", "a third one, longer", "same text"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Parquet with dropped and repeated texts; JSON lines with bytes that are no UTF-8."""
+    root = tmp_path_factory.mktemp("inspect")
+    (root / "a").mkdir()
+    rows = [{"id": str(n), "text": text} for n, text in enumerate(TEXTS)]
+    rows += corpus.articles(300, 1000)
+    pq.write_table(pa.Table.from_pylist(rows), root / "a" / "1.parquet", row_group_size=50)
+    lines = [json.dumps(row).encode() for row in corpus.articles(400, 5000)]
+    lines[7] = b'{"id": "bad", "text": "a \xff broken one"}'
+    lines[9] = b'{"id": "empty", "text": null}'
+    corpus.write_lines(root / "b.jsonl", lines)
+    return root
+
+
+def config_of(place, folder, *overrides):
+    sources = f"[{{path: {place}/a, weight: 3}}, {{path: {place}/b.jsonl}}]"
+    given = [f"data.sources={sources}", "data.seq_len=32", "data.heldout=0.05", f"run.dir={folder}"]
+    return loaded(folder.parent, *given, "training.global_batch_size=8", *overrides)
+
+
+@pytest.fixture(scope="module")
+def whole(place, tmp_path_factory):
+    """Everything looked at."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return inspect(config_of(place, folder), documents=0, blocks=30)
+
+
+def usable(place):
+    """(texts, ids) of both sources by ordinary means."""
+    table = pq.read_table(place / "a" / "1.parquet").to_pylist()
+    lines = (place / "b.jsonl").read_bytes().decode("utf-8", "replace").splitlines()
+    return [
+        [(row["id"], row["text"]) for row in rows if row["text"] and row["text"].strip()]
+        for rows in (table, map(json.loads, lines))
+    ]
+
+
+def test_counts_over_all_documents_are_those_of_an_independent_count(place, whole):
+    reference = tokenizers.Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
+    for source, documents, dropped, replaced in zip(
+        whole.sources, usable(place), (3, 1), (0, 1), strict=True
+    ):
+        texts = [text for _, text in documents]
+        assert source.documents == len(texts) == source.looked_at - dropped
+        assert (source.dropped, source.replaced) == (dropped, replaced)
+        assert source.duplicates == len(texts) - len(set(texts))
+        assert source.bytes == sum(len(text.encode()) for text in texts)
+        encoded = reference.encode_batch(texts, add_special_tokens=False)
+        assert source.tokens == sum(len(one.ids) + 1 for one in encoded)
+        assert source.estimated == ()
+    assert [one.name for one in whole.sources] == ["a", "b.jsonl"]
+    assert [one.files for one in whole.sources] == [1, 1]
+    assert whole.estimated == ("documents_cut",)
+    total = [sum(getattr(one, name) for one in whole.sources) for name in ("tokens", "bytes")]
+    assert whole.tokens_per_byte == total[0] / total[1]
+
+
+def test_what_is_held_out_is_counted_as_the_manifest_splits(place, whole, tmp_path):
+    config = config_of(place, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    prepare(config, tmp_path / "run", 1, None)
+    manifest = manifests.load(tmp_path / "run" / "manifest.json", config)
+    for source, found, documents in zip(
+        manifest.sources, whole.sources, usable(place), strict=True
+    ):
+        assert len(source.units) == found.units
+        below = {
+            name
+            for name, _ in documents
+            if xxhash.xxh3_64_intdigest(name.encode(), seed=42) < source.threshold
+        }
+        assert 0 < found.heldout <= len(below)
+        if len(source.heldout_units) == len(source.units):
+            assert found.heldout == len(below)
+
+
+def test_lengths_are_a_histogram_of_all_documents_by_powers_of_two(place, whole):
+    reference = tokenizers.Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
+    lengths = [
+        len(reference.encode(text, add_special_tokens=False).ids) + 1
+        for documents in usable(place)
+        for _, text in documents
+    ]
+    for bucket in whole.lengths:
+        assert bucket.most == 2 * bucket.least - 1
+        inside = sum(bucket.least <= length <= bucket.most for length in lengths)
+        assert inside == bucket.documents
+    assert sum(bucket.documents for bucket in whole.lengths) == len(lengths)
+
+
+def test_an_epoch_is_all_training_tokens_in_steps_of_whole_batches(place, whole):
+    trained = sum(one.tokens for one in whole.sources)  # and of these, held-out documents are few
+    assert 0.85 * trained / (32 * 8) < whole.steps_per_epoch <= trained / (32 * 8) + 1
+
+
+def test_epochs_of_a_source_follow_its_share_of_the_blocks(whole):
+    for source, share in zip(whole.sources, (0.75, 0.25), strict=True):
+        trained = source.tokens * (1 - source.heldout / source.documents)
+        assert source.epochs == pytest.approx(10 * 8 * 32 * share / trained, rel=0.1)
+
+
+def test_blocks_shown_are_those_that_a_run_begins_with(place, whole, tmp_path):
+    config = config_of(place, tmp_path / "run")
+    tokenizer = open_tokenizer(SAMPLE)
+    with llmtrain.open_stream(config) as stream:
+        ids = [row for _ in range(4) for row in next(stream).ids]
+    assert [block.g for block in whole.blocks] == list(range(30))
+    for block, row in zip(whole.blocks, ids, strict=False):
+        pieces = [block.text[a:b] for a, b in pairwise((0, *block.borders, None))]
+        assert len("".join(pieces)) == len(block.text)
+        assert block.text == tokenizer.decode(row) or "\ufffd" in block.text
+        assert all(piece.endswith("<|endoftext|>") for piece in pieces[:-1])
+        assert "<|endoftext|>" not in "".join(piece[:-13] for piece in pieces[:-1])
+    assert {block.source for block in whole.blocks} == {"a", "b.jsonl"}
+
+
+def test_the_first_token_is_no_target_and_all_others_are(whole):
+    for block in whole.blocks:
+        ((begin, end),) = block.trained
+        assert 0 < begin < 30
+        assert end == len(block.text)
+        assert block.padding == 0
+
+
+def test_with_a_document_mask_nothing_across_a_border_is_trained(place, tmp_path):
+    found = inspect(config_of(place, tmp_path / "run", "data.packing=bestfit"), blocks=200)
+    assert any(block.borders for block in found.blocks)
+    for block in found.blocks:
+        assert len(block.trained) == len(block.borders) + 1
+        assert not any(
+            begin <= border < end for border in block.borders for begin, end in block.trained
+        )
+
+
+def test_bestfit_cuts_only_documents_longer_than_a_block(place, tmp_path):
+    long = config_of(
+        place, tmp_path / "run", "data.packing=bestfit", "data.seq_len=512", "data.lanes=2"
+    )
+    assert inspect(long).documents_cut == 0
+    cut = inspect(config_of(place, tmp_path / "run", "data.packing=bestfit"), documents=0)
+    reference = tokenizers.Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
+    lengths = [
+        [len(reference.encode(text).ids) + 1 for _, text in documents]
+        for documents in usable(place)
+    ]
+    longer = [sum(length > 33 for length in one) / len(one) for one in lengths]
+    assert min(longer) * 0.9 < cut.documents_cut < max(longer) * 1.1
+    assert 0 < cut.padding < 0.1
+
+
+def test_a_sample_says_which_numbers_are_estimates_and_comes_near(place, whole, tmp_path):
+    found = inspect(config_of(place, tmp_path / "run"), documents=150)
+    for one, exact in zip(found.sources, whole.sources, strict=True):
+        assert 150 <= one.looked_at < 190
+        assert set(one.estimated) >= {"documents", "dropped", "bytes", "tokens", "heldout"}
+        assert one.documents == pytest.approx(exact.documents, rel=0.1)
+        assert one.bytes == pytest.approx(exact.bytes, rel=0.2)
+        assert one.tokens == pytest.approx(exact.tokens, rel=0.2)
+    assert set(found.estimated) >= {"tokens_per_byte", "lengths"}
+    assert found.tokens_per_byte == pytest.approx(whole.tokens_per_byte, rel=0.05)
+
+
+def test_a_run_directory_is_looked_at_without_changing_it(place, tmp_path):
+    run_dir = tmp_path / "run"
+    config = config_of(place, run_dir, "data.on_bad_unit=skip")
+    run_dir.mkdir()
+    prepare(config, run_dir, 6, None)  # as for six processes: other lanes than alone
+    (run_dir / "skipped-units.jsonl").write_text("")
+    before = {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in run_dir.rglob("*")}
+    lanes = manifests.glance(run_dir / "manifest.json").lanes
+    assert inspect(config, blocks=0).lanes == lanes
+    after = {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in run_dir.rglob("*")}
+    assert after == before
+
+
+def test_a_config_that_the_run_would_refuse_is_refused(place, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    prepare(config_of(place, run_dir), run_dir, 1, None)
+    with pytest.raises(UserError, match=r"data\.seq_len = 64"):
+        inspect(config_of(place, run_dir, "data.seq_len=64"))
+
+
+def test_nothing_is_left_in_a_run_directory_that_was_not_there(place, tmp_path):
+    inspect(config_of(place, tmp_path / "run"), blocks=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_documents_of_one_directory_in_several_formats_are_all_counted(tmp_path):
+    corpus.write_parquet(tmp_path / "d" / "1.parquet", corpus.articles(80))
+    corpus.write_jsonl(tmp_path / "d" / "2.jsonl.gz", corpus.articles(90, 100))
+    lines = [row["text"].replace("\n", " ").encode() for row in corpus.articles(70, 300)]
+    corpus.write_lines(tmp_path / "d" / "3.txt", lines)
+    config = loaded(tmp_path, f"data.sources=[{{path: {tmp_path}/d}}]", "data.seq_len=32")
+    (source,) = inspect(config, documents=0).sources
+    assert source.documents == 240
+    (sampled,) = inspect(config, documents=60).sources
+    assert sampled.documents == 240
+    assert sampled.bytes == pytest.approx(source.bytes, rel=0.35)
+
+
+def test_the_object_for_scripts_has_the_agreed_names(whole):
+    found = json.loads(json.dumps(whole.to_json()))
+    assert found.keys() >= {
+        *("sources", "lanes", "backend", "tokens_per_byte", "steps_per_epoch", "padding"),
+        *("documents_cut", "lengths", "blocks"),
+    }
+    assert found["sources"][0].keys() >= {
+        *("name", "revision", "files", "units", "documents", "dropped", "replaced"),
+        *("duplicates", "bytes", "tokens", "heldout"),
+    }
+    assert found["blocks"][0].keys() >= {"g", "source", "text", "borders", "trained"}
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_a_token_cache_is_counted_by_its_tokens(place, whole, tmp_path, packing):
+    tokenizer = open_tokenizer(SAMPLE)
+    texts = [text for documents in usable(place) for _, text in documents]
+    megatron.write(
+        tmp_path / "cache" / "a.idx", [[ids.tolist()] for ids in tokenizer.documents(texts)] + [[]]
+    )
+    given = [f"data.sources=[{{path: {tmp_path}/cache}}]", f"data.packing={packing}"]
+    config = loaded(tmp_path, *given, "data.seq_len=32", "training.global_batch_size=8")
+    found = inspect(config, documents=0)
+    (source,) = found.sources
+    assert (source.documents, source.dropped, source.replaced) == (len(texts), 1, 0)
+    assert source.duplicates == len(texts) - len(set(texts))
+    assert source.bytes == sum(len(text.encode()) for text in texts)
+    assert source.tokens == sum(one.tokens for one in whole.sources)
+    assert found.lengths == whole.lengths
+    assert found.steps_per_epoch == pytest.approx(source.tokens / 32 / 8, rel=0.1)
+    sampled = inspect(config, documents=100).sources[0]
+    assert sampled.tokens == pytest.approx(source.tokens, rel=0.2)

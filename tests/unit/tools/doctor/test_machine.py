@@ -1,0 +1,307 @@
+import os
+import re
+import resource
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from helpers.cases import case
+
+from llmtrain.errors import UserError
+from llmtrain.tools.doctor import machine
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def limit(request):
+    """Lowers a limit of this process for one test."""
+    before = {}
+
+    def lower(which: int, soft: int) -> None:
+        before[which] = resource.getrlimit(which)
+        resource.setrlimit(which, (soft, before[which][1]))
+
+    yield lower
+    for which, pair in before.items():
+        resource.setrlimit(which, pair)
+
+
+@pytest.fixture
+def bare_path(tmp_path, monkeypatch) -> Path:
+    """A PATH that leads to one empty directory."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CXX", raising=False)
+    return folder
+
+
+def test_devices_compute_in_both_precisions():
+    looked = machine.devices(case(env={"CUDA_VISIBLE_DEVICES": ""}))
+    assert looked.state == "ok"
+    assert f"{len(os.sched_getaffinity(0))} CPU core" in looked.found
+    assert re.search(r"fp32 [\d,]+ and bf16 [\d,]+ GFLOP/s", looked.found)
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda env: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    looked = machine.devices(case())
+    assert looked.state == "warning"
+    assert "cannot use it" in looked.found
+    assert "build of torch" in looked.remedy
+
+
+def test_a_launch_file_for_gpus_on_a_machine_without_them_is_a_warning():
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    file = {"num_processes": 8, "use_cpu": False}
+    looked = machine.devices(case(launch=file, env=env))
+    assert looked.state == "warning"
+    assert "for 8 of them here" in looked.found
+    assert machine.devices(case(launch={**file, "use_cpu": True}, env=env)).state == "ok"
+
+
+def pretended(monkeypatch, *gpus: machine.Gpu) -> None:
+    """A machine with these; one whose speeds are an error cannot compute."""
+
+    def look(index: int) -> machine.Gpu:
+        if gpus[index].speeds == "broken":
+            raise RuntimeError("no kernel image is available")
+        return gpus[index]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr(machine, "_gpu", look)
+
+
+def gpu(index: int, **changes: object) -> machine.Gpu:
+    values = {"name": "H100", "total": 80 << 30, "free": 79 << 30, "bf16": True, "speeds": "fast"}
+    return machine.Gpu(index, **(values | changes))
+
+
+def test_equal_gpus_stand_together(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1, free=78 << 30))
+    looked = machine.devices(case())
+    assert looked == machine.ok("2 × H100: 80 GiB, 78 GiB free, fast")
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "found", "remedy"),
+    [
+        ({"free": 10 << 30}, "warning", "GPU 1: 70 GiB are held", "nvidia-smi"),
+        ({"total": 40 << 30, "free": 40 << 30}, "warning", "memories differ", "=40.0"),
+        ({"bf16": False}, "error", "GPU 1 does not compute in bf16", "training.precision=fp32"),
+        ({"speeds": "broken"}, "error", "GPU 1: the look at it failed: RuntimeError: no k", ""),
+    ],
+)
+def test_what_is_wrong_with_a_gpu_is_said(tmp_path, monkeypatch, changes, state, found, remedy):
+    pretended(monkeypatch, gpu(0), gpu(1, **changes))
+    looked = machine.devices(case(tmp_path, "training.precision=bf16"))
+    assert looked.state == state
+    assert found in looked.found
+    assert remedy in looked.remedy
+
+
+def test_a_gpu_is_needed_for_each_process_of_the_file(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1))
+    file = {"num_processes": 8, "num_machines": 2, "use_cpu": False}
+    looked = machine.devices(case(launch=file))
+    assert looked.state == "error"
+    assert "4 processes on this machine" in looked.found
+    assert "num_processes: 4" in looked.remedy
+    assert machine.devices(case(launch={**file, "num_processes": 4})).state == "ok"
+
+
+def test_a_run_on_a_cpu_uses_no_gpu(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1))
+    assert machine.gpus(case()) == 2
+    assert machine.gpus(case(env={"ACCELERATE_USE_CPU": "true"})) == 0
+    assert machine.gpus(case(launch={"use_cpu": True})) == 0
+
+
+def test_little_shared_memory_for_several_gpus_is_a_warning(monkeypatch):
+    pretended(monkeypatch, gpu(0), gpu(1))
+    monkeypatch.setattr(machine, "room", lambda place: 64 << 20)
+    looked = machine.limits(case())
+    assert looked.state == "warning"
+    assert "--shm-size" in looked.remedy
+
+
+def test_memory_says_what_is_there():
+    import psutil
+
+    looked = machine.memory(case())
+    assert machine.size(psutil.virtual_memory().total) in looked.found
+
+
+def test_little_memory_is_a_warning(monkeypatch):
+    import psutil
+
+    there = psutil.virtual_memory()._replace(available=2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
+    assert machine.memory(case()).state == "warning"
+
+
+def test_a_low_limit_of_open_files_is_a_warning(limit):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit(resource.RLIMIT_NOFILE, min(4096, hard))
+    assert machine.limits(case()).state == "ok"
+    limit(resource.RLIMIT_NOFILE, 500)
+    looked = machine.limits(case())
+    assert looked.state == "warning"
+    assert "open files: 500" in looked.found
+    assert "ulimit -n" in looked.remedy
+
+
+def test_the_tested_releases_are_those_of_the_pins():
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for name, tested in machine.TESTED.items():
+        assert pins[name].startswith(f"{tested.release}."), name
+
+
+def test_the_oldest_releases_are_the_lower_bounds_and_a_bound_above_is_an_error():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]["deepspeed"]
+    bounds = {re.match(r"[\w-]+", one)[0]: one for one in [*project["dependencies"], *extras]}
+    for name, tested in machine.TESTED.items():
+        assert f">={tested.release}" in bounds[name]
+        assert (",<" in bounds[name]) == (tested.newer == "error"), name
+
+
+def test_the_installed_libraries_are_named():
+    looked = machine.versions(case())
+    assert f"torch {metadata.version('torch')}" in looked.found
+    assert f"transformers {metadata.version('transformers')}" in looked.found
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "state"),
+    [
+        ("torch", "2.13.1+cu130", "ok"),
+        ("torch", "2.12.9", "error"),
+        ("torch", "2.9.0", "error"),
+        ("torch", "2.14.0", "warning"),
+        ("transformers", "6.0.0", "warning"),
+        ("deepspeed", "0.20.0", "error"),
+    ],
+)
+def test_another_release_than_the_tested_one_is_said(monkeypatch, name, there, state):
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda asked: there if asked == name else real(asked))
+    looked = machine.versions(case())
+    assert looked.state == state
+    assert f"{name} {there}" in looked.found
+    assert (f"pip install '{name}" in looked.remedy) == (state != "ok")
+
+
+@pytest.fixture
+def no_deepspeed(monkeypatch):
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.usefixtures("no_deepspeed")
+def test_deepspeed_is_missed_only_where_it_is_asked_for(tmp_path):
+    assert machine.versions(case()).state == "ok"
+    assert machine.versions(case(tmp_path, "distributed.strategy=fsdp2")).state == "ok"
+    looked = machine.versions(case(tmp_path, "distributed.strategy=zero2"))
+    assert looked.state == "error"
+    assert "llmtrain[deepspeed]" in looked.remedy
+    zero2 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    assert machine.versions(case(launch=zero2)).state == "error"
+
+
+def test_a_tracker_that_is_not_installed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="tensorboard"):
+        machine.versions(case(tmp_path, "logging.trackers=[tensorboard]"))
+
+
+def test_the_compiler_of_this_machine_compiles():
+    import shutil
+
+    if not (shutil.which("c++") and shutil.which("ninja")):
+        pytest.skip("no compiler or ninja here")
+    looked = machine.compiler(case())
+    assert (looked.state, looked.remedy) == ("ok", "")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on_gpus", "on_a_cpu"),
+    [
+        ("zero3_offload", "error", "warning"),
+        ("auto", "warning", "ok"),
+        ("zero2", "ok", "ok"),
+        ("fsdp2", "ok", "ok"),
+    ],
+)
+@pytest.mark.usefixtures("bare_path")
+def test_di_22_without_a_compiler_offload_is_an_error_that_names_it(
+    tmp_path, monkeypatch, strategy, on_gpus, on_a_cpu
+):
+    asked = case(tmp_path, f"distributed.strategy={strategy}")
+    for count, state in ((1, on_gpus), (0, on_a_cpu)):
+        monkeypatch.setattr(machine, "gpus", lambda case, count=count: count)
+        looked = machine.compiler(asked)
+        assert looked.state == state
+        assert "no C++ compiler (c++)" in looked.found
+        assert "no ninja in PATH" in looked.found
+        assert ("g++" in looked.remedy) == (state != "ok")
+
+
+def test_a_compiler_without_headers_is_found_out(bare_path, monkeypatch):
+    compiler = bare_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'fatal error: vector: No such file' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    looked = machine.compiler(case())
+    assert "does not compile: fatal error: vector: No such file" in looked.found
+
+
+def test_di_22_a_lock_that_nobody_holds_is_said(tmp_path, monkeypatch):
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    assert machine.extensions(case(env=env)).state == "ok"
+    lock = tmp_path / "built" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    looked = machine.extensions(case(env=env))
+    assert looked.state == "warning"
+    assert looked.remedy.startswith(f"rm {lock}")
+    asked = case(tmp_path, "distributed.strategy=zero3_offload", env=env)
+    assert machine.extensions(asked).state == "warning"
+    monkeypatch.setattr(machine, "gpus", lambda case: 1)
+    assert machine.extensions(asked).state == "error"
+    lock.unlink()
+    assert machine.extensions(asked).state == "ok"
+
+
+def test_a_build_that_goes_on_holds_its_lock(tmp_path):
+    from torch.utils.file_baton import FileBaton
+
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    (tmp_path / "cpu_adam").mkdir()
+    baton = FileBaton(str(tmp_path / "cpu_adam" / "lock"))
+    assert baton.try_acquire()
+    looked = machine.extensions(case(env=env))
+    assert looked.state == "ok"
+    os.close(baton.fd)  # as a kill would: the file stays, nobody has it open
+    assert machine.extensions(case(env=env)).state == "warning"
+
+
+def test_the_default_directory_of_extensions_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr("torch.utils.cpp_extension.get_default_build_root", lambda: str(tmp_path))
+    (tmp_path / "py311_cpu" / "cpu_adam").mkdir(parents=True)
+    (tmp_path / "py311_cpu" / "cpu_adam" / "lock").touch()
+    assert machine.extensions(case()).state == "warning"

@@ -1,0 +1,156 @@
+from dataclasses import replace
+
+from helpers.tiny import tiny_config
+
+from llmtrain.config.schema import Config
+from llmtrain.distributed.ranks import Single
+from llmtrain.training.run.due import Due, agreed_stop
+from llmtrain.types import Flags, Numbers
+
+
+def due(
+    first: int = 0, evaluated: int | None = None, *, heldout: bool = True, ended: bool = False
+) -> Due:
+    config = tiny_config(
+        "run",
+        training__steps=50,
+        evaluation__every_steps=20,
+        checkpoint__every_steps=15,
+        logging__every_steps=10,
+    )
+    return Due(Config.model_validate(config), first, evaluated, heldout=heldout, ended=ended)
+
+
+def numbers(step: int, *stops: str) -> Numbers:
+    return Numbers(step, 1.0, 1.0, 1.0, 1, 1, 1.0, 0.0, 0, False, {}, False, stops=stops)
+
+
+def test_the_base_line_the_period_and_the_end_are_evaluated() -> None:
+    one = due()
+    assert [step for step in range(51) if one.evaluation(step)] == [0, 20, 40, 50]
+    one.evaluated(20)
+    assert not one.evaluation(20)
+    assert not any(due(heldout=False).evaluation(step) for step in range(51))
+
+
+def test_what_a_stop_cut_off_is_evaluated_by_the_next_start() -> None:
+    assert due(first=20, evaluated=0).evaluation(20)
+    assert not due(first=20, evaluated=20).evaluation(20)
+
+
+def test_a_checkpoint_is_due_at_the_period_the_end_and_a_stop_but_never_twice() -> None:
+    one = due()
+    assert [step for step in range(51) if one.checkpoint(step)] == [15, 30, 45, 50]
+    one.begun(30)
+    one.ended(30, saved=True)
+    assert not one.checkpoint(30)
+    assert not due(first=30).checkpoint(30)
+    one.learn(numbers(36, "signal"))
+    assert one.checkpoint(37)
+    assert one.stop(37)
+
+
+def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written() -> None:
+    one = due()
+    one.begun(15)
+    one.learn(numbers(16))
+    assert not one.checkpoint(17)
+    assert not one.anything(17)
+    one.learn(replace(numbers(17), written=True))
+    assert one.checkpoint(18)
+    assert one.anything(18), "the vector of this step still says that it was written"
+    assert not one.begins(18)
+    one.ended(15, saved=True)
+    assert not one.checkpoint(18)
+
+
+def test_nothing_is_committed_that_is_not_in_flight() -> None:
+    one = due()
+    one.learn(replace(numbers(17), written=True))
+    assert not one.checkpoint(18)
+
+
+def test_a_save_that_failed_leaves_its_step_unsaved() -> None:
+    one = due(first=12)
+    one.begun(15)
+    assert not one.unsaved(15)
+    one.ended(15, saved=False)
+    assert one.unsaved(15)
+    assert not one.unsaved(12), "this start resumed from it"
+    assert not one.checkpoint(16)
+    assert one.checkpoint(30)
+
+
+def test_a_wish_is_served_once_at_the_next_boundary() -> None:
+    one = due()
+    one.learn(replace(numbers(6), save=True))
+    assert one.checkpoint(7)
+    assert one.reason(7) == "asked"
+    one.begun(7)
+    one.ended(7, saved=True)
+    assert not one.checkpoint(8)
+    assert not one.stop(8)
+
+
+def test_the_reason_of_a_save_is_what_ends_the_run_before_its_period() -> None:
+    assert due().reason(15) == "period"
+    assert due().reason(50) == "end"
+    one = due()
+    one.learn(numbers(14, "stop_after"))
+    assert one.reason(15) == "stop_after"
+
+
+def test_a_stop_suppresses_evaluations_and_asks_for_the_last_line() -> None:
+    one = due()
+    assert not one.line(37)
+    one.learn(numbers(36, "stop_file"))
+    assert one.stop_reason == "stop_file"
+    assert not one.evaluation(40)
+    assert one.line(37)
+    assert one.anything(37)
+
+
+def test_a_lost_launcher_outranks_the_signal_that_comes_with_it() -> None:
+    one = due()
+    one.learn(numbers(3, "launcher_lost", "signal"))
+    assert one.stop_reason == "launcher_lost"
+
+
+def test_lines_come_at_the_period_the_first_step_of_a_start_and_the_last() -> None:
+    one = due(first=13)
+    assert [step for step in range(14, 51) if one.line(step)] == [14, 20, 30, 40, 50]
+
+
+def test_a_run_is_finished_when_nothing_is_missing() -> None:
+    one = due()
+    assert not one.finished(50)
+    one.evaluated(50)
+    assert one.finished(50)
+    assert not one.finished(49)
+
+
+def test_outside_a_step_ranks_agree_on_the_reason_that_outranks_others() -> None:
+    assert agreed_stop(Single(), Flags()) == ()
+    assert agreed_stop(Single(), Flags(signal=True, stop_file=True)) == ("signal",)
+    assert agreed_stop(Single(), Flags(signal=True, lost_launcher=True)) == ("launcher_lost",)
+
+
+def test_the_end_of_the_data_ends_a_run_like_its_last_step() -> None:
+    one = due()
+    assert not one.stop(37)
+    one.learn(replace(numbers(36), ended=True))
+    assert one.stop(37)
+    assert one.evaluation(37)
+    assert one.checkpoint(37)
+    assert one.line(37)
+    assert not one.finished(37)
+    one.evaluated(37)
+    assert one.finished(37)
+    assert one.stop_reason is None
+
+
+def test_a_run_whose_data_ended_takes_no_step_after_a_resume() -> None:
+    again = due(first=37, evaluated=37, ended=True)
+    assert again.stop(37)
+    assert again.finished(37)
+    assert not again.checkpoint(37)

@@ -1,0 +1,145 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmtrain.config.schema import TrainingConfig
+from llmtrain.errors import RunError, UserError
+from llmtrain.training.run.guards import Guards, check_replicas
+from llmtrain.types import Numbers
+
+
+def numbers(step: int, *, skipped: bool = False, tokens: int = 8, loss: float = 1.0) -> Numbers:
+    return Numbers(step, loss, 1.0, 1.0, 1, tokens, 1.0, 0.0, 0, skipped, {}, False)
+
+
+def spikes(losses: list[float]) -> list[tuple[int, dict[str, float]]]:
+    """Steps and details of the events that a run with these losses has; NaN: a skipped update."""
+    told: list[tuple[int, dict[str, float]]] = []
+
+    def tell(event: str, step: int, **detail: float) -> None:
+        assert event == "loss_spike"
+        told.append((step, detail))
+
+    guards = Guards(TrainingConfig(steps=1000, max_skipped_in_a_row=1000), 0, tell)
+    for step, loss in enumerate(losses, 1):
+        guards.check(numbers(step, loss=loss, skipped=loss != loss))
+    return told
+
+
+# Median 2.0; of the distances to it four in five are 0.1.
+NOISE = [1.9, 2.0, 2.1, 1.9, 2.1] * 40
+
+
+def test_single_skips_are_counted_and_forgiven() -> None:
+    guards = Guards(TrainingConfig(steps=9, max_skipped_in_a_row=3), 0, pytest.fail)
+    for step, skipped in enumerate([True, True, False, True, True], 1):
+        guards.check(numbers(step, skipped=skipped))
+    assert guards.skipped_in_a_row == 2
+
+
+def test_too_many_skips_in_a_row_end_the_run_with_1() -> None:
+    guards = Guards(TrainingConfig(steps=9, max_skipped_in_a_row=3), 2, pytest.fail)
+    with pytest.raises(RunError, match="3 updates in a row") as raised:
+        guards.check(numbers(7, skipped=True))
+    assert raised.value.exit_code == 1
+
+
+def test_stop_ends_the_run_at_the_first_one() -> None:
+    guards = Guards(TrainingConfig(steps=9, on_nonfinite="stop"), 0, pytest.fail)
+    with pytest.raises(RunError, match="diverged at step 4"):
+        guards.check(numbers(4, skipped=True))
+
+
+def test_a_step_without_a_trained_token_is_the_users_to_mend() -> None:
+    guards = Guards(TrainingConfig(steps=9), 0, pytest.fail)
+    with pytest.raises(UserError, match="trained token"):
+        guards.check(numbers(4, skipped=True, tokens=0))
+
+
+@pytest.mark.parametrize("what", ["ended", "padding_only"])
+def test_a_step_behind_the_end_of_the_data_is_no_failure(what: str) -> None:
+    guards = Guards(TrainingConfig(steps=9, on_nonfinite="stop"), 0, pytest.fail)
+    guards.check(replace(numbers(4, skipped=True, tokens=0), **{what: True}))
+    assert guards.skipped_in_a_row == 0
+
+
+def test_equal_replicas_are_no_event() -> None:
+    check_replicas({}, 4, pytest.fail)
+
+
+def test_replicas_that_differ_end_the_run_with_75_and_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[tuple[str, int, dict]] = []
+    differing = {f"layer.{k}": [1] for k in range(6)} | {"head": [0, 1]}
+    with pytest.raises(RunError, match=r"at step 8: layer\.0 \(rank 1\).* and 2 more") as raised:
+        check_replicas(differing, 8, lambda *said, **more: told.append((*said, more)))
+    assert raised.value.exit_code == 75
+    names = [f"layer.{k} (rank 1)" for k in range(5)]
+    assert told == [("replicas_differ", 8, {"ranks": [0, 1], "count": 7, "names": names})]
+    assert "head (rank 0, 1)" in caplog.text
+
+
+def test_a_loss_six_deviations_above_the_median_is_a_spike() -> None:
+    sigma = 1.4826 * 0.1
+    assert spikes([*NOISE, 2.0 + 6.01 * sigma]) == [
+        (201, {"loss": 2.0 + 6.01 * sigma, "median": 2.0, "sigma": pytest.approx(sigma)})
+    ]
+    assert spikes([*NOISE, 2.0 + 5.99 * sigma]) == []
+    assert spikes([*NOISE, 0.1]) == []  # a fall is none
+
+
+def test_the_spread_is_that_of_numpy_over_the_last_128_steps() -> None:
+    losses = (3 + 0.2 * np.random.default_rng(5).standard_normal(300)).tolist()
+    last = np.array(losses[-128:])
+    middle = np.median(last)
+    sigma = 1.482602 * np.median(abs(last - middle))
+    [(step, found)] = spikes([*losses, 9.0])
+    assert step == 301
+    assert found["median"] == pytest.approx(middle)
+    assert found["sigma"] == pytest.approx(sigma, rel=1e-4)
+
+
+def test_a_loss_that_stays_high_is_one_spike_and_one_that_comes_back_another() -> None:
+    found = spikes([*NOISE, 5.0, 5.0, 5.0, *NOISE[:10], 5.0])
+    assert [step for step, _ in found] == [201, 214]
+
+
+def test_spikes_do_not_hide_the_next_one() -> None:
+    found = spikes([*NOISE, *([9.0, *NOISE[:4]] * 8), 9.0])
+    assert len(found) == 9
+
+
+def test_a_loss_that_never_moved_has_no_spike_at_the_first_tiny_change() -> None:
+    assert spikes([2.0] * 200 + [2.05, 2.0, 2.059]) == []
+    assert [step for step, _ in spikes([2.0] * 200 + [2.061])] == [201]
+
+
+def test_no_spike_is_told_before_there_are_64_steps_to_compare_with() -> None:
+    assert spikes([*NOISE[:63], 9.0]) == []
+    assert [step for step, _ in spikes([*NOISE[:64], 9.0])] == [65]
+
+
+def test_a_loss_that_falls_fast_has_no_spikes() -> None:
+    draw = np.random.default_rng(1)
+    steps = np.arange(400)
+    assert (
+        spikes((2.3 + 6.7 * np.exp(-steps / 60) + 0.08 * draw.standard_normal(400)).tolist()) == []
+    )
+
+
+def test_skipped_updates_are_neither_spikes_nor_compared_with() -> None:
+    assert spikes([float("nan")] * 100 + [9.0]) == []
+    assert spikes([*NOISE, float("nan"), 2.0]) == []
+
+
+def test_the_usual_length_of_a_step_is_the_median_of_the_last() -> None:
+    guards = Guards(TrainingConfig(steps=9), 0, pytest.fail)
+    assert guards.median_seconds() == 0
+    for step, seconds in enumerate([30.0, 1.0, 2.0], 1):
+        guards.check(replace(numbers(step), seconds=seconds))
+    assert guards.median_seconds() == 2.0
+    for step in range(128):
+        guards.check(replace(numbers(step), seconds=4.0))
+    assert guards.median_seconds() == 4.0

@@ -1,0 +1,98 @@
+"""The planned memory beside the measured one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import runs
+from helpers.tiny import lines, status
+
+from llmtrain.errors import RunError
+from llmtrain.metrics import memory
+from llmtrain.rundir.record import Lines
+from llmtrain.training.run.journal import Expected, Journal, RunLog
+
+GIB = 2**30
+
+
+def compared(folder, caplog, monkeypatch, device: str, planned: int | None) -> dict[str, Any]:
+    """The event of the third step, when 3.5004 GiB were held before and 1.25 since."""
+    monkeypatch.setattr(memory, "peak_bytes", lambda device: int(4.7504 * GIB))
+    expected = Expected(planned, int(3.5004 * GIB), 3)
+    due: Any = SimpleNamespace(line=lambda step: False)
+    with closing(Journal(folder, 0)) as journal, caplog.at_level(logging.INFO):
+        log = RunLog(journal, due, torch.device(device), None, expected)
+        for step in (2, 3, 4):
+            log.training(runs.numbers(step))
+        journal.sync()
+    (event,) = lines(folder, "event")
+    assert (event["event"], event["step"]) == ("memory_compared", 3)
+    return event["detail"]
+
+
+def test_a_plan_and_a_peak_are_told_in_rounded_numbers(tmp_path, caplog, monkeypatch):
+    detail = compared(tmp_path, caplog, monkeypatch, "cuda", int(1.2 * GIB))
+    assert detail == {"planned_gb": 1.2, "measured_gb": 1.25, "difference": 0.042}
+    assert "memory compared at step 3" in caplog.text
+    assert "planned_gb 1.2, measured_gb 1.25, difference 0.042" in caplog.text
+
+
+def test_on_a_cpu_they_stand_in_the_record_alone(tmp_path, caplog, monkeypatch):
+    detail = compared(tmp_path, caplog, monkeypatch, "cpu", int(1.2 * GIB))
+    assert detail == {"planned_gb": 1.2, "measured_gb": 1.25, "difference": 0.042}
+    assert "memory compared" not in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_plan_there_is_no_difference(tmp_path, caplog, monkeypatch, device):
+    detail = compared(tmp_path, caplog, monkeypatch, device, None)
+    assert detail == {"planned_gb": None, "measured_gb": 1.25, "difference": None}
+
+
+def test_a_status_that_the_disk_refuses_is_an_event_and_told_later(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 0)
+    with closing(journal):
+        journal.status(step=1)
+        with monkeypatch.context() as full:
+            full.setattr("llmtrain.durable.os.fsync", _refuse)
+            journal.status(checkpoint="step-00000004")
+            journal.status(step=2)
+        assert status(tmp_path)["checkpoint"] is None
+        journal.status(step=3)
+        assert (status(tmp_path)["checkpoint"], status(tmp_path)["step"]) == ("step-00000004", 3)
+        assert [line["event"] for line in lines(tmp_path, "event")] == ["status_not_written"]
+
+
+def test_an_end_that_cannot_be_recorded_is_a_failure_of_the_disk(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 0)
+    with closing(journal):
+        journal.status(step=1)
+        monkeypatch.setattr("llmtrain.durable.os.fsync", _refuse)
+        with pytest.raises(RunError) as caught:
+            journal.end("finished", 0, None)
+        monkeypatch.undo()
+    assert caught.value.exit_code == 74
+
+
+def _refuse(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_record_that_the_disk_refuses_still_leaves_a_status_that_says_how_it_ended(
+    tmp_path, monkeypatch
+):
+    with closing(Journal(tmp_path, 0)) as journal:
+        monkeypatch.setattr(Lines, "sync", refused)
+        with pytest.raises(RunError, match="no room"):
+            journal.end("failed", 74, "three saves")
+        monkeypatch.undo()
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 74)
+
+
+def refused(_lines: Lines) -> None:
+    raise RunError("no room", 74, "")

@@ -1,0 +1,127 @@
+"""The check at start: models that hide documents pass, those that do not are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llmtrain.errors import UserError
+from llmtrain.model import attention
+from llmtrain.training.run import rng
+from llmtrain.training.start.isolation import bare_forward, check_documents_apart
+
+CPU = torch.device("cpu")
+SEQ_LEN = 32
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+APART: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+    "mistral": {**SMALL, "num_key_value_heads": 2, "sliding_window": 8},
+    "gemma2": {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
+    "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 3},
+    "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "eos_token_id": 0},
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": SMALL,
+    # Its fresh weights carry so little from document to document that packed logits alone would
+    # differ by less than a thousandth.
+    "jamba": {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_experts": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on busy cores make small models a hundred times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](vocab_size=64, pad_token_id=0, **fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    attention.install(model, SEQ_LEN)
+    return model.train()
+
+
+def check(model: PreTrainedModel, precision: str = "fp32", seq_len: int = SEQ_LEN) -> None:
+    forward = bare_forward(model, CPU, precision)
+    check_documents_apart(model, forward, CPU, precision, seq_len)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", APART)
+def test_a_model_that_hides_documents_passes(kind: str, precision: str) -> None:
+    check(build(kind, APART[kind]), precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_a_model_that_does_not_is_refused_by_name(kind: str, precision: str) -> None:
+    model = build(kind, TOGETHER[kind])
+    with pytest.raises(UserError) as caught:
+        check(model, precision)
+    (problem,) = caught.value.problems
+    assert problem.key == "data.document_mask"
+    assert f"with {kind} (attention: {attention.backend(model)})" in problem.expected
+    assert "data.document_mask=false" in problem.remedy
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_kernel_that_does_not_cut_is_noticed(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncut(query: Any, key: Any, value: Any, _: Any, dropout: float, scaling: float) -> Any:
+        return attention._causal(query, key, value, dropout, scaling).transpose(1, 2)
+
+    model = build("llama", APART["llama"])
+    monkeypatch.setattr(attention, "_each_document", uncut)
+    with pytest.raises(UserError, match="attention: llmtrain"):
+        check(model, precision)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = build("llama", APART["llama"])
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(UserError, match=r"data\.document_mask"):
+        check(model)
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 7])
+def test_short_blocks_are_checked_too(seq_len: int) -> None:
+    check(build("llama", APART["llama"]), seq_len=seq_len)
+
+
+@pytest.mark.parametrize("kinds", [APART, TOGETHER], ids=["passed", "refused"])
+def test_the_check_leaves_no_trace(kinds: dict[str, dict[str, Any]]) -> None:
+    for kind, fields in kinds.items():
+        model = build(kind, fields)
+        random_state = rng.capture(CPU).to_json()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        try:
+            check(model)
+        except UserError:
+            assert kinds is TOGETHER
+        assert rng.capture(CPU).to_json() == random_state
+        assert all(module.training for module in model.modules())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        for buffer, was in zip(model.buffers(), buffers, strict=True):
+            assert torch.equal(buffer, was)

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny import tiny_config, write_config
+
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.distributed.plan.memory import largest_block
+from llmtrain.errors import UserError
+from llmtrain.model.count import CannotCountError
+from llmtrain.rundir.status import write_status
+from llmtrain.training.start import planning
+
+CPU = {"ACCELERATE_USE_CPU": "true"}
+TWO = {**CPU, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TWO.items():
+        monkeypatch.setenv(name, value)
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    made = tiny_config(folder / "run")
+    made["training"]["micro_batch_size"] = "auto"
+    for name, value in changes.items():
+        section, key = name.split("__")
+        made.setdefault(section, {})[key] = value
+    return load_config(write_config(folder, made))
+
+
+def planned(made: Config) -> planning.Planned:
+    return planning.plan_start(made, Path(str(made.run.dir)), "fp32")
+
+
+def freeze(made: Config, strategy: str = "ddp", **frozen: Any) -> None:
+    """As if an earlier start had written it down."""
+    run_dir = Path(str(made.run.dir))
+    run_dir.mkdir()
+    kind = planning.launch_kind(strategy, "cpu", 2)
+    (run_dir / "auto.json").write_text(json.dumps({"run": {}, "launches": {kind: frozen}}))
+    sample = Path(planning.__file__).parents[2] / "data" / "sample"
+    (run_dir / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (run_dir / "tokenizer" / name).write_bytes((sample / name).read_bytes())
+
+
+def test_ddp_where_it_fits_and_a_layout_that_makes_the_global_batch(tmp_path: Path) -> None:
+    found = planned(config(tmp_path))
+    assert found.layout.strategy == "ddp"
+    assert found.layout.micro_batch_size * found.layout.accumulation * 2 == 24
+    assert found.layout.activation_checkpointing == "none"
+    assert found.memory is not None
+    assert found.memory.total_bytes < found.hardware.device_bytes
+
+
+def test_parameters_are_those_of_the_model_that_is_built(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = config(tmp_path)
+    fields = {k: v for k, v in made.model.config.items() if k != "model_type"}
+    model = LlamaForCausalLM(LlamaConfig(**fields, vocab_size=4096))
+    shape = planned(config(tmp_path, model__tokenizer={"train": 4096})).shape
+    assert shape.count == sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert largest_block(shape) == layer
+
+
+def test_less_memory_shards_and_none_is_refused_with_every_strategy(tmp_path: Path) -> None:
+    wide = {"model_type": "llama", "hidden_size": 192, "num_hidden_layers": 6}
+    wide |= {"num_attention_heads": 2, "intermediate_size": 512}
+    changes = {"training__micro_batch_size": 1, "model__config": wide}
+    needed = planned(config(tmp_path, **changes)).memory
+    assert needed is not None
+    gb = needed.total_bytes / 2**30
+    less = planned(config(tmp_path, **changes, distributed__device_memory_gb=0.8 * gb))
+    assert less.layout.strategy == "fsdp2"
+    assert "ddp" in less.reason
+    assert less.memory is not None
+    assert less.memory.total_bytes <= 0.8 * needed.total_bytes
+    with pytest.raises(UserError) as refused:
+        planned(config(tmp_path, **changes, distributed__device_memory_gb=1e-5))
+    (problem,) = refused.value.problems
+    rows = [row.split() for row in problem.expected.splitlines()[1:]]
+    assert {"ddp", "fsdp2", "zero3_offload"} <= {row[0] for row in rows}
+    assert all(len(row) > 3 for row in rows)  # name, size, unit, what to do
+    assert "nothing fits" in str(refused.value)
+
+
+def test_what_was_frozen_for_a_launch_of_this_kind_stays(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    fresh = planned(made)
+    assert fresh.layout.micro_batch_size != 3
+    freeze(made, micro_batch_size=3, activation_checkpointing="full", fsdp_sync="every")
+    found = planned(made)
+    assert (found.layout.micro_batch_size, found.layout.accumulation) == (3, 4)
+    assert found.layout.activation_checkpointing == "full"
+    assert found.memory is not None
+    assert fresh.memory is not None
+    assert found.memory.parts["activations"] < fresh.memory.parts["activations"]
+    assert found.reason.startswith("ddp with full activation checkpointing, micro-batch 3, as an")
+    assert not found.decided_anew
+    asked = planned(config(tmp_path, training__micro_batch_size=2))
+    assert asked.layout.micro_batch_size == 2
+
+
+def test_what_was_frozen_but_fits_no_more_is_decided_anew(tmp_path: Path) -> None:
+    one = config(tmp_path, training__micro_batch_size=1, model__activation_checkpointing="full")
+    least = planned(one).memory
+    assert least is not None
+    tight = 1.01 * least.total_bytes / 2**30
+    made = config(tmp_path, distributed__device_memory_gb=tight, distributed__strategy="ddp")
+    freeze(made, micro_batch_size=12, activation_checkpointing="none", fsdp_sync="every")
+    found = planned(made)
+    assert found.decided_anew
+    assert found.memory is not None
+    assert found.memory.total_bytes <= found.hardware.device_bytes
+    assert found.layout.micro_batch_size < 12
+    taken, _, before = found.reason.partition(";")
+    assert f"micro-batch {found.layout.micro_batch_size}," in taken
+    assert "ddp, micro-batch 12, as an earlier start froze it (auto.json), misses" in before
+
+
+def begun(tmp_path: Path) -> Config:
+    """Of a run from another model, with two checkpoints: the newest has a config cut short."""
+    fields = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 5000}
+    fields |= {"num_attention_heads": 2, "intermediate_size": 64}
+    made = config(tmp_path, model__from=str(tmp_path / "base"), model__config={})
+    run_dir = Path(str(made.run.dir))
+    texts = {"step-00000002": "{", "step-00000001": json.dumps(fields)}
+    for name, text in texts.items():
+        (run_dir / "checkpoints" / name).mkdir(parents=True)
+        (run_dir / "checkpoints" / name / "config.json").write_text(text)
+    return made
+
+
+def test_a_damaged_newest_checkpoint_is_planned_by_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert planned(begun(tmp_path)).shape.vocabulary == 5000
+    assert "step-00000002" in caplog.text
+
+
+def test_a_checkpoint_of_another_run_is_not_planned_by(tmp_path: Path) -> None:
+    made = begun(tmp_path)
+    run_dir = Path(str(made.run.dir))
+    foreign = run_dir / "checkpoints" / "step-00000099"
+    shutil.copytree(run_dir / "checkpoints" / "step-00000001", foreign)
+    fields = json.loads((foreign / "config.json").read_text()) | {"vocab_size": 7000}
+    (foreign / "config.json").write_text(json.dumps(fields))
+    (foreign / "trainer_state.json").write_text('{"run_id": "another"}')
+    write_status(run_dir, run_id="this one")
+    assert planned(made).shape.vocabulary == 5000
+
+
+def test_without_any_config_of_a_checkpoint_the_model_is_that_of_the_beginning(
+    tmp_path: Path,
+) -> None:
+    made = begun(tmp_path)
+    older = Path(str(made.run.dir)) / "checkpoints" / "step-00000001" / "config.json"
+    (tmp_path / "base").mkdir()
+    fields = json.loads(older.read_text()) | {"vocab_size": 6000}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(fields))
+    older.write_text("[]")
+    assert planned(made).shape.vocabulary == 6000
+
+
+def test_a_limit_of_control_groups_is_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmtrain.metrics import memory
+
+    monkeypatch.setattr(memory, "limit_bytes", lambda: 3 * 2**30)
+    hardware = planning.this_machine(config(tmp_path), TWO)
+    assert (hardware.host_bytes, hardware.device_bytes) == (3 * 2**30, 3 * 2**29)
+
+
+def test_deepspeed_is_no_step_of_the_ladder_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"distributed__device_memory_gb": 1e-5}
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    with pytest.raises(UserError) as refused:
+        planned(config(tmp_path, **small))
+    (problem,) = refused.value.problems
+    rows = {row.split()[0]: row for row in problem.expected.splitlines()[1:]}
+    assert {"ddp", "fsdp2", "fsdp2_offload", "zero3_offload"} == set(rows)
+    assert "pip install 'llmtrain[deepspeed]'" in rows["zero3_offload"]
+    assert "iB" not in rows["zero3_offload"]
+    named = config(tmp_path, distributed__strategy="zero3_offload")
+    assert planned(named).layout.strategy == "zero3_offload"
+
+
+def test_what_cannot_be_counted_is_said_and_trained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CannotCountError("its experts run in a loop")
+
+    monkeypatch.setattr(planning, "count_saved", refuse)
+    found = planned(config(tmp_path))
+    assert found.memory is None
+    assert found.layout.strategy == "ddp"
+    assert found.layout.micro_batch_size == 12
+    assert "experts run in a loop" in found.reason
+    assert found.to_json()["total_bytes"] is None

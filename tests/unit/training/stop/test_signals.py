@@ -1,0 +1,240 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from llmtrain.training.stop import signals as stop
+
+
+def test_signals_become_a_reason_and_the_old_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with stop.catching() as signals:
+        assert signals.reason is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.reason == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_fifty_signals_in_a_second_are_one_request() -> None:
+    with stop.catching() as signals:
+        for _ in range(50):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.reason == "SIGTERM"
+
+
+def test_a_second_call_keeps_the_handlers_that_stand() -> None:
+    with stop.catching() as outer, stop.catching() as inner:
+        assert inner is outer
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop.catching():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
+    program = (
+        "import os, signal, threading\n"
+        "from llmtrain.training.stop.signals import install\n"
+        "signals = install()\n"
+        "with signals.alone(lambda reason: print('stopped by', reason, flush=True) or 0):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    threading.Event().wait()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert ended.stdout == "stopped by SIGTERM\n"
+
+
+def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None:
+    program = (
+        "import ctypes, os, signal, threading\n"
+        "from llmtrain.training.stop.signals import install\n"
+        "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "with install().alone(lambda reason: print('stopped by', reason, flush=True) or 7):\n"
+        "    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
+        "    # As in a rendezvous: no signal ends this wait, and no handler runs meanwhile.\n"
+        "    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 7  # what the callback gives
+    assert ended.stdout == "stopped by SIGTERM\n"
+
+
+# As in a reduction whose peer hangs: no signal ends the wait for a lock of C, no handler runs.
+STUCK = (
+    "import ctypes, os, signal, sys, threading\n"
+    "from llmtrain.training.stop import signals as stop\n"
+    "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+    "def wait_for_ever():\n"
+    "    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)\n"
+)
+
+
+def test_a_second_interrupt_ends_a_process_whose_main_thread_hangs_outside_of_python() -> None:
+    program = STUCK + (
+        "stop._SECOND_INTERRUPT_SECONDS = 0.2\n"
+        "stop.install()\n"
+        "def press():\n"
+        "    while True:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        threading.Event().wait(0.05)\n"
+        "threading.Thread(target=press, daemon=True).start()\n"
+        "wait_for_ever()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 75
+    assert ended.stderr.endswith("interrupted again: ending without a checkpoint\n")
+
+
+def test_interrupts_at_once_are_one_and_other_signals_never_end_a_run() -> None:
+    with stop.catching() as signals:
+        for number in [signal.SIGINT, signal.SIGINT, *[signal.SIGTERM] * 9, signal.SIGHUP]:
+            os.kill(os.getpid(), number)
+        assert signals.reason == "SIGINT"
+
+
+def test_usr2_writes_the_stacks_of_all_threads_into_the_log_and_nothing_stops(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with stop.catching() as signals, (tmp_path / "log").open("ab") as log:
+        with signals.stacks_in(log.fileno()):
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert signals.reason is None
+        stacks = (tmp_path / "log").read_text()
+        assert "in test_usr2_writes_the_stacks" in stacks
+        assert "in _listen" in stacks  # another thread's
+        assert capfd.readouterr().err == ""
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert "in test_usr2_writes_the_stacks" in capfd.readouterr().err
+    assert (tmp_path / "log").read_text() == stacks
+
+
+def test_usr2_shows_where_a_main_thread_hangs_outside_of_python() -> None:
+    program = STUCK + (
+        "stop.install()\n"
+        "def look():\n"
+        "    signal.raise_signal(signal.SIGUSR2)\n"
+        "    os._exit(7)\n"
+        "threading.Timer(0.2, look).start()\n"
+        "wait_for_ever()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 7
+    assert "in wait_for_ever" in ended.stderr
+
+
+def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
+    """`train | tee log`: Ctrl-C has ended tee when the handler speaks."""
+    program = (
+        "import os, signal\n"
+        "from llmtrain.training.stop.signals import install\n"
+        "signals = install()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "assert signals.reason == 'SIGINT'\n"
+        "os._exit(7)\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert subprocess.run([sys.executable, "-c", program], stderr=write).returncode == 7
+    finally:
+        os.close(write)
+
+
+def test_who_cannot_record_a_stop_ends_with_1_and_says_why() -> None:
+    program = (
+        "import os, signal, threading\n"
+        "from llmtrain.training.stop.signals import install\n"
+        "def full(reason): raise OSError(28, 'No space left on device')\n"
+        "with install().alone(full):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    threading.Event().wait()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
+
+
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("save", "step", "environ", "value"),
+    [
+        (20.0, 0.4, LAUNCHED, None),  # 20.8 of 21 s
+        (20.0, 0.6, LAUNCHED, 40),  # 21.2 s are 0.7 of 30.3
+        (1.0, 60.0, {stop.LAUNCHED: "/tmp/mark"}, 180),
+        (100.0, 1.0, LAUNCHED | {stop.GRACE: "150"}, None),
+        (105.0, 1.0, LAUNCHED | {stop.GRACE: "150"}, 160),
+        (1000.0, 1.0, {}, None),  # nobody waits, nobody kills
+    ],
+)
+def test_a_save_that_outlasts_the_launchers_patience_is_said_with_the_value_to_export(
+    save: float, step: float, environ: dict[str, str], value: int | None
+) -> None:
+    warning = stop.grace_warning(save, step, environ)
+    if value is None:
+        assert warning is None
+    else:
+        assert warning is not None
+        assert warning.endswith(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={value} in its environment")
+        assert stop.grace_warning(save, step, environ | {stop.GRACE: str(value)}) is None
+
+
+def test_a_run_that_is_over_is_not_stopped_any_more() -> None:
+    with stop.catching() as signals:
+        signals.end()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.reason is None
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    program = (
+        "import sys; before = set(sys.modules)\n"
+        "import llmtrain.training.stop.signals\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'accelerate'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        (False, "stopping before the first step: there is nothing to save"),
+        (True, "stopping after the step under way, with a checkpoint"),
+    ],
+)
+def test_what_a_stop_waits_for_is_said(capfd, begun: bool, said: str) -> None:
+    with stop.catching() as signals:
+        if begun:
+            signals.begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == f"\n{said}\n"
+
+
+def test_the_first_signal_cuts_short_what_a_step_waits_for() -> None:
+    woken = threading.Event()
+    calls = []
+
+    def wake() -> None:
+        calls.append(threading.current_thread())
+        woken.set()
+
+    with stop.catching() as signals:
+        signals.cut_short(0.01, wake)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert woken.wait(60)
+    assert len(calls) == 1
+    assert calls[0] is not threading.main_thread()
