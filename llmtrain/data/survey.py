@@ -4,7 +4,7 @@
                                                                                           │
     later starts:   manifest.load  ─►  check(manifest, config, tokenizer)  ◄──────────────┘
 
-How files become parts, and parts units, stands in `parts.py`.
+How files become parts, and parts units, stands in `file_parts.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the id of a data set on the Hub to its files at a commit.
 
 `datasets` knows ids, configs, splits and the patterns in a data set's README; sizes and etags come
-from the same listing, and the bytes are read by us (`remote.py`). Rank 0 asks once, at the first
+from the same listing, and the bytes are read by us (`remote/`). Rank 0 asks once, at the first
 start. The trap: what a network does for a while can look like a data set without files, so only
 what the Hub says in so many words is a mistake of the user; all else is asked again.
 """

@@ -1,7 +1,7 @@
 """Start `accelerate launch` around a config, pass signals on, and find out how the run ended.
 
 The launcher's own exit code says little: it is 1 for every failing rank, and 1 after a SIGTERM that
-all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`tools/mark.py`); without one
+all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`last_words.py`); without one
 (rank 0 died) `status.json` is asked.
 
     this process ── accelerate launch (its own session) ── rank 0, rank 1, …

@@ -46,13 +46,13 @@ def test_only_what_the_design_calls_expert_is():
 
 @cache
 def attributes() -> frozenset[str]:
-    """Every attribute that the package reads outside its config folder, and in `meaning.py`."""
+    """Every attribute that the package reads outside its config folder, and in `binding.py`."""
     return frozenset(_attributes())
 
 
 def _attributes() -> Iterator[str]:
     for path in (ROOT / "llmtrain").rglob("*.py"):
-        if path.parent.name == "config" and path.name != "meaning.py":
+        if path.parent.name == "config" and path.name != "binding.py":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
