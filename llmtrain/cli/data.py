@@ -86,10 +86,10 @@ def tokenize(
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
     with _interruptible():
         from llmtrain.config.load import load_config
-        from llmtrain.tools.data.pool import processors
+        from llmtrain.processes import cores
         from llmtrain.tools.data.tokenize import tokenize as write
 
-        result = write(load_config(config, overrides or []), out, jobs or processors(), told)
+        result = write(load_config(config, overrides or []), out, jobs or cores(), told)
     values = {
         "files": list(result.files),
         "documents": result.documents,
@@ -118,10 +118,10 @@ def repack(
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
     with _interruptible():
-        from llmtrain.tools.data.pool import processors
+        from llmtrain.processes import cores
         from llmtrain.tools.data.repack import repack as write
 
-        result = write(path, out, row_group_mb, text_column, jobs or processors(), told)
+        result = write(path, out, row_group_mb, text_column, jobs or cores(), told)
     values = {"files": list(result.files), "rows": result.rows}
     _show(values | {"seconds": round(result.seconds, 3)}, as_json, out)
 

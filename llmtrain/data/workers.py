@@ -16,7 +16,6 @@ import atexit
 import ctypes
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections import deque
@@ -29,11 +28,10 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Final
 
-from llmtrain import faults
+from llmtrain import faults, processes
 from llmtrain.data.lanes import Block
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
-PR_SET_PDEATHSIG: Final = 1
 # A launcher passes SIGHUP on as well, to its rank and all processes that the rank has started.
 IGNORED_SIGNALS: Final = (
     signal.SIGINT,
@@ -96,8 +94,7 @@ def start_worker(worker_id: int) -> None:
     faults.install(os.environ)
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    processes.signal_on_death_of_parent(signal.SIGKILL)
     rank = parent_process()
     if rank is not None and not rank.is_alive():  # it died before the line above
         os._exit(1)

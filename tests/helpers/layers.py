@@ -16,9 +16,13 @@ from pathlib import Path
 
 PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics", "rundir")
+BOTTOM = (
+    "errors", "types", "hashing", "faults", "durable", "heartbeat", "safe_paths", "processes",
+)  # fmt: skip
 LAYERS = {
     **dict.fromkeys(
-        ("errors", "types", "hashing", "durable", "faults", "heartbeat", "safe_paths"), 0
+        ("errors", "types", "hashing", "durable", "faults", "heartbeat", "safe_paths", "processes"),
+        0,
     ),
     "config": 1,
     **dict.fromkeys(ROOMS, 2),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -14,11 +12,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TypeVar
 
+from llmtrain import processes
 from llmtrain.errors import RESTARTABLE, RunError
 
 T = TypeVar("T")
 R = TypeVar("R")
-_PR_SET_PDEATHSIG = 1
 _AHEAD = 2  # tasks a process that are handed out
 
 
@@ -60,12 +58,6 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
         pool.shutdown(cancel_futures=True)
 
 
-def processors() -> int:
-    """How many processors this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Processes that are started here never see an interrupt; this one sees it afterwards.
@@ -97,7 +89,6 @@ def _interrupts_held() -> Iterator[None]:
 def _start(parent: int) -> None:
     """In a new process: an interrupt is the command's business; die with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+    processes.signal_on_death_of_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain import processes
 from llmtrain.checkpoint.retention import size
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, tried, warning
 from llmtrain.tools.doctor.place import room
@@ -67,7 +68,7 @@ def devices(case: Case) -> Verdict:
         looked = [(index, *tried(functools.partial(_gpu, index))) for index in range(count)]
         broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
         return joined([*_grouped([gpu for _, gpu, _ in looked if gpu], case), *broken])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = processes.cores()
     found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
     if has_gpu(case.env):
         built = torch.version.cuda or torch.version.hip or "without any"

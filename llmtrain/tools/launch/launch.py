@@ -10,7 +10,6 @@ all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`last_words
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from llmtrain import processes
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
@@ -37,8 +37,6 @@ from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
 from llmtrain.training.stop.signals import LAUNCHED
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
 
 
@@ -243,26 +241,20 @@ def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
     """
     forward = Forward(to_group=to_group)
     old = {}
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            old[number] = signal.signal(number, forward)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks of a launcher that was killed become our children
+    for number in processes.stop_signals():
+        old[number] = signal.signal(number, forward)
+    processes.adopt_orphans(True)  # ranks of a launcher that was killed become our children
     try:
         yield forward
     finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        processes.adopt_orphans(False)
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
 def follow_parent() -> None:
     """In the child, before it becomes the launcher: if we are killed, it is told to stop."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    processes.signal_on_death_of_parent(signal.SIGTERM)
 
 
 def _wait_for_ranks(mark: Path, others: set[int]) -> None:

@@ -42,6 +42,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
 from llmtrain.model import recompute
 from llmtrain.model.build import resolve_revision
+from llmtrain.processes import cores
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
 from llmtrain.training.start import weights
@@ -254,8 +255,7 @@ def _same_everywhere(
 
 def _threads() -> int:
     """This machine's cores, shared by its ranks (the launcher would give each rank one)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:

@@ -6,13 +6,11 @@ signal must not kill a rank and leave its peers waiting.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -21,11 +19,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from llmtrain import processes
+
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too
 _GRACE_SECONDS = 30  # torch 2.13's own
 _SAFE_SHARE = 0.7
-_PR_SET_PDEATHSIG = 1
 _SECOND_INTERRUPT_SECONDS = 2.0
 _DYING_SECONDS = 0.25
 _LOOK_SECONDS = 0.5
@@ -71,9 +70,8 @@ class Signals:
         """Catch the signals that ask for a stop. In the main thread only, as Python demands."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._old[number] = signal.signal(number, self._note)
+        for number in processes.stop_signals():
+            self._old[number] = signal.signal(number, self._note)
         self._ear = _Ear(self)
         _write_stacks_to(_STDERR)
         self._follow_launcher()
@@ -172,8 +170,7 @@ class Signals:
         if not _has_launcher(os.environ):
             return
         self._parent = os.getppid()
-        if sys.platform == "linux":
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        processes.signal_on_death_of_parent(signal.SIGTERM)
 
 
 class _Ear:

@@ -1,0 +1,47 @@
+"""What a process asks of the operating system about itself, its parent and its children.
+
+Linux can send a signal to a child whose parent dies (`prctl`, PR_SET_PDEATHSIG). Elsewhere these
+calls do nothing. The trap: the parent may have died before the child asked, so the child has to
+compare `os.getppid()` afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a run to stop; SIGHUP is left out where `nohup` ignores it."""
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
+
+
+def signal_on_death_of_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process `number` when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """Become the parent of descendants whose own parent dies, or stop doing so."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,43 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from llmtrain import processes
+
+
+def test_cores_are_those_this_process_may_use():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert processes.cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_hangup_that_nohup_ignores_asks_for_nothing():
+    assert signal.SIGHUP in processes.stop_signals()
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in processes.stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux sends it")
+def test_a_child_ends_with_its_parent():
+    child = (
+        "import os, signal, time; from llmtrain import processes;"
+        "processes.signal_on_death_of_parent(signal.SIGKILL);"
+        "print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.kill()
+        assert process.stdout.read() == ""  # returns once the child has closed it too
