@@ -149,7 +149,7 @@ def marking(rank: int, code: int, reason: str) -> str:
     """An `srun` in which a rank leaves its mark, as `llmtrain.rundir.failures` writes it."""
     program = (
         "import sys; from pathlib import Path; from llmtrain.rundir import failures; "
-        "marks.write(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
+        "failures.write(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
     )
     return f'"$PYTHON" -c "{program}" "$FAKE/../run" {rank} {code} "{reason}"\n'
 

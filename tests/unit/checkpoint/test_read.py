@@ -383,7 +383,8 @@ def test_verify_lists_everything_that_is_wrong(root):
 TORCH_FREE = """
 import sys
 from pathlib import Path
-from llmtrain.checkpoint import format, lock, read, retention
+from llmtrain.checkpoint import format, read, retention
+from llmtrain.rundir import lock
 from llmtrain.types import Alone
 root = Path(sys.argv[1])
 assert read.verify(root / "step-00000008") == []

@@ -192,11 +192,11 @@ run_dir, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 if rank == 0:
     print("begun", flush=True)
     sys.stdin.read()
-    print(marks.silent(run_dir, os.environ), flush=True)
+    print(failures.silent(run_dir, os.environ), flush=True)
 else:
     sys.stdin.read()
     if sys.argv[2:]:
-        marks.write(run_dir, rank, int(sys.argv[2]), "ended")
+        failures.write(run_dir, rank, int(sys.argv[2]), "ended")
 """
 
 
