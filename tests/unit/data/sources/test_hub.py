@@ -230,7 +230,8 @@ def test_files_of_other_types_beside_those_that_are_read_are_listed(serve, tmp_p
     server = serve(LICENSE_dot_txt=b"free", README_dot_md=b"# about")
     server.files |= {"data/train-0.parquet": data, "data/train-1.jsonl": lines}
     assert [file.name for file in ask().files] == ["data/train-0.parquet"]
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("sources.hub")]
+    ours = [one for one in caplog.records if one.name.endswith("sources.hub")]
+    (line,) = [one.getMessage() for one in ours]
     assert line.endswith("files of other types are not read: data/train-1.jsonl")
 
 
