@@ -258,6 +258,18 @@ def test_one_of_a_newer_format_is_a_problem_of_its_own(run):
     assert (row.kind, row.valid) == ("unreadable", False)
 
 
+def test_one_whose_manifest_lists_no_file_is_damaged(run):
+    body = {"format": 1, "run_id": RUN, "step": 24, "files": {}}
+    digest = form.xxh3_128_hexdigest(form.canonical(body))
+    path = newest(run) / form.MANIFEST
+    path.write_bytes(form.canonical({**body, "self": digest}))
+    (one,) = verify(run, "step-00000024")
+    assert [(wrong.key, wrong.value) for wrong in one.problems] == [
+        (form.MANIFEST, "lists no file")
+    ]
+    assert rows(run)["step-00000024"].wrong == ("manifest.json: lists no file",)
+
+
 def test_a_verification_says_how_far_it_is(run):
     heard = []
     (one,) = verify(run, "step-00000024", lambda *said: heard.append(said))
