@@ -197,7 +197,7 @@ def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
         files = resolve(now, key).files
     except UserError:
         return False  # whoever reads the source reports what is wrong with it
-    return [file._asdict() for file in files] == entry["files"]
+    return files == tuple(File(**file) for file in entry["files"])
 
 
 def load(path: Path, config: Config) -> Manifest:
