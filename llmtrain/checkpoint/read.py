@@ -118,8 +118,8 @@ def verify(
     if form.STATE in manifest.files and not wrong:
         found_format = form.state(path).get("format")
         if found_format != form.FORMAT:
-            error = OtherFormatError(found_format, manifest.run_id)
-            raise UserError(candidates.other_format(path, error))
+            other = OtherFormatError(found_format, manifest.run_id)
+            raise UserError(candidates.other_format(path, other))
     return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
 
 
