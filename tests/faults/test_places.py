@@ -71,6 +71,23 @@ def test_f27_a_second_run_in_a_directory_is_refused_and_the_first_is_unharmed(
     assert run.outcome() == straight(2)
 
 
+def test_f27_a_run_whose_lock_was_removed_and_taken_ends_and_writes_no_more(faulty):
+    run = faulty(2, training__steps=100_000, checkpoint__every_steps=100_000)
+    ranks = run.start()
+    until(lambda: len(run.lines("train")) >= 5, "some steps")
+    os.kill(ranks.pids[0], signal.SIGSTOP)  # else it makes the lock again at its next beat
+    (run.run_dir / "lock").unlink()
+    with lock.RunLock(run.run_dir, "another"):
+        os.kill(ranks.pids[0], signal.SIGCONT)
+        assert run.wait(ranks) == [75, 75]
+        assert lock.read(run.run_dir / "lock").pid == os.getpid()
+    (event,) = run.events("lock_lost")
+    assert f"in use by pid {os.getpid()} on host {socket.gethostname()}" in event["reason"]
+    assert "was removed while this run was using it" in run.output()
+    assert (run.status()["state"], run.lines("end")) == ("running", [])  # they are the other's
+    assert list(run.checkpoints.glob("*")) == []
+
+
 def open_files(pid: int) -> set[str]:
     return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}  # noqa: PTH115
 

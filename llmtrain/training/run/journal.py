@@ -19,11 +19,12 @@ import torch
 
 from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
-from llmtrain.errors import RunError
+from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
 from llmtrain.metrics.trackers import Trackers, open_trackers
 from llmtrain.rundir.goodput import goodput
+from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import write_status
 from llmtrain.types import Numbers
@@ -41,11 +42,14 @@ _STATUS_SECONDS = 1.0
 class Journal:
     """Lines, status and notes of one start; open from the claim of the run directory to the end."""
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
+    def __init__(self, run_dir: Path, rank: int, lock: RunLock | None = None) -> None:
+        """lock: of the run directory, at rank 0."""
         self.run_dir = run_dir
         self.rank = rank
         self.step = 0
         self.exit_code: int | None = None  # once the end was recorded
+        self._lock = lock
+        self._locks_made = 0  # how many of `lock.made_again` are events already
         self._lines = Lines(run_dir) if rank == 0 else None
         self._progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
@@ -99,9 +103,37 @@ class Journal:
         """Show that a checkpoint is complete."""
         self._progress.checkpoint(step)
 
+    def check_lock(self) -> None:
+        """Raise RunError (75) if another process has the run directory now (rank 0)."""
+        if self._lock is None:
+            return
+        if self._lock.lost is not None:
+            self.event("lock_lost", self.step, reason=self._lock.lost)
+            raise RunError(
+                f"the lock of {self.run_dir} was removed while this run was using it, and the "
+                f"directory is {self._lock.lost}",
+                RESTARTABLE,
+                "stop one of the two, then give the same command again: it resumes; "
+                "the lock of a live run must stay",
+            )
+        if self._lock.made_again > self._locks_made:
+            self._locks_made = self._lock.made_again
+            self.event("lock_made_again", self.step)
+
+    def check_directory(self) -> None:
+        """Raise RunError if nothing may be saved in the run directory any more (rank 0).
+
+        75: another process has it.
+        """
+        if self._lock is None:
+            return
+        with needed_on_disk(self.run_dir):
+            self._lock.keep()
+        self.check_lock()
+
     def status(self, **fields: object) -> None:
         """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
-        if self._lines is None:
+        if self._lines is None or self._is_lost:
             return
         first = not self._untold
         self._untold |= fields
@@ -126,9 +158,13 @@ class Journal:
             self._lines.sync()
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
-        """The last line and the last status of this start."""
+        """The last line and status of this start; none where another process has the directory."""
         if self._lines is None:
             self.exit_code = exit_code
+            return
+        if self._is_lost:
+            self.exit_code = exit_code
+            self._close_trackers()
             return
         end = {"state": state, "exit_code": exit_code, "reason": reason}
         seconds = time.perf_counter() - self._started
@@ -138,8 +174,16 @@ class Journal:
         finally:  # a supervisor believes the status: where there is room for it, it must be there
             write_status(self.run_dir, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
-        # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
-        # new process group, which waits for peers, once ours is gone.
+        self._close_trackers()
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether another process has the run directory now."""
+        return self._lock is not None and self._lock.lost is not None
+
+    def _close_trackers(self) -> None:
+        # At the end and not in `close`: accelerate's trackers ask for its process state, and would
+        # make a new process group, which waits for peers, once ours is gone.
         if self._trackers is not None:
             self._trackers.close()
 
@@ -180,8 +224,12 @@ class RunLog:
         self.last_evaluation = evaluation
 
     def training(self, numbers: Numbers) -> None:
-        """A step's numbers: a line where one is due, an event where the update was skipped."""
+        """A step's numbers: a line where one is due, an event where the update was skipped.
+
+        Raises RunError (75) at rank 0 if another process has the run directory now.
+        """
         self._journal.step = numbers.step
+        self._journal.check_lock()
         self._span_seconds += numbers.seconds
         self._span_wait += numbers.data_wait_seconds
         over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)

@@ -62,8 +62,8 @@ def tell_what_changed(
 ) -> None:
     """Events for what is not as it was when the run began, or not as one would expect."""
     event, first = run.journal.event, run.first_step
-    if place is not None and place.takeover is not None:
-        event("lock_taken_over", first, reason=place.takeover.reason)
+    if place is not None and place.lock.takeover is not None:
+        event("lock_taken_over", first, reason=place.lock.takeover.reason)
     if place is not None and place.pace is not None:
         warn_of_grace(run, *place.pace)
     if not same_randomness:

@@ -103,3 +103,25 @@ def test_a_record_that_the_disk_refuses_still_leaves_a_status_that_says_how_it_e
 
 def refused(_lines: Lines) -> None:
     raise RunError("no room", 74, "")
+
+
+def test_a_run_whose_lock_another_has_ends_with_75_an_event_and_no_word_in_its_status(tmp_path):
+    lock: Any = SimpleNamespace(lost=None, made_again=0, keep=lambda: None)
+    with closing(Journal(tmp_path, 0, lock)) as journal:
+        journal.status(step=1)
+        journal.check_lock()
+        lock.made_again = 1
+        journal.check_lock()
+        journal.check_directory()
+        lock.lost = "in use by pid 12 on host there"
+        for check in (journal.check_lock, journal.check_directory):
+            with pytest.raises(RunError, match="in use by pid 12 on host there") as caught:
+                check()
+            assert caught.value.exit_code == 75
+        journal.status(step=2)
+        journal.end("failed", 75, "lost")
+    assert journal.exit_code == 75
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("running", 1)
+    events = [line["event"] for line in lines(tmp_path, "event")]
+    assert events == ["lock_made_again", "lock_lost", "lock_lost"]
+    assert lines(tmp_path, "end") == []
