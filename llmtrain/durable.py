@@ -11,7 +11,8 @@ import logging
 import os
 from pathlib import Path
 
-_GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: removed by another client of NFS
+# ENOTDIR: the directory is a file now · ESTALE: removed by another client of NFS.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +36,15 @@ def is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError as error:
         return error.errno not in _GONE
+
+
+def is_gone(path: Path) -> bool:
+    """Whether nothing is at a path. Where the disk cannot tell, it counts as there."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in _GONE
+    return False
 
 
 def sync_directory(*directories: Path) -> None:

@@ -218,8 +218,8 @@ class RunLock:
             raise
         before, self._descriptor = self._descriptor, descriptor
         os.close(before)
-        self.made_again += 1
         self._write()
+        self.made_again += 1
         logger.warning("%s was removed while this run holds it; it was made again", self._path)
 
     def _write(self) -> None:

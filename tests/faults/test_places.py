@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -86,6 +87,25 @@ def test_f27_a_run_whose_lock_was_removed_and_taken_ends_and_writes_no_more(faul
     assert "was removed while this run was using it" in run.output()
     assert (run.status()["state"], run.lines("end")) == ("running", [])  # they are the other's
     assert list(run.checkpoints.glob("*")) == []
+
+
+def test_a_run_directory_that_is_deleted_during_the_run_is_there_again_at_the_next_save(
+    faulty, straight
+):
+    run = faulty(2, checkpoint__keep_best=0)
+    ranks = run.start("loop.step@step=11@rank=0=hang:3")
+    until(lambda: len(run.lines("train")) >= 9, "the step in which it waits")
+    shutil.rmtree(run.run_dir)
+    assert run.wait(ranks) == [0, 0]
+    (restored,) = run.events("files_restored")
+    assert restored["step"] == 12
+    needed = {"config.yaml", "auto.json", "manifest.json", "eval.safetensors", "status.json"}
+    assert needed | {"metrics.jsonl", "tokenizer/tokenizer.json"} <= set(restored["files"])
+    assert run.valid() == [f"step-{step:08d}" for step in (16, 20, 24)]
+    assert run.outcome().files == straight(2).files
+    assert (run.status()["state"], run.resumed()) == ("finished", [None])
+    assert run.launch() == [0, 0]  # nothing that a start needs is missing
+    assert run.resumed() == [None, "step-00000024"]
 
 
 def open_files(pid: int) -> set[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtrain import durable
 from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
@@ -25,8 +26,11 @@ from llmtrain.metrics.progress import Progress
 from llmtrain.metrics.trackers import Trackers, open_trackers
 from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
+from llmtrain.rundir.record import FILE_NAME as RECORD
 from llmtrain.rundir.record import Lines
-from llmtrain.rundir.status import write_status
+from llmtrain.rundir.restore import Originals
+from llmtrain.rundir.status import FILE_NAME as STATUS
+from llmtrain.rundir.status import read_status, write_status
 from llmtrain.types import Numbers
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ class Journal:
         self.step = 0
         self.exit_code: int | None = None  # once the end was recorded
         self._lock = lock
+        self._originals: Originals | None = None
         self._locks_made = 0  # how many of `lock.made_again` are events already
         self._lines = Lines(run_dir) if rank == 0 else None
         self._progress = Progress(sys.stderr if rank == 0 else None)
@@ -56,6 +61,7 @@ class Journal:
         self._started = time.perf_counter()
         self._told = 0.0
         self._untold: dict[str, object] = {}
+        self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
 
     @property
     def note(self) -> Any:
@@ -65,6 +71,12 @@ class Journal:
     def expect(self, steps: int) -> None:
         """Say how long the whole run is."""
         self._progress.steps = steps
+
+    def keep_files(self) -> None:
+        """Keep what a later start needs, for `check_directory` (rank 0). Raises RunError (74)."""
+        if self._lines is not None:
+            with needed_on_disk(self.run_dir):
+                self._originals = Originals(self.run_dir)
 
     def track(self, config: Config, step: int) -> None:
         """Open the trackers that the config asks for."""
@@ -107,7 +119,7 @@ class Journal:
         """Raise RunError (75) if another process has the run directory now (rank 0)."""
         if self._lock is None:
             return
-        if self._lock.lost is not None:
+        if self._is_lost:
             self.event("lock_lost", self.step, reason=self._lock.lost)
             raise RunError(
                 f"the lock of {self.run_dir} was removed while this run was using it, and the "
@@ -121,15 +133,27 @@ class Journal:
             self.event("lock_made_again", self.step)
 
     def check_directory(self) -> None:
-        """Raise RunError if nothing may be saved in the run directory any more (rank 0).
+        """Before a save: write again what somebody has deleted of the run directory (rank 0).
 
-        75: another process has it.
+        That is an event. Raises RunError: 75 if another process has the directory now, 74 if the
+        disk refuses.
         """
-        if self._lock is None:
+        if self._lock is None or self._lines is None:
             return
         with needed_on_disk(self.run_dir):
             self._lock.keep()
+            if self._is_lost:
+                self.check_lock()
+            restored = self._originals.restore() if self._originals else []
+        names = [path.relative_to(self.run_dir).as_posix() for path in restored]
+        if durable.is_gone(self.run_dir / STATUS):
+            self._said = write_status(self.run_dir, self._said, step=self.step)
+            names.append(STATUS)
+        if self._lines.begin_again():
+            names.append(RECORD)
         self.check_lock()
+        if names:
+            self.event("files_restored", self.step, files=names)
 
     def status(self, **fields: object) -> None:
         """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
@@ -138,7 +162,7 @@ class Journal:
         first = not self._untold
         self._untold |= fields
         try:
-            write_status(self.run_dir, **self._untold)
+            self._said = write_status(self.run_dir, self._said, **self._untold)
         except RunError as error:
             if first:
                 self.event("status_not_written", self.step, reason=str(error.args[0]))
@@ -172,7 +196,7 @@ class Journal:
         try:
             self.sync()
         finally:  # a supervisor believes the status: where there is room for it, it must be there
-            write_status(self.run_dir, **(self._untold | end | {"step": self.step}))
+            write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
         self._close_trackers()
 
@@ -192,6 +216,8 @@ class Journal:
         self._progress.close()
         if self._lines is not None:
             self._lines.close()
+        if self._originals is not None:
+            self._originals.close()
 
 
 @dataclass(frozen=True, slots=True)

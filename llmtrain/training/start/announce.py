@@ -29,6 +29,7 @@ def announce(run: Run, seconds: float) -> None:
     journal, first = run.journal, run.first_step
     journal.step = first
     on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
+    on_rank_zero(run.ranks, journal.keep_files)
     shape = run.planned.shape  # the model's own tensors may be a part of theirs
     journal.write(
         "start",
