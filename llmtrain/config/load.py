@@ -37,7 +37,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises UserError with every problem of the file and the overrides.
     """
     document = yaml12.parse(_text(Path(path)))
-    tree = _tree(document)
+    tree = _tree(document, str(path))
     for override in overrides:
         _override(tree, override, document)
     config, found = _validate(tree, document.source)
@@ -79,14 +79,18 @@ def _config_beside(path: Path) -> str:
     return f"one of {', '.join(names[:5])} in {folder}" if names else f"there is none in {folder}"
 
 
-def _tree(document: yaml12.Document) -> Tree:
-    """The outermost mapping. A section with nothing in it (all commented out) has its defaults."""
-    if document.value is None:
+def _tree(document: yaml12.Document, path: str) -> Tree:
+    """The outermost mapping. A section with nothing in it (all commented out) has its defaults.
+
+    Raises UserError for a file that cannot be read as one: nothing is known of its sections then.
+    """
+    if document.value is None and not document.problems:
         return {}
     if not isinstance(document.value, dict):
-        problem = Problem("the file", _shown(document.value), "a mapping of sections", "model: …")
-        document.problems.append(problem)
-        return {}
+        expected = "a mapping of sections"
+        no_mapping = Problem("the file", _shown(document.value), expected, "model: …")
+        problems = secrets.cleared(document.problems or [no_mapping], [])
+        raise UserError(*problems, where=path)
     names = sections()
     return {
         key: {} if value is None and key in names else value

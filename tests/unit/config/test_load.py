@@ -223,3 +223,17 @@ def test_accept_changes_takes_names_of_keys_and_sections(tmp_path):
     assert not problems(tmp_path, f"checkpoint.accept_changes={names}")
     wrong = problems(tmp_path, "checkpoint.accept_changes=[optimizer.learning_rat]")
     assert "optimizer.learning_rate" in wrong["checkpoint.accept_changes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("model:\n\tconfig: {}\n", "line 2, column 1"),
+        ("a: 1\n---\nb: 2\n", "line 2, column 1"),
+        ("- model\n- data\n", "the file"),
+        ("a: &a [1, *a]\n", "nesting"),
+        ("!!set {a, b}\n", "the file (line 1)"),
+    ],
+)
+def test_of_a_file_that_is_no_mapping_of_sections_only_that_is_reported(tmp_path, text, key):
+    assert list(problems(tmp_path, "training.steps=", "nonsense=3", text=text)) == [key]
