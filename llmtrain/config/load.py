@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
+from llmtrain.config.suggestions import guess, near_section
 from llmtrain.config.schema import Config, Section
-from llmtrain.config.suggestions import guess
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 
 Tree = dict[str, Any]
 
@@ -172,7 +172,13 @@ def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | N
     else:
         return config, checks.check(config)
     broken = {location[0] for _, location in locations if location}
-    return None, [*_schema_problems(tree, locations, source), *_partly(tree, broken)]
+    misspelt = {near_section(str(name)) for name in broken - sections()}
+    locations = [  # a section that is there under a wrong name is not missing
+        (kind, location)
+        for kind, location in locations
+        if kind != "missing" or location[0] not in misspelt - tree.keys()
+    ]
+    return None, [*_schema_problems(tree, locations, source), *_partly(tree, broken | misspelt)]
 
 
 def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
@@ -260,11 +266,11 @@ def _at(tree: Any, path: yaml12.Path) -> object:
 
 def _unknown(path: yaml12.Path, value: object) -> Problem:
     name = yaml12.dotted(path)
-    found = guess(name)
+    found = guess(name, is_section=isinstance(value, dict))
     shown = _shown(value)
     if not found.key:
-        return Problem(name, shown, "no unknown key", found.advice)
-    expected = f"no unknown key; did you mean {found.key}?"
+        return Problem(name, shown, UNKNOWN_KEY, found.advice)
+    expected = f"{UNKNOWN_KEY}; did you mean {found.key}?"
     return Problem(name, shown, expected, f"{found.key}: {found.advice}" if found.advice else "")
 
 

@@ -152,6 +152,26 @@ def test_an_unknown_key_is_told_with_the_key_that_was_meant(tmp_path):
     assert "did you mean training.micro_batch_size?" in found["per_device_train_batch_size"]
 
 
+def test_an_unknown_key_is_called_one_and_not_expected(tmp_path):
+    found = problems(tmp_path, "training.lerning_rate=1e-3", "foo=3")
+    lines = found["training.lerning_rate"].splitlines()
+    assert lines[1] == "    unknown key; did you mean optimizer.learning_rate?"
+    assert found["foo"].splitlines()[1] == "    unknown key"
+
+
+@pytest.mark.parametrize("name", ["data", "training", "model"])
+def test_a_misspelt_section_is_the_only_problem(tmp_path, name):
+    found = problems(tmp_path, text=SMALLEST.replace(f"{name}:", f"{name}e:"))
+    assert list(found) == [f"{name}e"]
+    assert found[f"{name}e"].splitlines()[1] == f"    unknown key; did you mean {name}?"
+
+
+@pytest.mark.parametrize("override", ["trainig.steps=3", "trainig=3"])
+def test_an_override_of_a_misspelt_section_is_told_the_section(tmp_path, override):
+    found = problems(tmp_path, override)
+    assert found["trainig"].splitlines()[1:] == ["    unknown key; did you mean training?"]
+
+
 def test_a_file_that_does_not_exist_is_told_with_its_neighbours(tmp_path):
     written(tmp_path)
     with pytest.raises(UserError, match="one of my\\.yaml"):
