@@ -114,7 +114,7 @@ def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
     if value.problems:
         reason = value.problems[0].remedy or value.problems[0].expected
         shown = secrets.unparsed(override).partition("=")[2]
-        remedy = f"if it is a text, quote it: '{name}=\"{shown}\"'"
+        remedy = f"if it is a string, quote it: '{name}=\"{shown}\"'"
         document.problems.append(Problem(name, shown, f"a value in YAML ({reason})", remedy))
         return
     path, problem = _place(tree, parts, value.value)
@@ -285,6 +285,8 @@ def _advice(key: Key, value: object, shown: str) -> str:
     if key.name == "training.precision" and text in _HALF | {"true", "false"} | set(_OTHER_NAMES):
         instead = "bf16, or fp32 on GPUs older than Ampere"
         return _OTHER_NAMES.get(text, f"{instead}; fp16 is not offered")
+    if any(isinstance(one, str) and not one.strip() for one in _listed(value)):
+        return "one that is not blank"
     if value is None:
         return f"leave it out: the default is {key.default}" if not key.required else ""
     if key.text and isinstance(value, int | float):
@@ -296,6 +298,10 @@ def _advice(key: Key, value: object, shown: str) -> str:
     if isinstance(value, float) and value.is_integer() and "whole" in key.takes:
         return f"{int(value)}"
     return ""
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def _shown(value: object) -> str:

@@ -123,7 +123,7 @@ def test_rules_between_keys_hold_beside_a_mistake_elsewhere(tmp_path):
         ("optimizer.betas=[0.9]", "a list of 2"),
         ("optimizer.betas=[0.9, '0.95']", "a list of 2"),
         ("training=3", "a mapping"),
-        ("run.dir=''", "a text (not blank)"),
+        ("run.dir=''", "a string or null\n    try:      one that is not blank"),
         ("run.seed=9223372036854775808", "≤ 9223372036854775807"),
         ("model.config.rope_theta=.inf", "a finite number"),
         ("logging.trackers=[mlflow]", "tensorboard or wandb"),
