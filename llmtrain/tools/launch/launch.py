@@ -34,7 +34,7 @@ from llmtrain.distributed.launch.environment import (
     family,
     launcher_problems,
 )
-from llmtrain.distributed.launch.named import unsupported
+from llmtrain.distributed.launch.named import unsupported, with_variables
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir.status import FILE_NAME, read_status
 from llmtrain.tools.launch.addresses import meeting
@@ -140,8 +140,11 @@ def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> 
 
 
 def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> list[Problem]:
-    env = {**env, **file.environment}
-    return [*unsupported(env, file.processes), *contradictions(env, config)]
+    told = file.environment
+    there = {**env, **told}
+    found = [*unsupported(there, file.processes), *contradictions(there, config)]
+    exported = {name: value for name, value in env.items() if name not in told}
+    return list(with_variables(found, exported))
 
 
 def _check_deepspeed(file: LaunchFile) -> None:
