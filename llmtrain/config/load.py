@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +18,13 @@ from pydantic import ValidationError
 
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
-from llmtrain.config.suggestions import guess, near_section
 from llmtrain.config.schema import Config, Section
+from llmtrain.config.suggestions import guess, near_section
 from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 
 Tree = dict[str, Any]
+# What is wrong with some sections, and the names of these sections.
+Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 
 _INDEX = re.compile(r"[0-9]+")
 _HALF = {"fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"}
@@ -36,11 +39,18 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     nothing is evaluated no best checkpoints are kept.
     Raises UserError with every problem of the file and the overrides.
     """
+    return load_checked(path, overrides, ())
+
+
+def load_checked(
+    path: str | os.PathLike[str], overrides: Sequence[str], rules: Sequence[Rule]
+) -> Config:
+    """`load_config`, with further rules for the sections that are valid by themselves."""
     document = yaml12.parse(_text(Path(path)))
     tree = _tree(document, str(path))
     for override in overrides:
         _override(tree, override, document)
-    config, found = _validate(tree, document.source)
+    config, found = _validate(tree, document.source, rules)
     problems = secrets.cleared([*document.problems, *found], secrets.in_config(tree))
     if problems or config is None:
         raise UserError(*problems, where=str(path))
@@ -162,7 +172,9 @@ def _no_mapping(parts: list[str], path: list[str | int], here: object) -> Proble
 # --- validation
 
 
-def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | None, list[Problem]]:
+def _validate(
+    tree: Tree, source: Mapping[yaml12.Path, str], rules: Sequence[Rule]
+) -> tuple[Config | None, list[Problem]]:
     """The config if it is valid, and every problem of keys, types and of sections together."""
     try:
         config = Config.model_validate(tree, by_alias=True, by_name=False)
@@ -170,7 +182,8 @@ def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | N
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         locations = [(str(item["type"]), item["loc"]) for item in errors]
     else:
-        return config, checks.check(config)
+        further = (rule(*(getattr(config, name) for name in names)) for rule, names in rules)
+        return config, [*checks.check(config), *chain.from_iterable(further)]
     broken = {location[0] for _, location in locations if location}
     misspelt = {near_section(str(name)) for name in broken - sections()}
     locations = [  # a section that is there under a wrong name is not missing
@@ -178,12 +191,15 @@ def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | N
         for kind, location in locations
         if kind != "missing" or location[0] not in misspelt - tree.keys()
     ]
-    return None, [*_schema_problems(tree, locations, source), *_partly(tree, broken | misspelt)]
+    return None, [
+        *_schema_problems(tree, locations, source),
+        *_partly(tree, broken | misspelt, rules),
+    ]
 
 
-def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
+def _partly(tree: Tree, broken: set[str | int], further: Sequence[Rule]) -> Iterator[Problem]:
     """The rules between keys, over those sections that are valid by themselves."""
-    rules: list[tuple[Callable[..., list[Problem]], tuple[str, ...]]] = [
+    rules: list[Rule] = [
         (checks.check_model, ("model",)),
         (checks.check_length, ("model", "data")),
         (checks.check_packing, ("data",)),
@@ -195,6 +211,7 @@ def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
         (checks.check_stop_after, ("checkpoint",)),
         (checks.check_resume, ("checkpoint",)),
         (checks.check_accepted, ("checkpoint",)),
+        *further,
     ]
     for rule, names in rules:
         if broken.isdisjoint(names):

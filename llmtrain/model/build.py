@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -25,17 +24,6 @@ from llmtrain.model import untrusted
 from llmtrain.model.freeze import freeze
 from llmtrain.model.shape import on_meta
 from llmtrain.model.tokenizer import SpecialTokens
-
-# What the classes of transformers raise for fields that they cannot take.
-_REFUSED = (
-    StrictDataclassError,
-    OSError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-)
 
 
 def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any:
@@ -177,7 +165,7 @@ def _from_weights(asked: ModelConfig) -> Any:
         config = AutoConfig.from_pretrained(
             path, revision=asked.revision or "main", trust_remote_code=False
         )
-    except _REFUSED as error:
+    except _refusals() as error:
         raise UserError(_refused_weights(error, path)) from error
     untrusted.refuse_code(config, path)
     _causal(config.model_type, "model.from")
@@ -207,13 +195,21 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
     }
     try:
         config = CONFIG_MAPPING[model_type](**{**ours, **given})
-    except _REFUSED as error:
+    except _refusals() as error:
         named = _refused_field(error, given, "model.config.")
         expected = f"fields that {model_type} accepts: {_in_a_line(error)}"
         raise UserError(named or Problem("model.config", None, expected)) from error
     if "is_decoder" not in given and getattr(config, "is_decoder", True) is False:
         config.is_decoder = True  # BERT and its kin: causal attention
     return config
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What the config classes of transformers raise for fields that they cannot take."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    own = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+    return (StrictDataclassError, *own)
 
 
 def _refused_weights(error: Exception, path: str) -> Problem:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO
 
 from llmtrain import processes
-from llmtrain.config.load import load_config
+from llmtrain.config.load import load_checked
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
 from llmtrain.distributed.launch.environment import (
@@ -40,6 +40,7 @@ from llmtrain.rundir.status import FILE_NAME, read_status
 from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
+from llmtrain.training.start.preflight import rules_of_a_launch
 from llmtrain.training.stop.signals import LAUNCHED
 
 _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
@@ -75,7 +76,7 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_nested(env)
-    config = load_config(config_file, overrides)
+    config = load_checked(config_file, overrides, rules_of_a_launch(config_file, processes))
     file = _launch_file(accelerate_file, processes, env, config)
     run_dir = Path(config.run.dir or "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
