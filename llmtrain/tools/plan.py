@@ -136,7 +136,7 @@ def plan(
     if problems:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return reckon(config, planning.described(config), hardware, assumed=assumed)
+    return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
 
 
 def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:

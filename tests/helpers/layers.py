@@ -50,6 +50,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "rundir": set(),
     "training": {"torch", "accelerate", "numpy"},
     "training.stop.signals": set(),
+    "training.start.preflight": set(),
     "cli": {"typer"},
 }
 

@@ -274,7 +274,7 @@ def _read(path: Path) -> tuple[bytes, Description]:
     except FileNotFoundError:
         expected = f"a directory with {path.name}"
         raise UserError(Problem("model.tokenizer", str(path.parent), expected)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = Problem("model.tokenizer", str(path), f"JSON ({error})", "save it again")
         raise UserError(problem) from error
     if not isinstance(parsed, dict):

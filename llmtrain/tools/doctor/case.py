@@ -110,4 +110,4 @@ def joined(verdicts: Iterable[Verdict]) -> Verdict:
 
 def _in_a_line(problem: Problem) -> str:
     head = problem.key if problem.value is None else f"{problem.key} = {problem.value}"
-    return f"{head} (expected: {problem.expected})"
+    return f"{head} ({problem.reason})"
