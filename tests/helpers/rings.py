@@ -4,7 +4,7 @@
     make test-all    the same, then every other launching test
     make test-slow   the sweeps
 
-A test launches if it starts a Python interpreter, or ranks of a run. Whatever lies in one of FOLDERS
+A test launches if it starts a Python interpreter, or ranks of a run. Whatever is in one of FOLDERS
 does; anywhere else such a test carries the mark `launches`, and one without it that starts an
 interpreter fails.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
 from multiprocessing import popen_forkserver, popen_spawn_posix
 from pathlib import Path, PurePath
 from typing import Any
@@ -56,8 +55,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_a_sharded_run_that_lost_its_last_steps_ends_in_the_same_bits",
     ),
     "a kill in a save": (
-        "faults/test_kills.py::"
-        "test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits[f07_rename]",
+        "faults/test_kills.py::test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits[f07_rename]",
         "faults/test_kills.py::test_f03_f04_f05_a_rank_killed_while_it_writes_its_part[f03_write]",
     ),
     "a full disk": (
@@ -66,8 +64,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "damage": (
         "faults/test_damage.py::test_f19_a_flipped_bit_in_any_file_is_found_and_named",
-        "faults/test_damage.py::"
-        "test_f20_a_run_with_a_truncated_file_goes_on_from_the_older_one",
+        "faults/test_damage.py::test_f20_a_run_with_a_truncated_file_goes_on_from_the_older_one",
         "faults/test_damage.py::"
         "test_f22_all_damaged_is_refused_with_the_reason_of_each_and_nothing_is_deleted",
     ),
@@ -117,24 +114,30 @@ CORE: dict[str, tuple[str, ...]] = {
 }
 
 
-def mark(items: Iterable[pytest.Item]) -> None:
+def mark(items: list[pytest.Item]) -> None:
     """Give each test the marks of its folder, `core` where it is, and the group of its file.
 
-    Tests of a group run in one process, so that what a file's tests share is made once.
+    Tests of a group run in one process, so that what they share is made once. The longest group
+    comes first, or one process would end with it while the others have nothing left.
     """
-    core = {f"tests/{name}" for names in CORE.values() for name in names}
+    core = {name for names in CORE.values() for name in names}
     for item in items:
-        place = PurePath(item.path).relative_to(TESTS)
+        place = below_tests(item)
         if place.parts[0] in FOLDERS:
             item.add_marker("launches")
-        if item.nodeid in core:
+        if item.nodeid.removeprefix("tests/") in core:
             item.add_marker("core")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group(place)))
+        item.add_marker(pytest.mark.xdist_group(group(place)))
+    items.sort(key=lambda item: group(below_tests(item)) != "faults")
+
+
+def below_tests(item: pytest.Item) -> PurePath:
+    """The file of a test."""
+    return item.path.relative_to(TESTS)
 
 
 def group(place: PurePath) -> str:
-    """The faults share straight runs over all files; elsewhere a file's tests share things."""
+    """Tests of faults share straight runs over all their files, others what their file has."""
     return "faults" if place.parts[0] == "faults" else place.with_suffix("").as_posix()
 
 

@@ -283,6 +283,7 @@ print(save(root, 4, large).failures[0].errno)
 """
 
 
+@pytest.mark.launches
 def test_a_file_that_the_system_refuses_to_grow_is_a_failed_save(tmp_path):
     helpers = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -440,6 +440,7 @@ def test_the_cost_of_a_world_size_that_does_not_divide_the_lanes_is_known():
     assert discard_factor(9, 0, 24) == 3
 
 
+@pytest.mark.launches
 def test_a_data_worker_needs_neither_transformers_nor_accelerate():
     code = (
         "import sys, llmtrain.data.stream as s\n"
@@ -498,6 +499,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("last_line", ["", "raise SystemExit(3)"])
+@pytest.mark.launches
 def test_a_process_that_forgot_to_close_its_stream_ends_all_the_same(place, tmp_path, last_line):
     script = tmp_path / "forgetful.py"
     script.write_text(ORPHAN.replace("sys.stdin.read()", last_line or "pass"))
@@ -520,6 +522,7 @@ def is_running(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.launches
 def test_a_rank_that_is_killed_leaves_no_worker(place, tmp_path):
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)

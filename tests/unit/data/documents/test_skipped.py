@@ -113,6 +113,7 @@ for n in range(100):
 """
 
 
+@pytest.mark.launches
 def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path):
     path = tmp_path / FILE_NAME
     commands = [[sys.executable, "-c", WRITER, str(path), str(n)] for n in range(3)]
