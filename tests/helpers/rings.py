@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 FOLDERS = ("browser", "distributed", "docs", "faults")
 TESTS = Path(__file__).parents[1]
@@ -139,6 +140,13 @@ def below_tests(item: pytest.Item) -> PurePath:
 def group(place: PurePath) -> str:
     """Tests of faults share straight runs over all their files, others what their file has."""
     return "faults" if place.parts[0] == "faults" else place.with_suffix("").as_posix()
+
+
+def dear(examples: int) -> settings:
+    """For a property whose cases are dear: so many of them, and all in `make test-slow`."""
+    everywhere = settings().max_examples
+    few = everywhere <= settings.get_profile("default").max_examples
+    return settings(max_examples=examples if few else everywhere)
 
 
 def forbid_interpreters(patch: pytest.MonkeyPatch) -> None:
