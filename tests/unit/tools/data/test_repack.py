@@ -180,6 +180,7 @@ def contents(out):
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
+@pytest.mark.launches
 def test_several_processes_write_the_same_bytes(mixed, tmp_path):
     one = repacked(mixed, tmp_path / "one")
     assert (one.files, one.rows) == (("a.parquet", "deep/b.jsonl.gz.parquet"), 100)

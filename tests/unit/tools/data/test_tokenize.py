@@ -104,6 +104,7 @@ def test_nothing_but_the_result_is_left(place, straight):
     assert work == {"config.yaml", "manifest.json", "tokenizer", "lock"}
 
 
+@pytest.mark.launches
 def test_several_processes_write_the_same_bytes(place, straight, tmp_path):
     seen = []
     config = load_config(place / "config.yaml")
