@@ -133,12 +133,14 @@ def loaded_after(*arguments):
     return result, result.stdout.splitlines()[-1].split()[1:]
 
 
+@pytest.mark.launches
 def test_help_loads_no_heavy_package():
     result, loaded = loaded_after("llmtrain", "--help")
     assert result.returncode == 0, result.stderr
     assert loaded == []
 
 
+@pytest.mark.launches
 def test_reports_and_status_load_no_torch():
     code = (
         "import sys, llmtrain.report.page, llmtrain.rundir.status, llmtrain.rundir.record\n"

@@ -412,6 +412,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc to see that a read hangs")
 @pytest.mark.parametrize(("where", "workers"), [("here", 1), ("away", 0), ("away", 1)])
+@pytest.mark.launches
 def test_df_42_a_process_ends_within_seconds_while_a_read_hangs(tmp_path, where, workers):
     corpus.write_tokenizer(tmp_path / "tokenizer")
     path = corpus.write_parquet(tmp_path / "data" / "a.parquet", corpus.articles(60))

@@ -127,6 +127,7 @@ def prepared(place, name, **data):
     return folder, corpus.config(path, **data).model_dump_json(by_alias=True)
 
 
+@pytest.mark.launches
 def test_df_35_memory_does_not_grow_with_the_units_read(place):
     folder = place / "large"
     folder.mkdir()
@@ -140,6 +141,7 @@ def test_df_35_memory_does_not_grow_with_the_units_read(place):
     assert growth(READ, folder, config) < 4 * MIB
 
 
+@pytest.mark.launches
 def test_df_35_memory_does_not_grow_over_an_epoch_of_the_stream(place):
     folder = place / "small"
     corpus.write_parquet(folder / "data.parquet", corpus.letters([20] * 20) * 100, group=1)
@@ -148,6 +150,7 @@ def test_df_35_memory_does_not_grow_over_an_epoch_of_the_stream(place):
 
 
 @pytest.mark.parametrize("backend", ["tokenizers", "tiktoken"])
+@pytest.mark.launches
 def test_df_34_memory_does_not_grow_with_words_never_seen_before(place, backend):
     # 180,000 words; with one entry each a cache of theirs would be 20 MiB and more.
     assert growth(ENCODED, place, backend) < 2 * MIB

@@ -99,6 +99,7 @@ def another():
         ),
     ],
 )
+@pytest.mark.launches
 def test_df_21_a_test_that_hangs_ends_and_shows_the_stacks(tmp_path, pytestconfig, first, says):
     limits = {
         name: float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")

@@ -126,6 +126,7 @@ print(len(source.units), peak() - before)
 """
 
 
+@pytest.mark.launches
 def test_a_row_group_of_hundreds_of_mib_is_read_in_bounded_memory(tmp_path):
     path = tmp_path / "a.parquet"
     texts = pa.array([os.urandom(2000).hex() for _ in range(48_000)])

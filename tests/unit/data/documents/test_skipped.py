@@ -113,6 +113,7 @@ for n in range(100):
 """
 
 
+@pytest.mark.launches
 def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path):
     path = tmp_path / FILE_NAME
     commands = [[sys.executable, "-c", WRITER, str(path), str(n)] for n in range(3)]
@@ -181,7 +182,10 @@ def test_a_skipped_unit_leaves_every_other_document_in_its_place(tmp_path, token
     assert [(r["group"], r["epoch"]) for r in records(run_dir)] == [(5, 0)]
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 0), (3, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "workers"),
+    [(1, 0), (2, 0), (3, 0), pytest.param(1, 1, marks=pytest.mark.launches)],
+)
 def test_a_replay_leaves_out_the_same_though_the_error_has_passed(
     tmp_path, tokenizer_dir, world_size, workers
 ):

@@ -276,6 +276,7 @@ print(json.dumps({"revision": source.revision, "label": source.label, "texts": t
 """
 
 
+@pytest.mark.launches
 def test_a_fresh_process_asks_the_endpoint_of_its_environment(tmp_path):
     rows = corpus.articles(50)
     corpus.write_parquet(tmp_path / "hub" / "2023.en" / "train-0.parquet", rows[:30], group=7)
