@@ -22,7 +22,7 @@ from pathlib import Path
 
 from llmtrain import heartbeat
 from llmtrain.errors import RESTARTABLE
-from llmtrain.rundir import failures
+from llmtrain.rundir import contents, failures
 from llmtrain.training.run.journal import Journal
 
 _TICK_SECONDS = 1.0
@@ -111,7 +111,7 @@ class Watchdog:
         return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
 
     def _log_file(self) -> Path:
-        return self._journal.run_dir / "logs" / f"rank-{self._rank}.log"
+        return contents.log_file(self._journal.run_dir, self._rank)
 
 
 @contextmanager
