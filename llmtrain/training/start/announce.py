@@ -25,13 +25,14 @@ def announce(run: Run, seconds: float) -> None:
     journal.step = first
     on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
     on_rank_zero(run.ranks, journal.keep_files)
+    strategy = processes.launched.strategy
     shape = processes.planned.shape  # the model's own tensors may be a part of theirs
     journal.write(
         "start",
         first,
         run_id=processes.run_id,
         world_size=run.ranks.world_size,
-        strategy=processes.launched.strategy,
+        strategy=strategy,
         device=_device_name(run.device),
         micro_batch_size=run.built.micro_batch_size,
         accumulation=_accumulation(run),
@@ -43,7 +44,6 @@ def announce(run: Run, seconds: float) -> None:
         versions=processes.versions,
         plan=processes.planned.to_json(),
     )
-    strategy = processes.launched.strategy
     journal.status(step=first, checkpoint=resumed_from, strategy=strategy)
     for line in _summary(run, shape.trainable, seconds):
         _log.info(line)
