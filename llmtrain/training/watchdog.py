@@ -1,7 +1,7 @@
 """Notices that this process comes no further, says where it stands, and ends it in time.
 
-A thread that compares `pulse.read()` once a second, from the start of a run to its end. It counts
-its own looks and no clock, so a machine or a process that was suspended is no hang.
+A thread that compares `heartbeat.read()` once a second, from the start of a run to its end. It
+counts its own looks and no clock, so a machine or a process that was suspended is no hang.
 
     no progress ──300 s or 20 steps──► stacks and phase in logs/rank-R.log, event `no_progress`
                 ──10 s before distributed.timeout_minutes──► status, mark, exit code 75
