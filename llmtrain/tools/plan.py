@@ -292,7 +292,7 @@ def _kept(config: Config, steps: int | None) -> int:
     from llmtrain.checkpoint.retention import Policy, most_at_once
 
     keep = config.checkpoint
-    return most_at_once(Policy(keep.keep_last, keep.keep_every, keep.keep_best), steps or 0)
+    return most_at_once(Policy.of(keep), steps or 0)
 
 
 def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:

@@ -13,6 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config.schema import Config
+from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
 
 if TYPE_CHECKING:
@@ -117,13 +118,13 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     from llmtrain.data.documents.reader import reading_of
     from llmtrain.data.survey import check
     from llmtrain.data.tokens.tokenizer import open_tokenizer
-    from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
+    from llmtrain.training.start.prepare import load_manifest, prepare
 
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
         prepare(config, directory, max(1, workers), config.model.revision)
         manifest = load_manifest(config, directory)
-        tokenizer = open_tokenizer(directory / TOKENIZER, manifest.tokenizer.backend)
+        tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         check(manifest, config, tokenizer)
         reading = reading_of(config, directory)
         return _inspection(config, manifest, tokenizer, reading, blocks, documents)
