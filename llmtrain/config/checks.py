@@ -94,10 +94,15 @@ def check_packing(data: DataConfig) -> list[Problem]:
 
 def check_duration(training: TrainingConfig) -> list[Problem]:
     """How long the run is: said once."""
-    if (training.steps is None) == (training.epochs is None):
-        value = None if training.steps is None else f"{training.steps} and training.epochs"
-        expected = "exactly one of training.steps and training.epochs"
-        return [Problem("training.steps", value, expected, "training.steps=1000")]
+    steps, epochs = training.steps, training.epochs
+    expected = "exactly one of training.steps and training.epochs"
+    if steps is None and epochs is None:
+        return [Problem("training.steps", None, expected, "training.steps=1000")]
+    if steps is not None and epochs is not None:
+        value = f"{steps} and training.epochs = {epochs:g}"
+        by_epochs = f"training.steps=null training.epochs={epochs:g}"
+        by_steps = f"training.epochs=null training.steps={steps}"
+        return [Problem("training.steps", value, expected, f"{by_epochs}, or {by_steps}")]
     return []
 
 

@@ -27,7 +27,7 @@ from llmtrain.data.lanes import default_lanes
 from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, load
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.sources.hub import resolve
-from llmtrain.data.sources.local import bounded, edges_digest, labels
+from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
 from llmtrain.data.token_cache.source import check_tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
@@ -77,6 +77,7 @@ def survey(
     both = [*named, *_own_evaluation(config)]  # so that all problems are told at once
     drafts = _each(lambda i: _draft(*both[i], reader), len(both))
     _warn_of_shared_files([source for source, _ in drafts])
+    _tell_of_text_files([source for source, _ in drafts])
     drafts = drafts[: len(named)]
     if lanes is None and data.lanes != "auto":
         lanes = data.lanes
@@ -238,6 +239,18 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
                     "trained on through the other",
                     *(source.where(index), source.label, other),
                 )
+
+
+def _tell_of_text_files(sources: Sequence[Source]) -> None:
+    """Elsewhere a text file is often one document: said once for each source, when a run begins."""
+    for source in sources:
+        formats = [file_format(file.name) for file in source.files]
+        if any(format_ and format_.kind == "text" for format_ in formats):
+            log.info(
+                "%s: each line of a text file is a document of its own "
+                "(in .jsonl, one document may have several lines)",
+                source.label,
+            )
 
 
 def _each(function: Callable[[int], T], count: int) -> list[T]:

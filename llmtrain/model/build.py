@@ -110,6 +110,7 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # else a weight of another shape is not named; see below
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
@@ -118,7 +119,10 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
         ) from error
     missing = sorted(report["missing_keys"])
     unexpected = sorted(report["unexpected_keys"])
-    mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
+    mismatched = [
+        f"{name}: {list(found)} in the files, {list(wanted)} by config.json"
+        for name, found, wanted in sorted(report["mismatched_keys"])
+    ]
     if missing or unexpected or mismatched:
         named = "; ".join(
             f"{len(names)} {what} ({', '.join(names[:3])})"

@@ -88,7 +88,7 @@ def collect(run_dir: Path) -> Tables:
         evaluations=_of("eval", history),
         samples=_of("sample", history),
         checkpoints=_checkpoints(run_dir, _of("checkpoint", history)),
-        events=_of("event", lines),
+        events=tuple(event for event in _of("event", lines) if not _is_of_resident_memory(event)),
         end=_end(lines),
         wall_seconds=lines[-1]["time"] - lines[0]["time"] if lines else 0.0,
     )
@@ -137,6 +137,14 @@ def _what(line: Line) -> tuple[object, ...]:
 
 def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line["kind"] == kind)
+
+
+def _is_of_resident_memory(event: Line) -> bool:
+    """Whether the plan was compared with what the process holds on a CPU, much of it not planned.
+
+    That is in the record for whoever measures, and nothing that a person should look at.
+    """
+    return event.get("event") == "memory_compared" and event.get("device") == "cpu"
 
 
 def _end(lines: Sequence[Line]) -> Line | None:

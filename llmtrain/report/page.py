@@ -119,11 +119,20 @@ def warnings(tables: Tables) -> list[str]:
     heldout = column(tables.evaluations, "loss")
     if heldout and heldout[-1][1] > 1.01 * min(value for _, value in heldout):
         found.append("The held-out loss is rising again: the best checkpoint is not the last.")
-    waits = column(tables.train, "data_wait_seconds")
-    share = sum(wait for _, wait in waits) / max(1e-9, _total(tables.train, "seconds"))
-    if share > 0.05:
+    if (share := _waiting_share(tables)) > 0.05:
         found.append(f"The run waited for data {share:.0%} of the time: raise data.workers.")
     return found
+
+
+def _waiting_share(tables: Tables) -> float:
+    """The part of the time that went by waiting for data, over all steps, logged or not.
+
+    The first step of a start, which has a line of its own, is left out: it opens the stream, and
+    more workers would not make that shorter.
+    """
+    first = {start["step"] + 1 for start in tables.starts}
+    lines = [line for line in tables.train if line["step"] not in first]
+    return _total(lines, "span_wait_seconds") / max(1e-9, _total(lines, "span_seconds"))
 
 
 def cards(tables: Tables) -> list[tuple[str, str]]:

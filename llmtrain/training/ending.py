@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,17 @@ class StoppedEarlyError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.step = step
+
+
+def tell_of_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
+    """Events for what was left out of a source, and for documents with characters that are no
+    UTF-8: those were trained on, with U+FFFD in their place. met: as in `Block.counts`.
+    """
+    if met.get("dropped") or met.get("skipped"):
+        counts = {name: count for name, count in met.items() if name != "replaced"}
+        journal.event("dropped_documents", step, source=label, **counts)
+    if replaced := met.get("replaced"):
+        journal.event("replaced_characters", step, source=label, documents=replaced)
 
 
 def end_without_data(run: Run, step: int) -> None:

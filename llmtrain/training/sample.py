@@ -33,8 +33,11 @@ class Sample:
 
 
 def sample(run: Run) -> list[Sample]:
-    """One continuation of each of `evaluation.prompts`; none when a stop is due."""
-    if run.due.stop(run.step):
+    """One continuation of each of `evaluation.prompts`; none when a stop was asked for.
+
+    The last step is no such stop: the text of the finished model is what people look for.
+    """
+    if run.due.stop_reason is not None:
         return []
     with run.engine.evaluating():
         return [Sample(prompt, _continue(run, prompt)) for prompt in run.config.evaluation.prompts]

@@ -215,7 +215,7 @@ class RunLog:
             "difference": round(measured / planned - 1, 3) if planned else None,
         }
         if self._device.type == "cpu":  # resident memory holds much that is not the model's
-            self._journal.write("event", step, event="memory_compared", detail=detail)
+            self._journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
         else:
             self._journal.event("memory_compared", step, **detail)
 

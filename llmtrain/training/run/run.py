@@ -46,6 +46,7 @@ from llmtrain.training.ending import (
     recorded,
     stoppable,
     stopped_alone,
+    tell_of_documents,
 )
 from llmtrain.training.run import rng
 from llmtrain.training.run.due import Due, agreed_stop
@@ -248,8 +249,7 @@ class Run:
         ended = "data_ended" if self.due.data_ended else None
         reason = ended if finished else self.due.stop_reason
         for label, met in documents_met(self).items():
-            if any(met.get(name) for name in ("dropped", "replaced", "skipped")):
-                self.journal.event("dropped_documents", self.step, source=label, **met)
+            tell_of_documents(self.journal, self.step, label, met)
         self.requests.stopped()
         self.journal.end(state, 0, reason)
         _log.info("%s at step %d%s", state, self.step, f" ({reason})" if reason else "")

@@ -199,6 +199,15 @@ def test_the_length_of_a_run_is_said_once(tmp_path, overrides):
     assert "exactly one" in problems(tmp_path, *overrides)["training.steps"]
 
 
+def test_whoever_gives_steps_and_epochs_reads_how_to_have_either(tmp_path):
+    said = problems(tmp_path, "training.epochs=1")["training.steps"]
+    assert "training.steps = 10 and training.epochs = 1\n" in said
+    by_epochs, by_steps = said.partition("try:")[2].split(", or ")
+    for remedy in (by_epochs, by_steps):
+        assert not problems(tmp_path, "training.epochs=1", *remedy.split())
+    assert by_epochs.split() == ["training.steps=null", "training.epochs=1"]
+
+
 def test_a_number_of_epochs_is_a_length(tmp_path):
     assert not problems(tmp_path, "training.steps=null", "training.epochs=0.5")
 

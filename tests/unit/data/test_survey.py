@@ -1,4 +1,5 @@
 import json
+import logging
 import shutil
 from dataclasses import replace
 from importlib.metadata import version
@@ -298,3 +299,13 @@ def test_a_parquet_file_with_a_damaged_footer_is_named(tmp_path):
     body[-8 - size : -8] = bytes(b ^ 0x5A for b in body[-8 - size : -8])
     path.write_bytes(body)
     assert "hurt.parquet" in message(path)
+
+
+def test_a_source_of_text_files_says_once_that_each_line_is_a_document(place, caplog):
+    for name in ("1.txt", "2.txt.gz"):
+        texts = [row["text"].replace("\n", " ").encode() for row in corpus.articles(50)]
+        corpus.write_lines(place / "books" / name, texts)
+    with caplog.at_level(logging.INFO, "llmtrain.data"):
+        survey(corpus.config(place / "books", place / "a", place / "b.jsonl"), 1)
+    (said,) = [text for text in caplog.messages if "document" in text]
+    assert said.startswith("books: each line of a text file is a document of its own")

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,17 @@ def test_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
         load(saved)
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as raised:
+        load(saved)
+    was, now = LLAMA["intermediate_size"], config["intermediate_size"]
+    said = str(raised.value)
+    assert f"{3 * LLAMA['num_hidden_layers']} of another shape" in said
+    name = "model.layers.0.mlp.down_proj.weight"
+    hidden = LLAMA["hidden_size"]
+    assert f"{name}: [{hidden}, {was}] in the files, [{hidden}, {now}] by config.json" in said

@@ -35,6 +35,14 @@ def test_events_of_all_starts_are_kept(tmp_path):
     assert [start["step"] for start in tables.starts] == [0, 100]
 
 
+def test_the_plan_beside_a_measured_device_is_an_event_and_beside_a_cpu_it_is_not(tmp_path):
+    gpu = runs.event_line(3, "memory_compared", planned_gb=1.0, measured_gb=1.1, difference=0.1)
+    cpu = gpu | {"step": 103, "device": "cpu"}
+    lines = [runs.start_line(0), gpu, runs.start_line(100), cpu]
+    (event,) = collect(runs.write_run(tmp_path, lines)).events
+    assert event["step"] == 3
+
+
 def test_a_run_that_goes_on_after_its_end_has_no_end_yet(tmp_path):
     lines = [*runs.history(20), runs.start_line(20)]
     assert collect(runs.write_run(tmp_path, lines)).end is None

@@ -108,11 +108,28 @@ def test_the_verdict_says_in_words_what_became_of_the_run(tmp_path, state, sente
 
 def test_what_a_person_should_look_at_is_said(tmp_path):
     lines = [*runs.interrupted_history()[:-1], runs.eval_line(301, loss=9.0)]
-    lines += [runs.train_line(step, data_wait_seconds=1.0) for step in range(301, 400)]
+    waiting = {"span_seconds": 4.0, "span_wait_seconds": 1.0}
+    lines += [runs.train_line(step, **waiting) for step in range(310, 400, 10)]
     said = " ".join(warnings(collect(runs.write_run(tmp_path, lines))))
     for part in ("1 update was skipped", "1 restart", "rising", "data.workers"):
         assert part in said
     assert warnings(collect(runs.write_run(tmp_path, runs.history()))) == []
+
+
+def test_the_share_of_waiting_is_that_of_all_steps_not_of_logged_ones(tmp_path):
+    # Ten steps a line, of 0.4 s each; the step of the line itself happened to wait for 0.1 s.
+    often = [runs.train_line(step, data_wait_seconds=0.1) for step in range(10, 200, 10)]
+    assert warnings(collect(runs.write_run(tmp_path, [runs.start_line(0), *often]))) == []
+    rarely = [runs.train_line(step, span_wait_seconds=0.4) for step in range(10, 200, 10)]
+    (said,) = warnings(collect(runs.write_run(tmp_path, [runs.start_line(0), *rarely])))
+    assert said == "The run waited for data 10% of the time: raise data.workers."
+
+
+def test_the_start_of_the_data_workers_is_no_waiting_that_more_of_them_would_cure(tmp_path):
+    opening = {"seconds": 9.0, "span_seconds": 9.0, "span_wait_seconds": 8.0}
+    lines = [runs.start_line(0), runs.train_line(1, data_wait_seconds=8.0, **opening)]
+    lines += [runs.train_line(step) for step in range(10, 60, 10)]
+    assert warnings(collect(runs.write_run(tmp_path, lines))) == []
 
 
 @pytest.mark.parametrize(

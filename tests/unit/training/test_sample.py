@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.tiny import tiny_config
 
+from llmtrain.config.schema import Config
+from llmtrain.training.run.due import Due
 from llmtrain.training.sample import sample
 
 EOS = 0
@@ -41,6 +44,30 @@ class Written:
         return self.heard[-1]
 
 
+def due(*, steps: int = 100) -> Due:
+    """What is due in a run of so many steps."""
+    config = Config.model_validate(tiny_config("run", training__steps=steps))
+    return Due(config, 0, None, heldout=True, ended=False)
+
+
+def run_of(model: Any, ranks: Written, what_is_due: Due) -> Any:
+    """A run at step 3."""
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            run=SimpleNamespace(seed=1),
+            data=SimpleNamespace(seq_len=8),
+            evaluation=SimpleNamespace(prompts=["bc"]),
+        ),
+        data=SimpleNamespace(tokenizer=Tokens()),
+        device=torch.device("cpu"),
+        due=what_is_due,
+        engine=SimpleNamespace(evaluating=nullcontext),
+        model=model,
+        ranks=ranks,
+        step=3,
+    )
+
+
 def written(rows: list[list[float]], said: list[bytes] | None) -> tuple[str, int, list[bytes]]:
     """The text, the number of forwards and what was broadcast. rows: logits of each forward."""
     forwards = iter(rows)
@@ -51,21 +78,7 @@ def written(rows: list[list[float]], said: list[bytes] | None) -> tuple[str, int
         return torch.tensor([next(forwards, rows[-1])])
 
     ranks = Written(said)
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            run=SimpleNamespace(seed=1),
-            data=SimpleNamespace(seq_len=8),
-            evaluation=SimpleNamespace(prompts=["bc"]),
-        ),
-        data=SimpleNamespace(tokenizer=Tokens()),
-        device=torch.device("cpu"),
-        due=SimpleNamespace(stop=lambda step: False),
-        engine=SimpleNamespace(evaluating=nullcontext),
-        model=model,
-        ranks=ranks,
-        step=3,
-    )
-    (found,) = sample(run)
+    (found,) = sample(run_of(model, ranks, due()))
     return found.text, len(contexts), ranks.heard
 
 
@@ -91,3 +104,31 @@ def test_a_text_without_an_end_is_cut_off():
     text, forwards, said = written([sure(4)], None)
     assert text == "e" * 64
     assert forwards == len(said) == 64
+
+
+def ends_at_once(_ids: torch.Tensor) -> torch.Tensor:
+    """A model that is sure of the end."""
+    return torch.tensor([sure(EOS)])
+
+
+def test_the_finished_model_is_sampled():
+    assert len(sample(run_of(ends_at_once, Written(None), due(steps=3)))) == 1
+
+
+def test_the_model_is_sampled_where_the_data_has_ended():
+    ended = due()
+    ended.data_ended = True
+    assert len(sample(run_of(ends_at_once, Written(None), ended))) == 1
+
+
+def test_who_asked_for_a_stop_waits_for_no_sample():
+    stopped = due()
+    stopped.ask(("signal",))
+    assert sample(run_of(ends_at_once, Written(None), stopped)) == []
+
+
+def test_drawing_leaves_the_random_state_alone():
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    assert len(written([sure(2), [0.0] * VOCABULARY], None)[0]) > 0
+    assert torch.equal(torch.get_rng_state(), before)

@@ -14,6 +14,7 @@ from helpers.tiny import lines, status
 
 from llmtrain.errors import RunError
 from llmtrain.metrics import memory
+from llmtrain.report.collect import collect
 from llmtrain.rundir.record import Lines
 from llmtrain.training.run.journal import Expected, Journal, RunLog
 
@@ -46,6 +47,12 @@ def test_on_a_cpu_they_stand_in_the_record_alone(tmp_path, caplog, monkeypatch):
     detail = compared(tmp_path, caplog, monkeypatch, "cpu", int(1.2 * GIB))
     assert detail == {"planned_gb": 1.2, "measured_gb": 1.25, "difference": 0.042}
     assert "memory compared" not in caplog.text
+
+
+@pytest.mark.parametrize(("device", "events"), [("cpu", []), ("cuda", ["memory_compared"])])
+def test_resident_memory_is_no_event_of_the_report(tmp_path, caplog, monkeypatch, device, events):
+    compared(tmp_path, caplog, monkeypatch, device, int(1.2 * GIB))
+    assert [event["event"] for event in collect(tmp_path).events] == events
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
