@@ -11,6 +11,8 @@ import logging
 import os
 from pathlib import Path
 
+# ENOTDIR: the directory is a file now · ESTALE: removed by another client of NFS.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 log = logging.getLogger(__name__)
 
 
@@ -23,6 +25,26 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     partial.replace(path)
     sync_directory(path.parent)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether the file at a path is the open one: neither removed nor replaced.
+
+    Where the disk cannot tell, it counts as there: whatever is written next will show.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError as error:
+        return error.errno not in _GONE
+
+
+def is_gone(path: Path) -> bool:
+    """Whether nothing is at a path. Where the disk cannot tell, it counts as there."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in _GONE
+    return False
 
 
 def sync_directory(*directories: Path) -> None:

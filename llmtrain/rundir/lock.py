@@ -1,8 +1,15 @@
 """One process at a time in a run directory: `flock` for life, and JSON that says who holds it.
 
-The file is never removed. At a clean end its JSON is emptied; a kill frees the `flock` and leaves
+We never remove the file. At a clean end its JSON is emptied; a kill frees the `flock` and leaves
 the JSON, which the next holder judges. No clock is compared. The trap: a forked child would inherit
 the `flock` and keep the directory locked, so nothing may fork (without exec) while it is held.
+
+The `flock` is on an inode. If somebody removes the file, the next process locks a new one, and both
+believe that the directory is theirs. So each beat compares the file at the path with the open one:
+
+    the same file              the beat is written
+    no file, or a free one     it is locked instead (`made_again`)
+    a file that is locked      the directory is lost (`lost`): the run must end, and write nothing
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmtrain import faults
+from llmtrain import durable, faults
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 
 BEAT_SECONDS = 5.0
@@ -62,9 +69,12 @@ class Takeover:
 class RunLock:
     """The lock of a run directory, for rank 0: `with RunLock(run_dir, run_id) as lock:`.
 
-    Makes the directory if need be. `lock.takeover` says whose lock was taken over, or None.
-    Entering raises UserError if another process holds the lock or the directory cannot be written,
-    RunError if the disk fails.
+    Makes the directory if need be. Entering raises UserError if another process holds the lock or
+    the directory cannot be written, RunError if the disk fails.
+
+    takeover: whose lock was taken over, or None
+    lost: who has the directory now, in words; None while it is this process
+    made_again: how often the file was gone and was locked again
     """
 
     def __init__(
@@ -75,11 +85,14 @@ class RunLock:
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
         self.takeover: Takeover | None = None
+        self.lost: str | None = None
+        self.made_again = 0
         self._path = run_dir / NAME
         self._holder = Holder(socket.gethostname(), boot_id(), os.getpid(), None, run_id)
         self._beat_seconds = beat_seconds
         self._wait = wait
         self._end = threading.Event()
+        self._one_at_a_time = threading.Lock()
 
     def check(self) -> None:
         """Raise what entering would raise, and leave what stands in the lock to who enters it."""
@@ -165,13 +178,49 @@ class RunLock:
                 return None
         return f"its beat stood still for {WATCHED_BEATS * self._beat_seconds:g} s"
 
+    def keep(self) -> None:
+        """Lock the file at the path if it is not the locked one; set `lost` if another process has.
+
+        A run directory that is gone is made again. Raises OSError.
+        """
+        with self._one_at_a_time:
+            if self.lost is None and not durable.is_at(self._path, self._descriptor):
+                self._lock_again()
+
     def _keep_beating(self) -> None:
-        while not self._end.wait(self._beat_seconds):
-            self._holder = replace(self._holder, beat=self._holder.beat + 1)
+        while not self._end.wait(self._beat_seconds) and self.lost is None:
+            if not self._path.parent.is_dir():
+                continue  # the next save makes the directory again, with all that belongs into it
             try:
-                self._write()
+                self.keep()
+                self._beat()
             except OSError as error:
                 logger.warning("could not write the beat to %s: %s", self._path, error)
+
+    def _beat(self) -> None:
+        with self._one_at_a_time:
+            if self.lost is None:
+                self._holder = replace(self._holder, beat=self._holder.beat + 1)
+                self._write()
+
+    def _lock_again(self) -> None:
+        """Lock the file at the path, made if need be; set `lost` if another process has it."""
+        descriptor = _open(self._path)
+        try:
+            self._judge(descriptor)
+        except UserError:
+            os.close(descriptor)
+            self.lost = _described(read(self._path))
+            logger.error("%s was removed, and the directory is %s", self._path, self.lost)
+            return
+        except BaseException:
+            os.close(descriptor)
+            raise
+        before, self._descriptor = self._descriptor, descriptor
+        os.close(before)
+        self._write()
+        self.made_again += 1
+        logger.warning("%s was removed while this run holds it; it was made again", self._path)
 
     def _write(self) -> None:
         """The JSON in place, since the inode carries the lock.
@@ -291,8 +340,15 @@ def _flock(descriptor: int) -> bool:
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:
-    since = f" since {holder.since}" if holder and holder.since else ""
-    who = f"in use by pid {holder.pid} on host {holder.host}{since}" if holder else "in use"
+    who = _described(holder)
     remedy = "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
     expected = f"a run directory that no other process uses; this one is {who}"
     return UserError(Problem("run.dir", path.parent, expected, remedy))
+
+
+def _described(holder: Holder | None) -> str:
+    """Who uses a run directory, as the end of a sentence."""
+    if holder is None:
+        return "in use"
+    since = f" since {holder.since}" if holder.since else ""
+    return f"in use by pid {holder.pid} on host {holder.host}{since}"

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.errors import RunError, needed_on_disk
 
@@ -39,10 +40,10 @@ class Lines:
         self._path = run_dir / FILE_NAME
         self._hide = secrets.hider(os.environ)
         self._unwritten = b""
+        self._start = b""  # this start's line of kind `start`
         self._one_at_a_time = threading.Lock()  # the watchdog has a thread of its own
         with needed_on_disk(self._path):
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _end_torn_line(self._file, self._path)
+            self._file = _open(self._path)
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Append one line, without secrets. Numbers that are not finite become null."""
@@ -51,9 +52,12 @@ class Lines:
         line = _encode(head | fields)
         if self._hide(line) != line:  # seldom: most lines are looked at as they are
             line = _encode(secrets.hidden(head | fields, self._hide))
+        encoded = f"{line}\n".encode()
+        if kind == "start":
+            self._start = encoded
         with self._one_at_a_time:
             waiting = bool(self._unwritten)
-            self._unwritten += f"{line}\n".encode()
+            self._unwritten += encoded
             try:
                 self._write()
             except OSError as error:
@@ -66,6 +70,21 @@ class Lines:
             with self._one_at_a_time:
                 self._write()
             os.fsync(self._file)
+
+    def begin_again(self) -> bool:
+        """If the file was removed, begin a new one with this start's `start` line.
+
+        Returns whether it did. Raises RunError (74).
+        """
+        with needed_on_disk(self._path), self._one_at_a_time:
+            if durable.is_at(self._path, self._file):
+                return False
+            before, self._file = self._file, _open(self._path)
+            os.close(before)
+            self._unwritten = self._start + self._unwritten.replace(self._start, b"")
+            self._write()
+            durable.sync_directory(self._path.parent)
+        return True
 
     def _write(self) -> None:
         """One write call, unless the disk takes only a part of it."""
@@ -144,6 +163,17 @@ def _decode(line: bytes, number: int, path: Path) -> dict[str, Any] | None:
 def _is_of_record(line: Mapping[str, object]) -> bool:
     time_stamp = isinstance(line.get("time"), int | float)
     return isinstance(line.get("kind"), str) and time_stamp and type(line.get("step")) is int
+
+
+def _open(path: Path) -> int:
+    """The file, made if need be, ready for whole lines."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        _end_torn_line(file, path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 def _end_torn_line(file: int, path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -54,14 +55,18 @@ def start_status(
     return _replace(run_dir, _EMPTY | {"run_id": run_id} | kept | started)
 
 
-def write_status(run_dir: Path, **fields: object) -> dict[str, Any]:
+def write_status(
+    run_dir: Path, before: Mapping[str, Any] | None = None, **fields: object
+) -> dict[str, Any]:
     """Replace some fields and keep the others; `updated` is set. Returns what was written.
+
+    before: what was written last. It counts where the file has been deleted since.
 
     Raises RunError (74) when the disk refuses, ValueError for a field that does not exist.
     """
     if unknown := fields.keys() - _EMPTY.keys():
         raise ValueError(f"status.json has no field {', '.join(sorted(unknown))}")
-    return _replace(run_dir, _EMPTY | read_status(run_dir) | fields)
+    return _replace(run_dir, _EMPTY | (read_status(run_dir) or dict(before or {})) | fields)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads((run_dir / FILE_NAME).read_bytes())
-    except (FileNotFoundError, IsADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return {}
     found = value if isinstance(value, dict) else {}
     return {name: field for name, field in found.items() if _can_be(name, field)}

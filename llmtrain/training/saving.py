@@ -29,7 +29,7 @@ from llmtrain.checkpoint.format import Extents, complete_names
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.ranks import from_rank_zero
+from llmtrain.distributed.ranks import from_rank_zero, on_rank_zero
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.metrics import memory
 from llmtrain.training.run.guards import check_replicas
@@ -101,6 +101,7 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     """
     assert run.checkpoints.flight is None, "what is in flight is committed first"
     started = time.perf_counter()
+    on_rank_zero(run.ranks, run.journal.check_directory)
     check_replicas(run.engine.unequal_replicas(), step, run.journal.event)
     run.due.begun(step)
     run.requests.save_begins()
@@ -127,6 +128,8 @@ def commit(run: Run) -> None:
     flight, saves.flight = saves.flight, None
     if flight is None:
         return None
+    if flight.beside:  # begun at an earlier step
+        on_rank_zero(run.ranks, run.journal.check_directory)
     error, extents, blocked = flight.error, flight.extents, flight.blocked
     if flight.beside:
         assert saves.writer is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -69,6 +70,42 @@ def test_f27_a_second_run_in_a_directory_is_refused_and_the_first_is_unharmed(
     assert run.wait(ranks) == [0, 0]
     assert run.status()["restarts"] == 0
     assert run.outcome() == straight(2)
+
+
+def test_f27_a_run_whose_lock_was_removed_and_taken_ends_and_writes_no_more(faulty):
+    run = faulty(2, training__steps=100_000, checkpoint__every_steps=100_000)
+    ranks = run.start()
+    until(lambda: len(run.lines("train")) >= 5, "some steps")
+    os.kill(ranks.pids[0], signal.SIGSTOP)  # else it makes the lock again at its next beat
+    (run.run_dir / "lock").unlink()
+    with lock.RunLock(run.run_dir, "another"):
+        os.kill(ranks.pids[0], signal.SIGCONT)
+        assert run.wait(ranks) == [75, 75]
+        assert lock.read(run.run_dir / "lock").pid == os.getpid()
+    (event,) = run.events("lock_lost")
+    assert f"in use by pid {os.getpid()} on host {socket.gethostname()}" in event["reason"]
+    assert "was removed while this run was using it" in run.output()
+    assert (run.status()["state"], run.lines("end")) == ("running", [])  # they are the other's
+    assert list(run.checkpoints.glob("*")) == []
+
+
+def test_a_run_directory_that_is_deleted_during_the_run_is_there_again_at_the_next_save(
+    faulty, straight
+):
+    run = faulty(2, checkpoint__keep_best=0)
+    ranks = run.start("loop.step@step=11@rank=0=hang:3")
+    until(lambda: len(run.lines("train")) >= 9, "the step in which it waits")
+    shutil.rmtree(run.run_dir)
+    assert run.wait(ranks) == [0, 0]
+    (restored,) = run.events("files_restored")
+    assert restored["step"] == 12
+    needed = {"config.yaml", "auto.json", "manifest.json", "eval.safetensors", "status.json"}
+    assert needed | {"metrics.jsonl", "tokenizer/tokenizer.json"} <= set(restored["files"])
+    assert run.valid() == [f"step-{step:08d}" for step in (16, 20, 24)]
+    assert run.outcome().files == straight(2).files
+    assert (run.status()["state"], run.resumed()) == ("finished", [None])
+    assert run.launch() == [0, 0]  # nothing that a start needs is missing
+    assert run.resumed() == [None, "step-00000024"]
 
 
 def open_files(pid: int) -> set[str]:

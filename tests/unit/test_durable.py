@@ -28,3 +28,22 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
     durable.write(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_the_open_one(tmp_path):
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    with path.open("rb") as file:
+        assert durable.is_at(path, file.fileno())
+        assert not durable.is_gone(path)
+        path.rename(tmp_path / "moved")
+        assert durable.is_gone(path)
+        assert not durable.is_at(path, file.fileno())
+        path.write_bytes(b"")
+        assert not durable.is_at(path, file.fileno())
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.write_bytes(b"a file in place of the directory")
+        assert durable.is_gone(path)
+        assert not durable.is_at(path, file.fileno())

@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import Config
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# What torch's launcher tells a rank; beside it everything that begins with TORCHELASTIC_.
+_OF_A_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _KINDS = {
     "ddp": ("NO", "MULTI_CPU", "MULTI_GPU"),
     "fsdp": ("FSDP",),
@@ -102,6 +115,25 @@ def world_size(env: Mapping[str, str]) -> int:
     return number(env, "WORLD_SIZE") or 1
 
 
+def launcher_variables(env: Mapping[str, str]) -> list[str]:
+    """The variables of an environment that only a launcher sets."""
+    others = sorted(name for name in env if name.startswith("TORCHELASTIC_"))
+    return [name for name in _OF_A_LAUNCHER if name in env] + others
+
+
+def awaited(env: Mapping[str, str]) -> str:
+    """For whom the process with this environment waits before it is one of a group, and where."""
+    size = world_size(env)
+    place = f"at {env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
+    place = f"{place} (MASTER_ADDR, MASTER_PORT)"
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return f"its launcher {place}"
+    if number(env, "RANK") != 0:
+        return f"rank 0 {place}"
+    others = "rank 1" if size == 2 else f"all of the ranks 1 to {size - 1}"
+    return f"{others} {place}"
+
+
 def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
     """Which engine a strategy is of: whole replicas, FSDP2 or DeepSpeed."""
     if strategy in ("fsdp2", "fsdp2_offload", "hsdp"):
@@ -117,7 +149,8 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     for name in _SIZES:
         if env.get(name, "1") != "1" and number(env, name) != 1:
             expected = "1 or unset: no launcher started this process (LOCAL_RANK is not set)"
-            remedy = f"unset {name}, or use accelerate launch"
+            names = dict.fromkeys([name, *launcher_variables(env)])
+            remedy = f"unset {' '.join(names)}, or use accelerate launch"
             problems.append(Problem(name, env[name], expected, remedy))
     if "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
         expected = "several processes, but the launcher started one (WORLD_SIZE is not set)"

@@ -7,7 +7,11 @@ be able to say so: in a group that it never joins, its peers would wait for it u
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
@@ -15,8 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from llmtrain.agreement import count_votes
 from llmtrain.distributed.launch.attempts import meet_anew
+from llmtrain.distributed.launch.environment import awaited, launcher_variables
 from llmtrain.types import Alone, Ranks, Vote
 
+_TELL_AFTER_SECONDS = 5.0
+_STDERR = 2
+_log = logging.getLogger(__name__)
 _starts = itertools.count()  # of this process; equal on all ranks
 
 
@@ -62,13 +70,44 @@ class Meeting:
         return int(self.broadcast(b"%d" % max(map(int, heard), default=0)))
 
 
-def meet(timeout: timedelta) -> Ranks:
-    """The ranks of this launch. Raises torch's DistError if they do not come in time."""
+def meet(timeout: timedelta, tell_after: float = _TELL_AFTER_SECONDS) -> Ranks:
+    """The ranks of this launch. Raises torch's DistError if they do not come in time.
+
+    tell_after: seconds until this process says for whom it waits.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
-    meet_anew(timeout)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    with _telling(tell_after):
+        meet_anew(timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     # Each attempt has a store of its own, and its number may not stand in a key: a node that hears
     # of a lost peer before its own rank fails begins again without counting (torch 2.13, c10d).
     return Meeting(PrefixStore(f"llmtrain/start-{next(_starts)}", store), rank, world_size)
+
+
+@contextmanager
+def _telling(after: float) -> Iterator[None]:
+    """Say once what is waited for, if it takes longer: nobody may ever come.
+
+    That is so where the variables of an earlier launch are still in the environment of a shell.
+    """
+    rank, size = os.environ.get("RANK"), os.environ["WORLD_SIZE"]
+    text = (
+        f"rank {rank} of {size} has waited {after:g} s for {awaited(os.environ)}. If no launcher "
+        "started this process, its environment is left over from one: "
+        f"unset {' '.join(launcher_variables(os.environ))}"
+    )
+
+    def tell() -> None:
+        _log.warning(text)
+        if rank != "0":  # its log is not shown
+            os.write(_STDERR, f"rank {rank}: warning: {text}\n".encode())
+
+    timer = threading.Timer(after, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from llmtrain.distributed.launch.environment import check_environment, launcher_problems
+from llmtrain.distributed.launch.environment import (
+    awaited,
+    check_environment,
+    launcher_problems,
+    launcher_variables,
+    world_size,
+)
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
 from llmtrain.tools.launch.file import LaunchFile
 
@@ -19,6 +25,15 @@ _HELLO = b"hello"
 
 def environment(case: Case) -> Verdict:
     """Variables that a launcher left behind, or that contradict the config."""
+    if "LOCAL_RANK" in case.env and world_size(case.env) > 1:
+        rank, size = case.env.get("RANK"), world_size(case.env)
+        found = (
+            f"RANK = {rank}, WORLD_SIZE = {size}: a launcher started this, or left its variables "
+            f"behind, and llmtrain train would wait for {awaited(case.env)}"
+        )
+        names = " ".join(launcher_variables(case.env))
+        remedy = f"unset {names}; under a launcher: start llmtrain doctor by itself"
+        return error(found, remedy)
     if "LOCAL_RANK" in case.env:
         found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
         return warning(found, "start llmtrain doctor by itself, once on each machine")

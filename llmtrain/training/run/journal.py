@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtrain import durable
 from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
-from llmtrain.errors import RunError
+from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
 from llmtrain.metrics.trackers import Trackers, open_trackers
 from llmtrain.rundir.goodput import goodput
+from llmtrain.rundir.lock import RunLock
+from llmtrain.rundir.record import FILE_NAME as RECORD
 from llmtrain.rundir.record import Lines
-from llmtrain.rundir.status import write_status
+from llmtrain.rundir.restore import Originals
+from llmtrain.rundir.status import FILE_NAME as STATUS
+from llmtrain.rundir.status import read_status, write_status
 from llmtrain.types import Numbers
 
 if TYPE_CHECKING:
@@ -41,17 +46,22 @@ _STATUS_SECONDS = 1.0
 class Journal:
     """Lines, status and notes of one start; open from the claim of the run directory to the end."""
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
+    def __init__(self, run_dir: Path, rank: int, lock: RunLock | None = None) -> None:
+        """lock: of the run directory, at rank 0."""
         self.run_dir = run_dir
         self.rank = rank
         self.step = 0
         self.exit_code: int | None = None  # once the end was recorded
+        self._lock = lock
+        self._originals: Originals | None = None
+        self._locks_made = 0  # how many of `lock.made_again` are events already
         self._lines = Lines(run_dir) if rank == 0 else None
         self._progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
         self._started = time.perf_counter()
         self._told = 0.0
         self._untold: dict[str, object] = {}
+        self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
 
     @property
     def note(self) -> Any:
@@ -61,6 +71,12 @@ class Journal:
     def expect(self, steps: int) -> None:
         """Say how long the whole run is."""
         self._progress.steps = steps
+
+    def keep_files(self) -> None:
+        """Keep what a later start needs, for `check_directory` (rank 0). Raises RunError (74)."""
+        if self._lines is not None:
+            with needed_on_disk(self.run_dir):
+                self._originals = Originals(self.run_dir)
 
     def track(self, config: Config, step: int) -> None:
         """Open the trackers that the config asks for."""
@@ -99,14 +115,54 @@ class Journal:
         """Show that a checkpoint is complete."""
         self._progress.checkpoint(step)
 
+    def check_lock(self) -> None:
+        """Raise RunError (75) if another process has the run directory now (rank 0)."""
+        if self._lock is None:
+            return
+        if self._is_lost:
+            self.event("lock_lost", self.step, reason=self._lock.lost)
+            raise RunError(
+                f"the lock of {self.run_dir} was removed while this run was using it, and the "
+                f"directory is {self._lock.lost}",
+                RESTARTABLE,
+                "stop one of the two, then give the same command again: it resumes; "
+                "the lock of a live run must stay",
+            )
+        if self._lock.made_again > self._locks_made:
+            self._locks_made = self._lock.made_again
+            self.event("lock_made_again", self.step)
+
+    def check_directory(self) -> None:
+        """Before a save: write again what somebody has deleted of the run directory (rank 0).
+
+        That is an event. Raises RunError: 75 if another process has the directory now, 74 if the
+        disk refuses.
+        """
+        if self._lock is None or self._lines is None:
+            return
+        with needed_on_disk(self.run_dir):
+            self._lock.keep()
+            if self._is_lost:
+                self.check_lock()
+            restored = self._originals.restore() if self._originals else []
+        names = [path.relative_to(self.run_dir).as_posix() for path in restored]
+        if durable.is_gone(self.run_dir / STATUS):
+            self._said = write_status(self.run_dir, self._said, step=self.step)
+            names.append(STATUS)
+        if self._lines.begin_again():
+            names.append(RECORD)
+        self.check_lock()
+        if names:
+            self.event("files_restored", self.step, files=names)
+
     def status(self, **fields: object) -> None:
         """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
-        if self._lines is None:
+        if self._lines is None or self._is_lost:
             return
         first = not self._untold
         self._untold |= fields
         try:
-            write_status(self.run_dir, **self._untold)
+            self._said = write_status(self.run_dir, self._said, **self._untold)
         except RunError as error:
             if first:
                 self.event("status_not_written", self.step, reason=str(error.args[0]))
@@ -126,9 +182,13 @@ class Journal:
             self._lines.sync()
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
-        """The last line and the last status of this start."""
+        """The last line and status of this start; none where another process has the directory."""
         if self._lines is None:
             self.exit_code = exit_code
+            return
+        if self._is_lost:
+            self.exit_code = exit_code
+            self._close_trackers()
             return
         end = {"state": state, "exit_code": exit_code, "reason": reason}
         seconds = time.perf_counter() - self._started
@@ -136,10 +196,18 @@ class Journal:
         try:
             self.sync()
         finally:  # a supervisor believes the status: where there is room for it, it must be there
-            write_status(self.run_dir, **(self._untold | end | {"step": self.step}))
+            write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
-        # Here and not in `close`: accelerate's trackers ask for its process state, and would make a
-        # new process group, which waits for peers, once ours is gone.
+        self._close_trackers()
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether another process has the run directory now."""
+        return self._lock is not None and self._lock.lost is not None
+
+    def _close_trackers(self) -> None:
+        # At the end and not in `close`: accelerate's trackers ask for its process state, and would
+        # make a new process group, which waits for peers, once ours is gone.
         if self._trackers is not None:
             self._trackers.close()
 
@@ -148,6 +216,8 @@ class Journal:
         self._progress.close()
         if self._lines is not None:
             self._lines.close()
+        if self._originals is not None:
+            self._originals.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +250,12 @@ class RunLog:
         self.last_evaluation = evaluation
 
     def training(self, numbers: Numbers) -> None:
-        """A step's numbers: a line where one is due, an event where the update was skipped."""
+        """A step's numbers: a line where one is due, an event where the update was skipped.
+
+        Raises RunError (75) at rank 0 if another process has the run directory now.
+        """
         self._journal.step = numbers.step
+        self._journal.check_lock()
         self._span_seconds += numbers.seconds
         self._span_wait += numbers.data_wait_seconds
         over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)

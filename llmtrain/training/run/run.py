@@ -273,7 +273,9 @@ def open_run(config: Config) -> Iterator[Run]:
         if place is None:  # rank 0 has its own removed with the lock held
             failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
         signals.before_exit = partial(failures.write, run_dir, rank)
-        journal = stack.enter_context(closing(Journal(run_dir, rank)))
+        journal = stack.enter_context(
+            closing(Journal(run_dir, rank, place.lock if place else None))
+        )
         watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes))
         if place is not None:
             journal.step = place.step

@@ -29,6 +29,7 @@ def announce(run: Run, seconds: float) -> None:
     journal, first = run.journal, run.first_step
     journal.step = first
     on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
+    on_rank_zero(run.ranks, journal.keep_files)
     shape = run.planned.shape  # the model's own tensors may be a part of theirs
     journal.write(
         "start",
@@ -62,8 +63,8 @@ def tell_what_changed(
 ) -> None:
     """Events for what is not as it was when the run began, or not as one would expect."""
     event, first = run.journal.event, run.first_step
-    if place is not None and place.takeover is not None:
-        event("lock_taken_over", first, reason=place.takeover.reason)
+    if place is not None and place.lock.takeover is not None:
+        event("lock_taken_over", first, reason=place.lock.takeover.reason)
     if place is not None and place.pace is not None:
         warn_of_grace(run, *place.pace)
     if not same_randomness:

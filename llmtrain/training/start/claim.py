@@ -26,7 +26,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError, needed_on_disk
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir import record as jsonl
-from llmtrain.rundir.lock import RunLock, Takeover
+from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.status import read_status, start_status
 
 # Set for the processes of a restart: by torch's launcher and by `llmtrain supervise`.
@@ -35,7 +35,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """checkpoint: the newest that the record names · takeover: whose stale lock was taken.
+    """lock: held for as long as the run lives · checkpoint: the newest that the record names.
 
     begun: an earlier start came as far as the first step · steps: how long it said that the run is
     · pace: seconds of the last save and the last step, None before there are both.
@@ -45,7 +45,7 @@ class Place:
     run_id: str
     step: int
     checkpoint: str | None
-    takeover: Takeover | None
+    lock: RunLock
     begun: bool = False
     steps: int | None = None
     pace: tuple[float, float] | None = None
@@ -76,7 +76,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         steps = steps if isinstance(steps, int) else None
         step = known.get("step", 0)
         begun, pace = bool(started), _pace(record)
-        yield Place(run_dir, run_id, step, newest, lock.takeover, begun, steps, pace)
+        yield Place(run_dir, run_id, step, newest, lock, begun, steps, pace)
 
 
 def asked_resume(config: Config, environ: Mapping[str, str]) -> str:

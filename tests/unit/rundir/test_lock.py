@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -316,3 +317,44 @@ def test_a_holder_elsewhere_that_ends_while_it_is_watched_is_waited_for_no_longe
     with RunLock(tmp_path, "ours", wait=wait) as held:
         assert "ended" in held.takeover.reason
     assert len(waits) == 1
+
+
+def wait_until(true):
+    for _ in range(3000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for 30 s")
+
+
+def test_a_lock_that_is_removed_is_made_again_and_keeps_others_out(tmp_path, caplog):
+    with RunLock(tmp_path, "ours", beat_seconds=0.01) as held:
+        (tmp_path / "lock").unlink()
+        wait_until(lambda: held.made_again)
+        assert held.lost is None
+        assert "was removed while this run holds it" in caplog.text
+        with pytest.raises(UserError, match=f"in use by pid {os.getpid()}"):
+            RunLock(tmp_path, "second").check()
+    assert (tmp_path / "lock").read_bytes() == b""
+
+
+def test_a_lock_that_is_removed_and_taken_by_another_process_is_lost(tmp_path, request):
+    with RunLock(tmp_path, "ours", beat_seconds=60) as held:
+        (tmp_path / "lock").unlink()
+        other = request.getfixturevalue("holder")
+        held.keep()
+        theirs = lock.read(tmp_path / "lock")
+        assert theirs.pid == other.pid
+        assert held.lost == f"in use by pid {other.pid} on host {theirs.host} since {theirs.since}"
+    assert lock.read(tmp_path / "lock") == theirs  # a lost lock changes nothing of the other's
+
+
+def test_a_run_directory_that_is_deleted_is_left_to_the_next_save(tmp_path):
+    run_dir = tmp_path / "run"
+    with RunLock(run_dir, "ours", beat_seconds=0.001) as held:
+        (run_dir / "lock").unlink()
+        run_dir.rmdir()
+        time.sleep(0.1)
+        assert not run_dir.exists()
+        held.keep()
+        assert lock.read(run_dir / "lock").pid == os.getpid()

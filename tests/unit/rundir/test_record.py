@@ -147,3 +147,33 @@ def test_a_line_without_kind_time_or_step_is_no_line_of_a_record(tmp_path, caplo
 
 def test_no_file_means_no_record(tmp_path):
     assert record(tmp_path) == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_path, replaced):
+    path = tmp_path / FILE_NAME
+    with Lines(tmp_path) as lines:
+        lines.write("start", 0, run_id="one")
+        lines.write("train", 1, loss=1.0)
+        assert not lines.begin_again()
+        before = path.read_text().splitlines()
+        path.rename(tmp_path / "moved") if replaced else path.unlink()
+        lines.write("train", 2, loss=1.0)  # nobody has noticed yet
+        if replaced:
+            path.write_text('{"torn')
+        assert lines.begin_again()
+        assert not lines.begin_again()
+        lines.write("train", 3, loss=1.0)
+    found = path.read_text().splitlines()
+    assert found[0] == before[0]
+    assert [line["step"] for line in read(path)] == [0, 3]
+
+
+def test_a_record_that_cannot_begin_again_is_a_failure_of_the_disk(tmp_path):
+    with Lines(tmp_path) as lines:
+        lines.write("start", 0)
+        (tmp_path / FILE_NAME).unlink()
+        (tmp_path / FILE_NAME).mkdir()
+        with pytest.raises(RunError) as caught:
+            lines.begin_again()
+    assert caught.value.exit_code == 74

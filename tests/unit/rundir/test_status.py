@@ -91,3 +91,13 @@ def test_a_field_of_another_type_counts_as_missing_and_the_others_stay(tmp_path)
     told = start_status(tmp_path, run_id="other", strategy=None, world_size=1)
     kept = {key: told[key] for key in ("run_id", "step", "checkpoint", "restarts")}
     assert kept == {"run_id": "mine", "step": 0, "checkpoint": None, "restarts": 0}
+
+
+def test_a_status_that_was_deleted_keeps_what_was_written_last(tmp_path):
+    before = start_status(tmp_path, run_id="one", strategy="ddp", world_size=2)
+    (tmp_path / FILE_NAME).unlink()
+    write_status(tmp_path, before, step=7)
+    known = read_status(tmp_path)
+    assert (known["run_id"], known["strategy"], known["step"]) == ("one", "ddp", 7)
+    write_status(tmp_path, before, checkpoint="step-00000007")
+    assert read_status(tmp_path)["step"] == 7  # where there is a file, it counts

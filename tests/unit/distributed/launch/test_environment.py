@@ -11,7 +11,9 @@ from helpers.config import loaded
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.launch.environment import (
     allowed_strategies,
+    awaited,
     check_environment,
+    launcher_problems,
     verify_launch,
     world_size,
 )
@@ -298,3 +300,24 @@ def test_an_explicit_strategy_is_the_only_one(tmp_path, env):
 def test_without_a_launcher_there_is_one_process():
     assert world_size({}) == 1
     assert world_size(TORCHRUN) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": "0"}, "rank 1 at there:29500 (MASTER_ADDR, MASTER_PORT)"),
+        ({"RANK": "1"}, "rank 0 at there:29500 (MASTER_ADDR, MASTER_PORT)"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "all of the ranks 1 to 3 at there:29500"),
+        ({"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "its launcher at there:29500"),
+    ],
+)
+def test_whom_a_process_waits_for_is_named(changes, said):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "there", "MASTER_PORT": "29500"} | changes
+    assert awaited(env).startswith(said)
+
+
+def test_all_variables_that_a_launcher_left_are_named(tmp_path):
+    left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "there", "TORCHELASTIC_RUN_ID": "none"}
+    (problem,) = launcher_problems({**left, "HOME": "/root"})
+    names = "WORLD_SIZE RANK MASTER_ADDR TORCHELASTIC_RUN_ID"
+    assert problem.remedy == f"unset {names}, or use accelerate launch"

@@ -45,8 +45,18 @@ def test_what_contradicts_the_config_is_refused_as_at_a_start(tmp_path):
 
 
 def test_under_a_launcher_it_says_so():
-    looked = launches.environment(case(env={"LOCAL_RANK": "0", "WORLD_SIZE": "2"}))
+    looked = launches.environment(case(env={"LOCAL_RANK": "0", "WORLD_SIZE": "1"}))
     assert looked.state == "warning"
+    assert "by itself" in looked.remedy
+
+
+def test_variables_with_which_a_start_would_wait_for_others_are_an_error():
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "PATH": "/bin"}
+    env |= {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+    looked = launches.environment(case(env=env))
+    assert looked.state == "error"
+    assert "would wait for rank 0 at 10.0.0.7:29500" in looked.found
+    assert "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT;" in looked.remedy
     assert "by itself" in looked.remedy
 
 

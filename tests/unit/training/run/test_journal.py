@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,11 @@ from helpers.tiny import lines, status
 from llmtrain.errors import RunError
 from llmtrain.metrics import memory
 from llmtrain.report.collect import collect
+from llmtrain.rundir import record as jsonl
+from llmtrain.rundir.lock import RunLock
+from llmtrain.rundir.lock import read as read_lock
 from llmtrain.rundir.record import Lines
+from llmtrain.rundir.status import start_status
 from llmtrain.training.run.journal import Expected, Journal, RunLog
 
 GIB = 2**30
@@ -103,3 +109,66 @@ def test_a_record_that_the_disk_refuses_still_leaves_a_status_that_says_how_it_e
 
 def refused(_lines: Lines) -> None:
     raise RunError("no room", 74, "")
+
+
+def test_a_run_whose_lock_another_has_ends_with_75_an_event_and_no_word_in_its_status(tmp_path):
+    lock: Any = SimpleNamespace(lost=None, made_again=0, keep=lambda: None)
+    with closing(Journal(tmp_path, 0, lock)) as journal:
+        journal.status(step=1)
+        journal.check_lock()
+        lock.made_again = 1
+        journal.check_lock()
+        journal.check_directory()
+        lock.lost = "in use by pid 12 on host there"
+        for check in (journal.check_lock, journal.check_directory):
+            with pytest.raises(RunError, match="in use by pid 12 on host there") as caught:
+                check()
+            assert caught.value.exit_code == 75
+        journal.status(step=2)
+        journal.end("failed", 75, "lost")
+    assert journal.exit_code == 75
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("running", 1)
+    events = [line["event"] for line in lines(tmp_path, "event")]
+    assert events == ["lock_made_again", "lock_lost", "lock_lost"]
+    assert lines(tmp_path, "end") == []
+
+
+def test_a_run_directory_that_was_deleted_is_there_again_before_a_save(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("run: {}\n")
+    with RunLock(run_dir, "one", beat_seconds=60) as lock:
+        start_status(run_dir, run_id="one", strategy="ddp", world_size=1)
+        with closing(Journal(run_dir, 0, lock)) as journal:
+            journal.write("start", 0, run_id="one")
+            journal.keep_files()
+            journal.check_directory()
+            assert lines(run_dir, "event") == []
+            shutil.rmtree(run_dir)
+            journal.step = 8
+            journal.status(step=8)  # refused, and no reason to end
+            journal.check_directory()
+            journal.check_directory()
+            assert (run_dir / "config.yaml").read_text() == "run: {}\n"
+            assert (status(run_dir)["run_id"], status(run_dir)["step"]) == ("one", 8)
+            assert read_lock(run_dir / "lock").pid == os.getpid()
+    first, *rest = jsonl.record(run_dir)
+    assert (first["kind"], first["run_id"]) == ("start", "one")
+    assert [(line["event"], line["detail"]) for line in rest] == [
+        ("lock_made_again", {}),
+        ("files_restored", {"files": ["config.yaml", "status.json", "metrics.jsonl"]}),
+    ]
+
+
+def test_a_run_directory_that_cannot_be_made_again_ends_the_run_with_74(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    lock: Any = SimpleNamespace(lost=None, made_again=0, keep=lambda: None)
+    with closing(Journal(run_dir, 0, lock)) as journal:
+        (run_dir / "config.yaml").touch()
+        journal.keep_files()
+        shutil.rmtree(run_dir)
+        run_dir.write_bytes(b"in the way")
+        with pytest.raises(RunError, match=str(run_dir)) as caught:
+            journal.check_directory()
+    assert caught.value.exit_code == 74

@@ -22,7 +22,7 @@ def test_a_claim_makes_the_directory_and_says_that_the_run_is_starting(tmp_path:
     run_dir = tmp_path / "a" / "run"
     with claim(config(run_dir), 2, "ddp") as place:
         assert place.checkpoint is None
-        assert place.takeover is None
+        assert place.lock.takeover is None
         told = read_status(run_dir)
         assert (told["state"], told["run_id"], told["world_size"]) == ("running", place.run_id, 2)
     assert (run_dir / "config.yaml").is_file()

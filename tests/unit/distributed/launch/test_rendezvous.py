@@ -1,0 +1,33 @@
+"""What a process says that waits for others; that ranks meet is in tests/distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from helpers.ranks import free_port
+from torch.distributed import DistError
+
+from llmtrain.distributed.launch.rendezvous import meet
+
+
+@pytest.mark.parametrize(("rank", "other"), [(0, "rank 1"), (1, "rank 0")])
+def test_a_process_that_waits_says_for_whom_where_and_what_to_unset(
+    monkeypatch, caplog, capfd, rank, other
+):
+    port = free_port()
+    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistError):
+        meet(timedelta(seconds=2), tell_after=0.1)
+    said = caplog.text if rank == 0 else capfd.readouterr().err
+    assert f"rank {rank} of 2 has waited 0.1 s for {other} at 127.0.0.1:{port}" in said
+    assert said.count("unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT\n") == 1
+
+
+def test_a_process_alone_waits_for_nobody(monkeypatch, caplog):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert meet(timedelta(seconds=2), tell_after=0).world_size == 1
+    assert caplog.text == ""
