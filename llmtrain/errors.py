@@ -15,6 +15,22 @@ from pathlib import Path
 
 DISK_FAILED = 74
 RESTARTABLE = 75
+_LINES = "\n"  # what has several lines keeps them
+
+
+def harmless(text: str, keep: str = "") -> str:
+    """The text without anything that a terminal would obey: what is not printable as an escape.
+
+    Names of files and texts come from elsewhere, and may move the cursor or turn the direction of
+    writing. keep: characters that stay as they are, `\\n` where a message has several lines.
+    """
+    return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
+
+
+def _escape(char: str) -> str:
+    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(char) or (
+        f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +48,9 @@ class Problem:
 
     def __str__(self) -> str:
         head = self.key if self.value is None else f"{self.key} = {self.value}"
-        lines = [f"  {head}", f"    expected: {self.expected}"]
+        lines = [f"  {harmless(head)}", f"    expected: {harmless(self.expected, keep=_LINES)}"]
         if self.remedy:
-            lines.append(f"    try:      {self.remedy}")
+            lines.append(f"    try:      {harmless(self.remedy, keep=_LINES)}")
         return "\n".join(lines)
 
 
@@ -50,7 +66,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        title = f"{count} in {self.where}" if self.where else count
+        title = f"{count} in {harmless(self.where)}" if self.where else count
         return "\n".join([title, *(str(problem) for problem in self.problems)])
 
 
@@ -69,7 +85,7 @@ class RunError(Exception):
         return RunError, (self.args[0], self.exit_code, self.remedy)  # it may cross processes
 
     def __str__(self) -> str:
-        return f"{self.args[0]}\n    next:     {self.remedy}"
+        return harmless(f"{self.args[0]}\n    next:     {self.remedy}", keep=_LINES)
 
 
 @contextmanager
@@ -93,4 +109,4 @@ class PeerError(RunError):
         self.rank = rank
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return harmless(str(self.args[0]), keep=_LINES)

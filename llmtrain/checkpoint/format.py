@@ -264,6 +264,8 @@ def _manifest(found: dict[str, Any]) -> Manifest:
         manifest = Manifest(str(found["run_id"]), int(found["step"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(MANIFEST, f"a field is missing or of another type ({error})") from error
+    if not files:
+        raise DamagedError(MANIFEST, "lists no file")
     if len(files) > MAX_FILES:
         raise DamagedError(MANIFEST, f"{len(files)} files, more than {MAX_FILES}")
     for name, entry in files.items():

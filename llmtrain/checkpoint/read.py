@@ -117,6 +117,11 @@ def verify(
             told(extent.length)
             if damage:
                 wrong.setdefault(name, damage)
+    if form.STATE in manifest.files and not wrong:
+        found_format = form.state(path).get("format")
+        if found_format != form.FORMAT:
+            error = OtherFormatError(found_format, manifest.run_id)
+            raise UserError(candidates.other_format(path, error))
     return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.errors import harmless
+
 if TYPE_CHECKING:
     from llmtrain.tools.checkpoints.look import Listing, Row, Verified
     from llmtrain.tools.checkpoints.prune import Pruned
@@ -120,7 +122,7 @@ def rehearse(
     from llmtrain.tools.checkpoints.rehearse import rehearse as prove
 
     def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(harmless(text), file=sys.stderr, flush=True)
 
     found = prove(config, overrides or [], kill_at, to, processes, tell)
     show([json.dumps(found.to_json())] if as_json else rehearsal(found))
@@ -147,9 +149,15 @@ def listing(found: Listing) -> Iterator[str]:
 def verified(one: Verified) -> Iterator[str]:
     """One line, and below it a line for each file that is not what was written."""
     state = "damaged" if one.problems else "ok"
-    yield f"{one.name:<16}{state:<9}{_bytes(one.bytes)} in {one.seconds:.1f} s"
+    if one.other_format:
+        state = "another format"
+    yield f"{one.name:<16}{state:<8} {_bytes(one.bytes)} in {one.seconds:.1f} s"
     for problem in one.problems:
-        yield f"    {problem.key}: {problem.value}"
+        if one.other_format:
+            yield f"    {problem.value}; this needs {problem.expected}"
+            yield f"    try: {problem.remedy}"
+        else:
+            yield f"    {problem.key}: {problem.value}"
 
 
 def pruned(found: Pruned) -> Iterator[str]:
@@ -219,7 +227,7 @@ def _progress() -> Callable[[str, int, int], None]:
             return
         next_time = now + _SECONDS_BETWEEN[moves]
         begin, end = ("\r\033[K", "") if moves else ("", "\n")
-        words = f"{name}: {_bytes(done)} of {_bytes(size)}"
+        words = f"{harmless(name)}: {_bytes(done)} of {_bytes(size)}"
         print(f"{begin}{words}", end=end, file=sys.stderr, flush=True)
 
     return tell

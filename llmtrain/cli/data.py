@@ -169,7 +169,8 @@ def _show(values: dict[str, Any], as_json: bool, out: Path) -> None:
     if as_json:
         print(json.dumps(values))
         return
-    for name in values["files"]:
-        print(out / name)
+    from llmtrain.cli.escapes import show
+
+    show(str(out / name) for name in values["files"])
     facts = [f"{value:,} {key}" for key, value in values.items() if isinstance(value, int)]
     print(f"{', '.join(facts)} in {values['seconds']:.1f} s")

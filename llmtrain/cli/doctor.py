@@ -41,7 +41,8 @@ def show(
         checks.append(check)
         tell("")
         if not as_json:
-            print_lines(lines(check, colours=_in_colours()))
+            # The colours alone: what was found is harmless before it is coloured.
+            print_lines(lines(check, colours=_in_colours()), keep="\033")
     diagnosis = Diagnosis(tuple(checks))
     print_lines([json.dumps(diagnosis.to_json()) if as_json else summary(checks)])
     return 2 if diagnosis.failed else 0

@@ -6,24 +6,33 @@ moves the cursor nor turns the direction of writing. No colours are used.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from unicodedata import combining, east_asian_width
 
+from llmtrain.errors import harmless
+
 WIDTH = 80
 
 
-def show(lines: Iterable[str]) -> None:
-    """Print lines; what the terminal's encoding lacks is written as an escape."""
+def show(lines: Iterable[str], keep: str = "") -> None:
+    """Print lines, without anything that a terminal would obey.
+
+    What the terminal's encoding lacks is written as an escape. keep: as in `harmless`.
+    """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     for line in lines:
-        print(line)
+        print(harmless(line, keep))
 
 
-def harmless(text: str) -> str:
-    """The text in one line, without anything that a terminal would obey."""
-    return "".join(char if char.isprintable() else _escape(char) for char in text)
+class LogLine(logging.Formatter):
+    """A line of the log for a terminal, where no run has set up its log file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message alone."""
+        return harmless(super().format(record), keep="\n")
 
 
 def columns(text: str) -> int:
@@ -57,9 +66,3 @@ def _columns(char: str) -> int:
     if combining(char):
         return 0
     return 2 if east_asian_width(char) in "WF" else 1
-
-
-def _escape(char: str) -> str:
-    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(char) or (
-        f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
-    )

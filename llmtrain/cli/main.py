@@ -6,6 +6,7 @@ command that needs it.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from llmtrain.cli import checkpoints, data
+from llmtrain.cli.escapes import LogLine
+from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.launch.launch import Ended
@@ -169,7 +172,7 @@ def supervise(
     """Run a command; start it again while that may help. Exit code: that of the run."""
     from llmtrain.tools.launch.supervise import supervise as start
 
-    ended = start(command, run, lambda line: print(f"supervise: {line}", file=sys.stderr))
+    ended = start(command, run, lambda line: print(f"supervise: {harmless(line)}", file=sys.stderr))
     raise typer.Exit(ended.exit_code)
 
 
@@ -200,12 +203,14 @@ app.add_typer(
 def _end(ended: Ended) -> NoReturn:
     """The last words of a launched run come after those of its launcher."""
     if ended.message:
-        print(ended.message, file=sys.stderr)
+        print(harmless(ended.message, keep="\n"), file=sys.stderr)
     raise typer.Exit(ended.exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; never returns. arguments: without the program's name; None = sys.argv."""
+    if logging.lastResort is not None:  # what a library warns of reaches the terminal through it
+        logging.lastResort.setFormatter(LogLine())
     try:
         app(args=arguments, prog_name="llmtrain")
     except Exception as error:

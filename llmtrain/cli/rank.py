@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain.config import secrets
-from llmtrain.errors import PeerError, RunError, UserError
+from llmtrain.errors import PeerError, RunError, UserError, harmless
 from llmtrain.tools.launch.last_words import leave
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def described(error: Exception, log: Path | None = None) -> tuple[int, str]:
         return error.exit_code, "" if who else hide(f"error: {error}")
     if isinstance(error, RunError):
         return error.exit_code, hide(f"{who}error: {error}")
-    print(hide("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    lines = harmless("".join(traceback.format_exception(error)), keep="\n\t")
+    print(hide(lines), end="", file=sys.stderr)
     where = f"; more in {log}" if log is not None and log.is_file() else ""
     return 1, (
         f"{who}error: {type(error).__name__}: a defect of llmtrain or of a library\n"

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from llmtrain.config.binding import way_out
-from llmtrain.config.schema import Config
-from llmtrain.data.sources.local import File, is_index, locate
+from llmtrain.config.binding import changes, data_values, way_out
+from llmtrain.config.schema import Config, SourceConfig
+from llmtrain.data.sources.local import SAMPLE, File, is_index, is_local, locate, resolve
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
 
@@ -170,6 +170,34 @@ def glance(path: Path) -> Stored:
     """Read a stored manifest's own facts."""
     stored = json.loads(path.read_text("utf-8"))
     return Stored(stored["made_with"], stored["lanes"])
+
+
+def has_other_sources(path: Path, config: Config) -> bool:
+    """Whether the config has other sources than those that a stored manifest was made from.
+
+    A source is another one if the number of sources or one of its keys differs, or if its path
+    does and other files are there. Files that were moved are the same source.
+    """
+    stored = json.loads(path.read_text("utf-8"))
+    found = changes(stored["made_with"], data_values(config))
+    if any(change.key.startswith("data.sources.") for change in found):
+        return True
+    pairs = zip(stored["sources"], config.data.sources, strict=True)
+    return any(
+        now.path != entry["path"] and not _was_moved(entry, now, f"data.sources.{k}.path")
+        for k, (entry, now) in enumerate(pairs)
+    )
+
+
+def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
+    """Whether exactly the files of a stored source are at another path of this machine."""
+    if entry["remote"] or not (now.path == SAMPLE or is_local(now.path)):
+        return False
+    try:
+        files = resolve(now, key).files
+    except UserError:
+        return False  # whoever reads the source reports what is wrong with it
+    return files == tuple(File(**file) for file in entry["files"])
 
 
 def load(path: Path, config: Config) -> Manifest:

@@ -30,7 +30,7 @@ from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
 from llmtrain.data.token_cache.source import check_tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, harmless
 from llmtrain.hashing import mix
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
                 log.warning(
                     "%s of source %s is in source %s too: what is held out of one of them can be "
                     "trained on through the other",
-                    *(source.where(index), source.label, other),
+                    *map(harmless, (source.where(index), source.label, other)),
                 )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmtrain.config import secrets
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, harmless
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _BUFFERED_LINES = 10_000
@@ -94,7 +94,7 @@ class _Formatter(logging.Formatter):
         self._hide = hide
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._hide(super().format(record))
+        return harmless(self._hide(super().format(record)), keep="\n\t")
 
 
 class _Screen(logging.Handler):

@@ -26,8 +26,9 @@ _log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_DRAWS = 0.25
 _BAR = 5
-# All control characters but the newline: a sample or a path must not move somebody's cursor.
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+# All control characters but the newline, and those that turn the direction of writing: a sample or
+# a path must not move somebody's cursor.
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class Progress:

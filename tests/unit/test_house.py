@@ -37,8 +37,24 @@ def tracked():
             yield path, data.decode("utf-8", errors="replace")
 
 
-def test_the_base_installation_has_at_most_19_direct_dependencies():
-    assert len(DIRECT) <= 19
+def test_the_base_installation_has_at_most_20_direct_dependencies():
+    assert len(DIRECT) <= 20
+
+
+def test_deepspeed_is_in_the_base_installation_on_linux_and_its_extra_is_an_empty_alias():
+    from packaging.requirements import Requirement
+
+    (found,) = (one for one in map(Requirement, DIRECT) if one.name == "deepspeed")
+    assert found.marker is not None
+    assert found.marker.evaluate({"sys_platform": "linux"})
+    assert not found.marker.evaluate({"sys_platform": "darwin"})
+    assert PROJECT["optional-dependencies"]["deepspeed"] == []
+
+
+def test_nothing_sends_anybody_to_the_extra_of_deepspeed():
+    sent = re.compile(r"llmtrain\[[a-z,]*deepspeed|extra `deepspeed`|\.\[[a-z,]*deepspeed")
+    own = Path(__file__)
+    assert [path.name for path, text in tracked() if path != own and sent.search(text)] == []
 
 
 def test_every_dependency_has_a_lower_bound():

@@ -31,7 +31,7 @@ from llmtrain.data.remote.request import (
 from llmtrain.data.remote.retry import ATTEMPT_SECONDS, back_off, pause
 from llmtrain.data.sources import local
 from llmtrain.data.sources.local import NOT_DATA, SHOWN, File, Resolved, bounded, file_format
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, harmless
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -203,7 +203,7 @@ def _warn_of_left_out(
         place = root if folder == "." else f"{root}/{folder}"
         entries = _retried(partial(system.ls, place, detail=True), place, stop)
         there = _names(entries, root)
-        left += [name for name in there if _is_other_data(name, chosen, kinds)]
+        left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
     if left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
         log.warning(

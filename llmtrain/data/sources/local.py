@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from llmtrain.config.schema import SourceConfig
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, harmless
 
 SAMPLE = "sample"
 EDGE_BYTES = 64 * 1024
@@ -231,7 +231,7 @@ def _no_file(path: Path, key: str) -> Problem:
     """A link to nothing, a FIFO, a socket or a device."""
     what = "it is a FIFO, a socket or a device"
     if not path.exists():
-        what = f"it is a link to {_shown(path.readlink())}, which is not there"
+        what = f"it is a link to {harmless(_shown(path.readlink()))}, which is not there"
     expected = f"a file that can be read; {what}"
     return Problem(key, str(path), expected, "repair it, move it away, or remove it")
 
@@ -265,7 +265,9 @@ def _is_data(path: Path, root: Path) -> bool:
 
 def _listing(directory: Path) -> str:
     """What lies in a directory, for a message."""
-    names = sorted(_shown(Path(entry.name)) + "/" * entry.is_dir() for entry in directory.iterdir())
+    names = sorted(
+        harmless(_shown(Path(entry.name))) + "/" * entry.is_dir() for entry in directory.iterdir()
+    )
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more if names else "nothing"
 

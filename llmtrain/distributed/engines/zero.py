@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch.utils import cpp_extension
 
+from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
 from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET
 from llmtrain.errors import Problem, UserError
 
@@ -31,7 +32,6 @@ _LIVE = 1_000_000_000  # elements; DeepSpeed's own stage3_max_live_parameters
 _BUILD_SECONDS = 600.0  # a build of an extension takes one minute; other nodes' are not seen here
 _YAML = "ACCELERATE_DEEPSPEED_"  # what accelerate makes of `deepspeed_config:` in its YAML
 _ADAM = "cpu_adam"
-_INSTALL = "pip install 'llmtrain[deepspeed]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,9 @@ def refuse(strategy: str, *, cpu: bool) -> None:
 def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
     """What keeps DeepSpeed from working on this machine."""
     if importlib.util.find_spec("deepspeed") is None:
-        yield Problem("distributed.strategy", strategy, "DeepSpeed, which is not here", _INSTALL)
+        yield Problem(
+            "distributed.strategy", strategy, "DeepSpeed, which is not here", INSTALL_DEEPSPEED
+        )
         return
     if cpu and torch.cuda.is_available():
         expected = "no visible GPU where a CPU was asked for: DeepSpeed would mix the two"

@@ -50,6 +50,11 @@ _KINDS = {
 _PLAIN = "a plain launch, which leaves every strategy open (accelerate_configs/ddp.yaml)"
 _WHERE = "the launch"
 
+# It comes with llmtrain on Linux, and does not run elsewhere.
+INSTALL_DEEPSPEED = (
+    "pip install 'deepspeed>=0.19,<0.20' on Linux, distributed.strategy=fsdp2 elsewhere"
+)
+
 
 def check_environment(env: Mapping[str, str], config: Config) -> None:
     """Refuse an environment that cannot lead to the run that was asked for.

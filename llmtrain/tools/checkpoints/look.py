@@ -93,12 +93,17 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One checkpoint, compared byte by byte. problems: key = file, value = what is wrong."""
+    """One checkpoint, compared byte by byte.
+
+    problems: key = file, value = what is wrong. other_format: it is intact, but another llmtrain
+    wrote it; its one problem says which format, and what to do.
+    """
 
     name: str
     bytes: int
     seconds: float
     problems: tuple[Problem, ...]
+    other_format: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """One row of `llmtrain checkpoints verify --json`."""
@@ -304,15 +309,16 @@ def verified(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]
     for name in names:
         path, size, start = root / name, _bytes(root / name), time.perf_counter()
         try:
-            problems = _problems(path, functools.partial(told, name, size))
+            problems, other_format = _problems(path, functools.partial(told, name, size))
         except OSError as error:
             if path.is_dir():
                 raise _no_answer(path, error) from error
         if path.is_dir():
-            yield Verified(name, size, time.perf_counter() - start, problems)
+            yield Verified(name, size, time.perf_counter() - start, problems, other_format)
 
 
-def _problems(path: Path, told: Callable[[int], object]) -> tuple[Problem, ...]:
+def _problems(path: Path, told: Callable[[int], object]) -> tuple[tuple[Problem, ...], bool]:
+    """What is wrong with a checkpoint, and whether that is only its format."""
     done = 0
 
     def more(size: int) -> None:
@@ -321,9 +327,9 @@ def _problems(path: Path, told: Callable[[int], object]) -> tuple[Problem, ...]:
         told(done)
 
     try:
-        return tuple(read.verify(path, told=more))
-    except UserError as error:  # of a newer llmtrain
-        return error.problems
+        return tuple(read.verify(path, told=more)), False
+    except UserError as error:
+        return error.problems, True
 
 
 def _there(names: Sequence[str]) -> str:

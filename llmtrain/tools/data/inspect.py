@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config.schema import Config
-from llmtrain.tools.data.scratch import aside
+from llmtrain.tools.data.scratch import aside_unless_other
 
 if TYPE_CHECKING:
     from llmtrain.data.audit.census import Census
@@ -111,8 +110,9 @@ class Inspection:
 def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspection:
     """Look at about `documents` of each source (0: all) and at the first `blocks` blocks.
 
-    Uses what a run in `config.run.dir` decided, if one began there. Raises UserError for what is
-    wrong with the data, and for a config with which that run would refuse to go on.
+    Uses what a run in `config.run.dir` decided, if one with the same sources began there. Raises
+    UserError for what is wrong with the data, and for a config of the same sources with which that
+    run would refuse to go on.
     """
     from llmtrain.data.documents.reader import reading_of
     from llmtrain.data.survey import check
@@ -120,7 +120,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
 
     workers = 0 if config.data.workers == "auto" else config.data.workers
-    with aside(Path(str(config.run.dir))) as directory:
+    with aside_unless_other(config) as directory:
         prepare(config, directory, max(1, workers), config.model.revision)
         manifest = load_manifest(config, directory)
         tokenizer = open_tokenizer(directory / TOKENIZER, manifest.tokenizer.backend)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmtrain.config.schema import Config
+
 FILES = ("manifest.json", "skipped-units.jsonl")
 
 
@@ -21,6 +23,25 @@ def aside(run_dir: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         _copy(run_dir.absolute(), Path(folder))
         yield Path(folder)
+
+
+@contextmanager
+def aside_unless_other(config: Config) -> Iterator[Path]:
+    """The same for the run in `config.run.dir`; an empty directory if that run has other sources.
+
+    A look at data is not part of a run, so a run that is there does not limit what it may look at.
+    """
+    from llmtrain.data.manifest import has_other_sources
+
+    run_dir = Path(str(config.run.dir))
+    manifest = run_dir / "manifest.json"
+    if manifest.exists() and has_other_sources(manifest, config):
+        with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+            (Path(folder) / "footers").mkdir()
+            yield Path(folder)
+    else:
+        with aside(run_dir) as directory:
+            yield directory
 
 
 def _copy(run_dir: Path, folder: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config.schema import Config
-from llmtrain.tools.data.scratch import aside
+from llmtrain.tools.data.scratch import aside_unless_other
 
 if TYPE_CHECKING:
     from llmtrain.data.stream import Stream
@@ -19,15 +18,16 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     """`with open_stream(config) as stream:` gives the batches that rank `rank` would train on.
 
     From the first step on: `next(stream)` is a `Batch` of this rank's blocks of one step. Uses the
-    manifest and tokenizer of `config.run.dir` if a run began there, else makes them in a temporary
-    directory; writes nothing to `run.dir`. Raises UserError for what is wrong with the data.
+    manifest and tokenizer of `config.run.dir` if a run with the same sources began there, else
+    makes them in a temporary directory; writes nothing to `run.dir`. Raises UserError for what is
+    wrong with the data.
     """
     from llmtrain.data.documents.reader import reading_of
     from llmtrain.data.stream import open_stream as open_blocks
     from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
 
     workers = 0 if config.data.workers == "auto" else config.data.workers
-    with aside(Path(str(config.run.dir))) as directory:
+    with aside_unless_other(config) as directory:
         prepare(config, directory, world_size * max(1, workers), config.model.revision)
         stream = open_blocks(
             load_manifest(config, directory),

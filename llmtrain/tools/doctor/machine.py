@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain import processes
 from llmtrain.checkpoint.retention import size
+from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, tried, warning
 from llmtrain.tools.doctor.place import room
 from llmtrain.tools.launch.launch import has_gpu
@@ -233,7 +234,7 @@ def _missing(name: str, case: Case) -> Verdict:
         return error(f"no {name}", f"pip install {name}")
     if _asks_for_deepspeed(case):
         found = f"no deepspeed, which distributed.strategy {case.strategy} is"
-        return error(found, "pip install 'llmtrain[deepspeed]', or distributed.strategy=fsdp2")
+        return error(found, INSTALL_DEEPSPEED)
     return ok("no deepspeed (only the zero strategies need it)")
 
 

@@ -28,7 +28,12 @@ from llmtrain import processes
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch.environment import contradictions, family, launcher_problems
+from llmtrain.distributed.launch.environment import (
+    INSTALL_DEEPSPEED,
+    contradictions,
+    family,
+    launcher_problems,
+)
 from llmtrain.distributed.launch.named import unsupported
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir.status import FILE_NAME, read_status
@@ -122,7 +127,7 @@ def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> l
     strategy = config.distributed.strategy
     if family(strategy) == "zero" and find_spec("deepspeed") is None:
         expected = "fsdp2 or ddp: the package deepspeed is not installed"
-        remedy = "pip install 'llmtrain[deepspeed]'"
+        remedy = INSTALL_DEEPSPEED
         found.append(Problem("distributed.strategy", strategy, expected, remedy))
     return found
 
@@ -143,7 +148,7 @@ def _check_deepspeed(file: LaunchFile) -> None:
     """accelerate's launcher imports it before any rank could say that it is missing."""
     if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
-        remedy = "pip install 'llmtrain[deepspeed]', or accelerate_configs/fsdp2.yaml"
+        remedy = f"{INSTALL_DEEPSPEED}, or accelerate_configs/fsdp2.yaml"
         raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
 
 

@@ -146,6 +146,7 @@ def test_an_intact_manifest_of_a_newer_format_is_no_damage():
         {"x": {"extents": []}},
         {"x": None},
         [],
+        {},
         {f"f{i}": {"size": 0, "extents": []} for i in range(form.MAX_FILES + 1)},
     ],
     ids=lambda files: str(files)[:30],

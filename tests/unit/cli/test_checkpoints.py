@@ -5,6 +5,7 @@ import json
 import pytest
 from helpers.checkpoints import RUN, flip, save, saved_run
 
+from llmtrain.checkpoint import format as form
 from llmtrain.cli.main import main
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints import rehearse as tool
@@ -91,6 +92,28 @@ def test_a_verification_says_ok_or_names_the_file_and_code_2(run, shown):
     assert line.startswith("step-00000012   damaged")
     assert below.startswith(f"    {MODEL}: the digest of bytes ")
     assert shown("verify", run, "step-00000024")[0] == 0
+
+
+def test_a_verification_names_a_format_that_this_llmtrain_does_not_read(run, shown):
+    path = run / "checkpoints" / "step-00000024"
+    state = {"format": 2, "run_id": RUN, "versions": {"llmtrain": "0.9\x1b[31m"}}
+    (path / form.STATE).write_bytes(form.canonical(state))
+    body = {"format": 2, "run_id": RUN, "step": 24, "files": {}}
+    digest = form.xxh3_128_hexdigest(form.canonical(body))
+    (path / form.MANIFEST).write_bytes(form.canonical({**body, "self": digest}))
+    code, out, _ = shown("verify", run, "step-00000024")
+    first, *below = out.splitlines()
+    assert code == 2
+    assert first.startswith("step-00000024   another format ")
+    assert "damaged" not in out
+    assert below == [
+        "    format 2, written by llmtrain 0.9\\x1b[31m; this needs format 1, the newest that this "
+        "llmtrain reads",
+        "    try: use llmtrain 0.9\\x1b[31m, or move it away to go on from an older one",
+    ]
+    (one,) = json.loads(shown("verify", run, "step-00000024", "--json")[1])["checkpoints"]
+    assert (one["valid"], len(one["problems"])) == (False, 1)
+    assert "format 2" in one["problems"][0]["wrong"]
 
 
 def test_a_verification_for_scripts(run, shown):

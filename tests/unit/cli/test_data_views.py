@@ -1,4 +1,5 @@
 import io
+import logging
 import sys
 from dataclasses import replace
 
@@ -6,6 +7,7 @@ import pytest
 
 from llmtrain.cli.data_views import inspection, step_documents
 from llmtrain.cli.escapes import clipped, columns, harmless, show, wrapped
+from llmtrain.cli.main import main
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
 from llmtrain.tools.data.which import Found, StepDocuments
 
@@ -134,6 +136,19 @@ def test_a_step_without_a_digest_of_its_own_is_said_to_be_unchecked(checked_at, 
     lines = list(step_documents(StepDocuments(6, "0" * 16, checked_at, 0, ())))
     assert lines[1].startswith(said)
     assert max(map(len, lines)) <= 80
+
+
+def test_a_warning_without_a_log_file_is_harmless(monkeypatch, capsys):
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler())
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    shown = logging.lastResort.format(logging.makeLogRecord({"msg": HOSTILE}))
+    assert shown == harmless(HOSTILE)
+
+
+def test_lines_are_printed_without_anything_that_a_terminal_obeys(capsys):
+    show([HOSTILE])
+    assert capsys.readouterr().out == harmless(HOSTILE) + "\n"
 
 
 def test_nothing_in_a_document_reaches_the_terminal_as_a_command(capsys):

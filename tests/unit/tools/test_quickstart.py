@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from llmtrain.config.load import load_config
@@ -20,3 +23,21 @@ def test_two_cpu_processes_train_the_packaged_config(monkeypatch):
     assert load_config(seen["config"], seen["overrides"]).run.dir == str(out)
     module.quickstart()
     assert load_config(seen["config"], seen["overrides"]).run.dir == "runs/quickstart"
+
+
+def test_the_quickstart_never_imports_deepspeed(tmp_path):
+    """It is installed everywhere on Linux; its import takes seconds and looks for a compiler."""
+    program = (
+        "import sys, llmtrain\n"
+        "from llmtrain.tools.quickstart import CONFIG\n"
+        "assert 'deepspeed' not in sys.modules\n"
+        "given = ['training.steps=1', 'run.dir=run', 'data.workers=0']\n"
+        "assert llmtrain.train(llmtrain.load_config(CONFIG, given)).exit_code == 0\n"
+        "sys.exit('deepspeed' in sys.modules)\n"
+    )
+    given = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **given}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]

@@ -170,3 +170,13 @@ def test_a_link_to_a_directory_is_refused_and_not_passed_over(tree, tmp_path_fac
     (tree / "b" / "more").symlink_to(elsewhere, target_is_directory=True)
     with pytest.raises(UserError, match=r"b/more\n.*links to directories are not followed"):
         resolve(SourceConfig(path=str(tree)), "data.sources.0.path")
+
+
+def test_names_in_a_listing_are_written_as_escapes(tmp_path):
+    (tmp_path / "a\x1b[31m\nb.csv").write_text("x")
+    with pytest.raises(UserError) as caught:
+        resolve(SourceConfig(path=f"{tmp_path}/*.jsonl"), "data.sources.0.path")
+    assert r"a\x1b[31m\nb.csv" in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        resolve(SourceConfig(path=str(tmp_path)), "data.sources.0.path")
+    assert r"a\x1b[31m\nb.csv" in str(caught.value)

@@ -254,8 +254,29 @@ def test_one_of_a_newer_format_is_a_problem_of_its_own(run):
     path.write_bytes(form.canonical({**body, "self": digest}))
     (one,) = verify(run, "step-00000024")
     assert "format 2" in str(one.problems[0].value)
+    assert one.other_format
     row = rows(run)["step-00000024"]
     assert (row.kind, row.valid) == ("unreadable", False)
+
+
+def test_one_whose_state_is_of_a_newer_format_is_not_called_valid(run):
+    state = form.canonical({"format": 2, "run_id": RUN, "step": 28})
+    save(run / "checkpoints", 28, small={form.STATE: state})
+    (one,) = verify(run, "step-00000028")
+    assert one.other_format
+    assert "format 2" in str(one.problems[0].value)
+
+
+def test_one_whose_manifest_lists_no_file_is_damaged(run):
+    body = {"format": 1, "run_id": RUN, "step": 24, "files": {}}
+    digest = form.xxh3_128_hexdigest(form.canonical(body))
+    path = newest(run) / form.MANIFEST
+    path.write_bytes(form.canonical({**body, "self": digest}))
+    (one,) = verify(run, "step-00000024")
+    assert [(wrong.key, wrong.value) for wrong in one.problems] == [
+        (form.MANIFEST, "lists no file")
+    ]
+    assert rows(run)["step-00000024"].wrong == ("manifest.json: lists no file",)
 
 
 def test_a_verification_says_how_far_it_is(run):

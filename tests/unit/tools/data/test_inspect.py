@@ -1,4 +1,5 @@
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -203,6 +204,53 @@ def test_a_config_that_the_run_would_refuse_is_refused(place, tmp_path):
     prepare(config_of(place, run_dir), run_dir, 1, None)
     with pytest.raises(UserError, match=r"data\.seq_len = 64"):
         inspect(config_of(place, run_dir, "data.seq_len=64"))
+
+
+def test_a_run_of_other_sources_does_not_limit_what_is_looked_at(place, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    prepare(loaded(tmp_path, f"run.dir={run_dir}"), run_dir, 1, None)  # of the sample
+    before = {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in run_dir.rglob("*")}
+    mine = inspect(loaded(tmp_path, f"run.dir={run_dir}", f"data.sources.0.path={place}/a"))
+    assert [one.name for one in mine.sources] == ["a"]
+    assert [one.name for one in inspect(config_of(place, run_dir)).sources] == ["a", "b.jsonl"]
+    after = {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in run_dir.rglob("*")}
+    assert after == before
+
+
+def test_a_directory_with_more_than_the_file_of_the_run_is_another_source(place, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (tmp_path / "d").mkdir()
+    first = tmp_path / "d" / "1.jsonl"
+    corpus.write_jsonl(first, corpus.articles(80))
+    prepare(
+        loaded(tmp_path, f"run.dir={run_dir}", f"data.sources.0.path={first}"), run_dir, 1, None
+    )
+    corpus.write_jsonl(tmp_path / "d" / "2.jsonl", corpus.articles(90, 100))
+    config = loaded(tmp_path, f"run.dir={run_dir}", f"data.sources.0.path={tmp_path}/d")
+    (source,) = inspect(config, documents=0).sources
+    assert (source.files, source.documents) == (2, 170)
+
+
+def test_data_of_a_run_that_was_moved_is_looked_at_as_the_run_has_it(place, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    prepare(config_of(place, run_dir), run_dir, 6, None)  # as for six processes
+    shutil.copytree(place, tmp_path / "moved")
+    moved = config_of(tmp_path / "moved", run_dir)
+    lanes = manifests.glance(run_dir / "manifest.json").lanes
+    assert inspect(moved, blocks=0).lanes == lanes
+    with pytest.raises(UserError, match=r"data\.seq_len = 64"):
+        inspect(config_of(tmp_path / "moved", run_dir, "data.seq_len=64"))
+
+
+def test_a_path_with_nothing_there_is_reported_beside_a_run_too(place, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    prepare(loaded(tmp_path, f"run.dir={run_dir}"), run_dir, 1, None)
+    with pytest.raises(UserError, match=r"data\.sources\.0\.path = \./none"):
+        inspect(loaded(tmp_path, f"run.dir={run_dir}", "data.sources.0.path=./none"))
 
 
 def test_nothing_is_left_in_a_run_directory_that_was_not_there(place, tmp_path):

@@ -1,0 +1,41 @@
+"""What a terminal would obey is written as an escape in every message."""
+
+import pytest
+
+from llmtrain.errors import PeerError, Problem, RunError, UserError, harmless
+
+HOSTILE = "a\x1b[31m\x07\u202eb\x9bAc\ud800.jsonl"
+HARMLESS = r"a\x1b[31m\x07\u202eb\x9bAc\ud800.jsonl"
+
+
+def test_what_is_not_printable_is_written_as_an_escape():
+    assert harmless(HOSTILE) == HARMLESS
+    assert harmless("é 土星 … ×") == "é 土星 … ×"
+    assert harmless("a\nb\tc", keep="\n") == r"a" + "\n" + r"b\tc"
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_a_problem_is_harmless_in_each_of_its_parts(field):
+    parts = ["key", "value", "expected", "remedy"]
+    parts[field] = HOSTILE
+    text = str(UserError(Problem(*parts), where=HOSTILE))
+    assert text.count(HARMLESS) == 2
+    assert text.replace("\n", "").isprintable()
+
+
+def test_the_name_of_a_file_cannot_forge_a_line_of_a_message():
+    text = str(Problem("data.sources.0.path", "x\n    try:      rm -rf", "a data file"))
+    assert text.splitlines() == [
+        r"  data.sources.0.path = x\n    try:      rm -rf",
+        "    expected: a data file",
+    ]
+
+
+def test_an_expectation_of_several_lines_keeps_them():
+    assert str(Problem("key", None, "a table:\n  1\n  2")).count("\n") == 3
+
+
+@pytest.mark.parametrize("error", [RunError(HOSTILE, 74, HOSTILE), PeerError(HOSTILE, 75, 1)])
+def test_what_the_machine_did_is_told_harmlessly(error):
+    assert HARMLESS in str(error)
+    assert str(error).replace("\n", "").isprintable()
