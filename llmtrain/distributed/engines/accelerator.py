@@ -33,7 +33,8 @@ from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.ranks import ControlGroup, Group, Single
+from llmtrain.distributed.ranks import Group
+from llmtrain.types import Alone, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Launched:
 
     accelerator: Accelerator
     strategy: str
-    ranks: ControlGroup
+    ranks: Ranks
     device: torch.device
     engine: Engine
     sharding: Sharding | None = None
@@ -118,12 +119,12 @@ def make_accelerator(
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 
-def _control_group(accelerator: Accelerator, timeout: timedelta) -> ControlGroup:
-    return Group(timeout) if accelerator.num_processes > 1 else Single()
+def _control_group(accelerator: Accelerator, timeout: timedelta) -> Ranks:
+    return Group(timeout) if accelerator.num_processes > 1 else Alone()
 
 
 def _engine(
-    strategy: str, accelerator: Accelerator, ranks: ControlGroup, sharding: Sharding | None
+    strategy: str, accelerator: Accelerator, ranks: Ranks, sharding: Sharding | None
 ) -> Engine:
     if family(strategy) == "zero":
         return DeepSpeedEngine(accelerator)
