@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmtrain import heartbeat
+from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.data import heldout, survey
@@ -23,11 +24,11 @@ from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, carried_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
 from llmtrain.training.run.opened import DataSide, Processes
 from llmtrain.training.start import prepare
+from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ def with_steps(
     if training.epochs is not None:
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
             reading = reading_of(config, config.run_dir, stop)
-            body = from_rank_zero(ranks, lambda: _epoch(data, reading))
-            auto.run["epoch"] = json.loads(body)
+            auto.run["epoch"] = from_rank_zero(ranks, lambda: _epoch(data, reading))
         blocks = auto.run["epoch"]["blocks"]
         steps = max(1, round(training.epochs * blocks / training.global_batch_size))
         how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
@@ -106,9 +106,9 @@ def with_steps(
     return config
 
 
-def _epoch(data: DataSide, reading: Reading) -> bytes:
-    reckoned = asdict(epoch(data.manifest, data.tokenizer, reading))
-    return json.dumps({"data": data.manifest.fingerprint, **reckoned}).encode()
+def _epoch(data: DataSide, reading: Reading) -> dict[str, Any]:
+    found = epoch(data.manifest, data.tokenizer, reading)
+    return {"data": data.manifest.fingerprint, **asdict(found)}
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:
@@ -172,16 +172,16 @@ def _prepare_heldout(
     heldout.prepare(manifest, tokenizer, path, limit, reading, own)
 
 
-def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:
+def _same_heldout(ranks: Ranks, path: Path) -> HeldOut | None:
     """What rank 0 prepared, on every rank: evaluation is collective."""
     held = agreed(ranks, lambda: heldout.load(path))
     tokens = len(held.ids) if held else 0
 
     def compare() -> None:
-        if int(there) != tokens:
+        if there != tokens:
             expected = "the same file on every rank: the run directory must be shared"
             raise UserError(Problem(str(path), None, expected))
 
-    there = ranks.broadcast(str(tokens).encode())
+    there = from_rank_zero(ranks, lambda: tokens)
     agreed(ranks, compare)
     return held

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 
 from llmtrain import heartbeat
+from llmtrain.agreement import agreed, on_rank_zero
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import binding_values, changes, refused
 from llmtrain.config.schema import Config
-from llmtrain.distributed.ranks import agreed, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
 from llmtrain.training.run import rng
