@@ -10,9 +10,7 @@ import xxhash
 
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
-from llmtrain.types import Batch, Cursor
-
-IGNORED = -100
+from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
 
 def batch_of(
@@ -30,7 +28,7 @@ def batch_of(
         ids[row] = block.ids
     labels = ids[:, 1:].astype(np.int64)
     _leave_out(labels, blocks, document_mask=manifest.document_mask)
-    trained = np.count_nonzero(labels != IGNORED, axis=1).tolist()
+    trained = np.count_nonzero(labels != NOT_TRAINED, axis=1).tolist()
     return Batch(
         ids=ids,
         labels=labels,
@@ -50,9 +48,9 @@ def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bo
     """−100 where a document would be continued by another one, and where nothing is trained."""
     for row, block in enumerate(blocks):
         if document_mask:
-            labels[row, block.starts[1:] - 1] = IGNORED
+            labels[row, block.starts[1:] - 1] = NOT_TRAINED
         if block.trained is not None:
-            labels[row, ~block.trained] = IGNORED
+            labels[row, ~block.trained] = NOT_TRAINED
 
 
 def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmtrain import heartbeat
+from llmtrain import durable, heartbeat
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest, Source
@@ -35,10 +35,10 @@ from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
+from llmtrain.types import NOT_TRAINED
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
-NOT_SCORED = -100
 FIRST_TOKENS = 8  # a character has at most four bytes, and so do tokens of one byte each
 _WHOLE = 1 << 64
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class HeldOut:
         first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
         starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
         starts = starts[starts < seq_len] if len(found) else starts[:1]
-        labels = np.where(scored[1:], ids[1:], NOT_SCORED).astype(np.int64)
+        labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
         return ids, labels, starts.astype(np.int32)
 
 
@@ -262,13 +262,11 @@ def load(path: Path) -> HeldOut | None:
 
 
 def _save(held: HeldOut, path: Path) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
-    unfinished = path.with_name(path.name + ".partial")
     tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
-    save_file(tensors, str(unfinished), metadata={"heldout": json.dumps(facts)})
-    unfinished.replace(path)
+    durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
 def in_turn(streams: Sequence[Iterator[T]], limit: int) -> Iterator[T]:

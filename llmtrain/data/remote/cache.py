@@ -13,13 +13,13 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from llmtrain import durable
 from llmtrain.data.remote.request import quiet_hub
 
 log = logging.getLogger(__name__)
@@ -106,13 +106,10 @@ def file_name(etag: str) -> str:
 
 
 def write(path: Path, *parts: bytes) -> None:
-    """Write a file that is whole or not there; without fsync, since it can be read again."""
+    """Write a file that can be read again, whole or not at all; without fsync."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with unfinished.open("wb") as file:
-        for part in parts:
-            file.write(part)
-    unfinished.replace(path)
+    with durable.replacing(path, sync=False, shared=True) as file:
+        file.writelines(parts)
 
 
 def _ranges(root: Path) -> list[tuple[float, int, str]]:

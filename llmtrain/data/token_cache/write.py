@@ -149,22 +149,12 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` once all of it is durable, else it goes.
-
-    Raises RunError 74 if the disk refuses.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """`durable.replacing`. Raises RunError 74 if the disk refuses."""
     try:
-        with partial.open("w+b") as file:
+        with durable.replacing(path, shared=True) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        durable.sync_directory(path.parent)
     except OSError as error:
-        raise disk_failed(error, partial) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise disk_failed(error, path) from error
 
 
 @contextmanager

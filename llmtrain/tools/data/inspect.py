@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config.schema import Config
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
+from llmtrain.types import NOT_TRAINED
 
 if TYPE_CHECKING:
     from llmtrain.data.audit.census import Census
@@ -260,10 +261,10 @@ def _padding(manifest: Manifest, block: Block) -> int:
 
 def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
     """A block as text, document by document, so that no border falls inside a character."""
-    from llmtrain.data.batches import IGNORED, batch_of
+    from llmtrain.data.batches import batch_of
 
     batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
-    targets = [False, *(batch.labels[0] != IGNORED).tolist()]
+    targets = [False, *(batch.labels[0] != NOT_TRAINED).tolist()]
     text = ""
     borders: list[int] = []
     trained: list[tuple[int, int]] = []
