@@ -22,6 +22,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,18 +109,8 @@ def all_held_out(source: Source, k: int, seed: int) -> Source:
 
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
     """The training documents of unit u, in file order."""
-    return _texts(source, u, seed, reader, heldout=False)
-
-
-def heldout_texts(source: Source, seed: int, reader: Reader) -> Iterator[str]:
-    """The held-out documents of a source, unit by unit as they were chosen, in file order."""
-    for u in source.heldout_units:
-        yield from _texts(source, u, seed, reader, heldout=True)
-
-
-def _texts(source: Source, u: int, seed: int, reader: Reader, heldout: bool) -> Iterator[str]:
     rows = reader.rows(source, source.units[u])
-    for row in _numbers(source, u, seed, rows, heldout=heldout):
+    for row in _numbers(source, u, seed, rows, heldout=False):
         yield str(rows.text(row)[0])
 
 
@@ -137,17 +128,20 @@ def _numbers(
 def _documents(
     source: Source, tokenizer: Tokenizer, seed: int, reader: Reader
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The held-out documents as text, and as ids with their separators."""
-    if not source.cached:
-        for text in heldout_texts(source, seed, reader):
-            yield text, tokenizer.documents([text])[0]
-        return
+    """The held-out documents as text, and as ids with their separators.
+
+    Unit by unit as they were chosen, in file order.
+    """
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for u in source.heldout_units:
-        rows = token_cache.rows_of(source, source.units[u])
+        rows = rows_of(source, u, reader)
         for row in _numbers(source, u, seed, rows, heldout=True):
-            ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
-            yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
+            if isinstance(rows, Rows):
+                text = str(rows.text(row)[0])
+                yield text, tokenizer.documents([text])[0]
+            else:
+                ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
+                yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,16 +263,15 @@ def _save(held: HeldOut, path: Path) -> None:
     durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
-def in_turn(streams: Sequence[Iterator[T]], limit: int) -> Iterator[T]:
+def in_turn(streams: Sequence[Iterator[T]], limit: int | None = None) -> Iterator[T]:
     """One of each stream after the other, until all have ended or `limit` were given."""
-    given, left = 0, list(streams)
+    return islice(_take_turns(list(streams)), limit)
+
+
+def _take_turns(left: list[Iterator[T]]) -> Iterator[T]:
     while left:
         for stream in list(left):
-            if given == limit:
-                return
-            document = next(stream, None)
-            if document is None:
+            try:
+                yield next(stream)
+            except StopIteration:
                 left.remove(stream)
-            else:
-                given += 1
-                yield document

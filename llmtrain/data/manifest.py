@@ -10,15 +10,15 @@ named relative to their source, so the same data under another path is the same 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from llmtrain.config.binding import changes, data_values, way_out
-from llmtrain.config.schema import Config, SourceConfig
+from llmtrain.config.binding import DataSettings, changes, way_out
+from llmtrain.config.schema import SourceConfig
 from llmtrain.data.sources.local import SAMPLE, File, is_index, is_local, locate, resolve
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
@@ -154,9 +154,9 @@ class Manifest:
         """16 hex digits over `parts`: equal iff the same blocks come out."""
         return _short(self.parts)
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON (the caller makes the write atomic where that matters)."""
-        path.write_text(json.dumps(_to_json(self), separators=(",", ":")) + "\n", "utf-8")
+    def to_bytes(self) -> bytes:
+        """It as JSON, as it is stored in `manifest.json`."""
+        return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
 
 
 class Stored(NamedTuple):
@@ -172,17 +172,17 @@ def glance(path: Path) -> Stored:
     return Stored(stored["made_with"], stored["lanes"])
 
 
-def has_other_sources(path: Path, config: Config) -> bool:
-    """Whether the config has other sources than those that a stored manifest was made from.
+def has_other_sources(path: Path, settings: DataSettings) -> bool:
+    """Whether these settings have other sources than those that a stored manifest was made from.
 
     A source is another one if the number of sources or one of its keys differs, or if its path
     does and other files are there. Files that were moved are the same source.
     """
     stored = json.loads(path.read_text("utf-8"))
-    found = changes(stored["made_with"], data_values(config))
+    found = changes(stored["made_with"], settings.values)
     if any(change.key.startswith("data.sources.") for change in found):
         return True
-    pairs = zip(stored["sources"], config.data.sources, strict=True)
+    pairs = zip(stored["sources"], settings.data.sources, strict=True)
     return any(
         now.path != entry["path"] and not _was_moved(entry, now, f"data.sources.{k}.path")
         for k, (entry, now) in enumerate(pairs)
@@ -200,13 +200,12 @@ def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
     return files == tuple(File(**file) for file in entry["files"])
 
 
-def load(path: Path, config: Config) -> Manifest:
-    """The stored manifest, its sources looked up where `config` says they lie, with its weights.
+def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
+    """The stored manifest, its sources where the configured ones are, with their weights.
 
-    Raises UserError if the config has another number of sources or one of them is gone.
+    Raises UserError if there is another number of sources or one of them is gone.
     """
     stored = json.loads(path.read_text("utf-8"))
-    configured = config.data.sources
     if len(stored["sources"]) != len(configured):
         raise UserError(
             Problem(

@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 
 from llmtrain.config.binding import touches, way_out
-from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
@@ -111,8 +110,11 @@ def differing(state: DataState, manifest: Manifest) -> list[str]:
     return [name for name in sorted({*now, *state.parts}) if now.get(name) != state.parts.get(name)]
 
 
-def check(state: DataState, manifest: Manifest, config: Config) -> None:
-    """Is this state one of this data? Raises UserError that lists what differs unaccepted."""
+def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None:
+    """Is this state one of this data? Raises UserError that lists what differs unaccepted.
+
+    accepted: `checkpoint.accept_changes`.
+    """
     problems = [
         Problem(
             f"data: {name}",
@@ -121,7 +123,7 @@ def check(state: DataState, manifest: Manifest, config: Config) -> None:
             f"restore the manifest.json of the run, or {way_out(_KEYS[name][0])}",
         )
         for name in differing(state, manifest)
-        if not any(touches(key, config) for key in _KEYS[name])
+        if not any(touches(key, accepted) for key in _KEYS[name])
     ]
     if problems:
         raise UserError(*problems)

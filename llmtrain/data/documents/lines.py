@@ -16,7 +16,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmtrain.data.documents.skipped import UnreadableError
@@ -26,11 +26,12 @@ from llmtrain.errors import Problem
 MIB = 1 << 20
 DECODED_LIMIT = 64 * MIB  # a compressed file when decoded; a line
 LINE_MARGIN = 64 * 1024
-ZSTD_CHUNK = 64 * 1024
+CHUNK_BYTES = 256 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
 GZIP_MAGIC = b"\x1f\x8b"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+A_LIST = "a JSON list, no object"
 BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 
 
@@ -49,7 +50,7 @@ def parse(
 def decoded(line: bytes) -> dict[str, Any]:
     """The object of one JSON line. Raises ValueError that says what is wrong."""
     if line.lstrip(BOM + b" \t\r").startswith(b"["):
-        raise ValueError("a JSON list; `llmtrain data repack` makes one object a line of it")
+        raise ValueError(A_LIST)
     try:
         row = json.loads(line.removeprefix(BOM).decode("utf-8", "surrogateescape"))
     except RecursionError as error:
@@ -171,34 +172,44 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
     """The whole content. Raises UnreadableError over DECODED_LIMIT, EOFError if it is cut off."""
-    if compression == "gz":
-        with gzip.GzipFile(fileobj=file) as stream:
-            data = stream.read(DECODED_LIMIT + 1)
-    else:
-        data = _unpack_zstd(file)
-    if len(data) > DECODED_LIMIT:
-        raise UnreadableError(too_large(where))
-    return data
+    data = bytearray()
+    for chunk in chunks(file, compression, CHUNK_BYTES):
+        data += chunk
+        if len(data) > DECODED_LIMIT:
+            raise UnreadableError(too_large(where))
+    return bytes(data)
 
 
-def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
+def chunks(
+    file: io.RawIOBase | io.BufferedReader, compression: str | None, size: int
+) -> Iterator[bytes]:
+    """The content in pieces of about `size` bytes. Raises EOFError if it is cut off."""
+    match compression:
+        case "gz":
+            with gzip.GzipFile(fileobj=file) as stream:
+                yield from iter(lambda: stream.read(size), b"")
+        case "zst":
+            yield from _unpack_zstd(file, size)
+        case _:
+            yield from iter(lambda: file.read(size) or b"", b"")
+
+
+def _unpack_zstd(file: io.RawIOBase | io.BufferedReader, size: int) -> Iterator[bytes]:
     """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
     import zstandard
 
-    data = bytearray()
     decoder = None
     try:
-        while len(data) <= DECODED_LIMIT and (chunk := file.read(ZSTD_CHUNK)):
+        while chunk := file.read(size // 4):
             while chunk:
                 if decoder is None or decoder.eof:
                     decoder = zstandard.ZstdDecompressor().decompressobj()
-                data += decoder.decompress(chunk)
+                yield decoder.decompress(chunk)
                 chunk = decoder.unused_data
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from error
-    if len(data) <= DECODED_LIMIT and decoder is not None and not decoder.eof:
+    if decoder is not None and not decoder.eof:
         raise EOFError("the file ends early")
-    return bytes(data)
 
 
 def line_number(

@@ -7,10 +7,8 @@ same row group. What is kept is bytes; a text is decoded, and judged, when its r
 from __future__ import annotations
 
 import io
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrain import heartbeat
-from llmtrain.config.schema import Config
+from llmtrain.config.binding import DataSettings
 from llmtrain.data.documents.byte_ranges import hub_file, unit_spans, wanted
 from llmtrain.data.documents.lines import (
+    A_LIST,
     MIB,
     decoded,
     decompress,
@@ -39,6 +38,7 @@ from llmtrain.data.documents.skipped import (
     LeftOut,
     Skipped,
     UnreadableError,
+    readable,
     too_many,
 )
 from llmtrain.data.manifest import Source, Unit
@@ -48,7 +48,7 @@ from llmtrain.data.remote.prefetch import Range, Ranges
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.remote.retry import PIECE_BYTES, RangeFile, Remote
 from llmtrain.data.sources.local import file_format
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import Problem, UserError
 
 GROUP_LIMIT = 64 * MIB  # a row group that is decoded at once
 CACHED_GROUPS = 4
@@ -75,12 +75,13 @@ class Reading:
     stop: Stopping | None = None
 
 
-def reading_of(config: Config, run_dir: Path | None, stop: Stopping | None = None) -> Reading:
-    """How this config reads. stop: as in `Reading`."""
-    timeout_seconds = 60 * config.distributed.timeout_minutes
-    cache_bytes = int(config.data.cache_gb * 2**30)
-    skip = config.data.on_bad_unit == "skip"
-    return Reading(timeout_seconds, run_dir, cache_bytes, skip, stop)
+def reading_of(
+    settings: DataSettings, run_dir: Path | None, stop: Stopping | None = None
+) -> Reading:
+    """How a run with these settings reads. stop: as in `Reading`."""
+    cache_bytes = int(settings.data.cache_gb * 2**30)
+    skip = settings.data.on_bad_unit == "skip"
+    return Reading(60 * settings.timeout_minutes, run_dir, cache_bytes, skip, stop)
 
 
 class Reader:
@@ -163,7 +164,7 @@ class Reader:
     def _rows(self, source: Source, unit: Unit) -> Rows:
         if self._asked is not None:
             self._asked(_place(source, unit))
-        with _readable(source, unit):
+        with readable(_place(source, unit)):
             if unit.group < 0:
                 return self._kept(source, unit)
             footer = self.footer(source, unit.file)
@@ -198,7 +199,7 @@ class Reader:
         if not source.remote or self._key(source, unit) in self._decoded:
             return
         try:
-            with _readable(source, unit):
+            with readable(_place(source, unit)):
                 spans = self._spans(source, unit)
         except UnreadableError:  # said, or left out, when its turn comes
             return
@@ -248,7 +249,7 @@ class Reader:
         Without the text column they are told all the same, unless reading leaves such lines out.
         """
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
-        with _readable(source, unit):
+        with readable(_place(source, unit)):
             lines = list(self.lines(source, unit))
         for position, line in lines:
             if line.strip():
@@ -363,6 +364,8 @@ class Reader:
             where = f"{source.where(unit.file)}, line {number}"
         expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
         remedy = "repair or remove the line, or correct the source's text_column"
+        if str(error) == A_LIST:
+            remedy = "write one object a line; `llmtrain data repack` then makes parquet of it"
         return UserError(Problem(where, str(error), expected, remedy))
 
 
@@ -378,20 +381,3 @@ def _reason(error: UnreadableError) -> str:
 def _changed(source: Source, unit: Unit) -> Problem:
     expected = f"rows {unit.start} to {unit.stop}, as when the run began"
     return Problem(_place(source, unit), "fewer rows", expected, "bring the file back")
-
-
-@contextmanager
-def _readable(source: Source, unit: Unit) -> Iterator[None]:
-    """Bad content is for a person to put right; an error of the system has a number."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
-        place = _place(source, unit)
-        if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
-            message = f"{place} cannot be read: {error}"
-            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        problem = Problem(place, reason, "data that can be read", "replace the file")
-        if isinstance(error, FileNotFoundError):  # a file that is gone is nothing to pass over
-            raise UserError(problem) from error
-        raise UnreadableError(problem) from error

@@ -17,13 +17,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import pyarrow as pa
+
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,24 @@ MANY_IN_A_ROW = 64
 
 class UnreadableError(UserError):
     """Content that cannot be decoded: what `on_bad_unit` is about. Machines never cause it."""
+
+
+@contextmanager
+def readable(
+    place: str, expected: str = "data that can be read", remedy: str = "replace the file"
+) -> Iterator[None]:
+    """Bad content is for a person to put right; an error of the system has a number."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
+            message = f"{place} cannot be read: {error}"
+            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problem = Problem(place, reason, expected, remedy)
+        if isinstance(error, FileNotFoundError):  # a missing file is never left out
+            raise UserError(problem) from error
+        raise UnreadableError(problem) from error
 
 
 class LeftOut(NamedTuple):

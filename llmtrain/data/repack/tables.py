@@ -11,13 +11,11 @@ the first row is written, and a key may come, or change its type, in the last li
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +24,22 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from llmtrain.data.documents.lines import BOM, DECODED_LIMIT, MIB, end_of_line, to_bytes
-from llmtrain.data.sources.local import COMPRESSED
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.data.documents.lines import (
+    DECODED_LIMIT,
+    MIB,
+    chunks,
+    decoded,
+    end_of_line,
+    to_bytes,
+)
+from llmtrain.data.documents.skipped import readable
+from llmtrain.data.sources.local import FORMATS, file_format
+from llmtrain.errors import Problem, UserError
 
 KINDS = {
-    ".parquet": "parquet",
+    **FORMATS,
     ".arrow": "arrow",
     ".feather": "arrow",
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".txt": "text",
     ".csv": "csv",
     ".tsv": "csv",
 }
@@ -55,36 +58,24 @@ class Tables:
     batches: Iterator[pa.RecordBatch]
 
 
-def kind_of(name: str) -> tuple[str, str | None] | None:
-    """How a file of this name is read, and its compression (gz, zst or None); None: not at all."""
-    stem, compression = name.lower(), None
-    for suffix in COMPRESSED:
-        if stem.endswith(suffix):
-            stem, compression = stem.removesuffix(suffix), suffix[1:]
-    kind = KINDS.get(Path(stem).suffix)
-    if kind is None or (compression and kind in ("parquet", "arrow")):
-        return None
-    return kind, compression
-
-
 def read_tables(path: Path, text_column: str) -> Tables:
     """Open a file. text_column: the name of the one column of a text file.
 
     Raises, now or while it is read, UserError for content that cannot be read, RunError if the
     disk fails.
     """
-    with readable(path):
+    with _readable(path):
         tables = _opened(path, text_column)
     return Tables(tables.schema, _checked(path, tables.batches))
 
 
 def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    with readable(path):
+    with _readable(path):
         yield from batches
 
 
 def _opened(path: Path, text_column: str) -> Tables:
-    kind, compression = kind_of(path.name) or ("", None)
+    kind, compression = file_format(path.name, KINDS) or ("", None)
     empty = path.stat().st_size == 0
     match kind:
         case "parquet":
@@ -99,18 +90,8 @@ def _opened(path: Path, text_column: str) -> Tables:
     return Tables(schema, _text(path, compression, schema))
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Bad content is for a person to put right; an error of the system has a number."""
-    try:
-        yield
-    except (pa.ArrowException, EOFError, OSError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno:
-            message = f"{path} cannot be read: {error}"
-            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        expected = "a file that can be read as its suffix says"
-        raise UserError(Problem(str(path), reason, expected, "repair or replace it")) from error
+def _readable(path: Path) -> AbstractContextManager[None]:
+    return readable(str(path), "a file that can be read as its suffix says", "repair or replace it")
 
 
 def _parquet(path: Path) -> Tables:
@@ -197,16 +178,14 @@ def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    text = line.removeprefix(BOM).decode("utf-8", "surrogateescape")
     try:
-        row = json.loads(text)
-        if not isinstance(row, dict):
-            raise ValueError(f"a JSON {type(row).__name__}, no object")
-    except (ValueError, RecursionError) as error:
+        row = decoded(line)
+    except ValueError as error:
         where = f"{path}, line {number}"
         expected = "a JSON object"
         raise UserError(Problem(where, str(error), expected, "repair or remove it")) from error
-    return {str(k): v for k, v in _clean(row).items()} if _SURROGATE.search(text) else row
+    odd = _SURROGATE.search(line.decode("utf-8", "surrogateescape"))
+    return {str(k): v for k, v in _clean(row).items()} if odd else row
 
 
 def _clean(value: Any) -> Any:
@@ -284,32 +263,7 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
 
 def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
     with path.open("rb") as file:
-        match compression:
-            case "gz":
-                with gzip.GzipFile(fileobj=file) as stream:
-                    yield from iter(lambda: stream.read(CHUNK_BYTES), b"")
-            case "zst":
-                yield from _unpacked(file)
-            case _:
-                yield from iter(lambda: file.read(CHUNK_BYTES), b"")
-
-
-def _unpacked(file: io.BufferedReader) -> Iterator[bytes]:
-    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
-    import zstandard
-
-    decoder = None
-    try:
-        while chunk := file.read(CHUNK_BYTES // 4):
-            while chunk:
-                if decoder is None or decoder.eof:
-                    decoder = zstandard.ZstdDecompressor().decompressobj()
-                yield decoder.decompress(chunk)
-                chunk = decoder.unused_data
-    except zstandard.ZstdError as error:
-        raise pa.ArrowInvalid(str(error)) from error
-    if decoder is not None and not decoder.eof:
-        raise EOFError("the file ends early")
+        yield from chunks(file, compression, CHUNK_BYTES)
 
 
 class _Stream(io.RawIOBase):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class File(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a file is read: parquet, jsonl or text; compression None, gz or zst."""
+    """How a file is read: parquet, jsonl, text …; compression None, gz or zst."""
 
     kind: str
     compression: str | None
@@ -129,14 +129,14 @@ def is_index(name: str) -> bool:
     return name.endswith(INDEX)
 
 
-def file_format(name: str) -> Format | None:
-    """How a file of this name is read; None: unknown."""
+def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
+    """How a file of this name is read; None: unknown. kinds: by suffix."""
     stem, compression = name.lower(), None
     for suffix in COMPRESSED:
         if stem.endswith(suffix):
             stem, compression = stem.removesuffix(suffix), suffix[1:]
-    kind = FORMATS.get(Path(stem).suffix)
-    if kind is None or (kind == "parquet" and compression):
+    kind = kinds.get(Path(stem).suffix)
+    if kind is None or (compression and kind in ("parquet", "arrow")):
         return None
     return Format(kind, compression)
 

@@ -79,10 +79,14 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def size(self, row: int) -> int:
+        """The number of its tokens."""
+        _, start, stop = self.documents.span(int(self.numbers[row]))
+        return stop - start
+
     def usable(self, row: int) -> bool:
         """Has it any token?"""
-        _, start, stop = self.documents.span(int(self.numbers[row]))
-        return stop > start
+        return self.size(row) > 0
 
     def hash(self, row: int, seed: int) -> int:
         """xxh3_64 of the document's number in the source, as decimal digits."""
@@ -173,6 +177,13 @@ def rows_of(source: Source, unit: Unit) -> Rows:
     number = sum(is_index(file.name) for file in source.files[: unit.file])
     first = documents.first[number]
     return Rows(documents, np.arange(first + unit.start, first + unit.stop))
+
+
+def num_tokens(source: Source, unit: Unit) -> int:
+    """Tokens of a unit of a cached source."""
+    found = rows_of(source, unit)
+    first, last = (found.documents.span(int(found.numbers[i])) for i in (0, -1))
+    return last[2] - first[1]
 
 
 @lru_cache(maxsize=8)

@@ -58,15 +58,15 @@ def repack(
 
 def _tasks(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rewrite]:
     from llmtrain.data.repack.rewrite import Rewrite
-    from llmtrain.data.repack.tables import kind_of
-    from llmtrain.data.sources.local import bounded
+    from llmtrain.data.repack.tables import KINDS
+    from llmtrain.data.sources.local import bounded, file_format
 
     root, files = _files(path)
     if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
         raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
     if Path(path).is_dir() and _inside(out, root):
         raise UserError(Problem("--out", out, f"a directory outside {path}"))
-    unknown = [file for file in files if kind_of(file.name) is None]
+    unknown = [file for file in files if file_format(file.name, KINDS) is None]
     if unknown:
         expected = ".parquet, .arrow, .jsonl, .json, .txt, .csv or .tsv; .gz or .zst after lines"
         remedy = "move it away, or name the files with a glob"

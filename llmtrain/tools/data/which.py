@@ -103,6 +103,7 @@ def which(
     Raises UserError for a step that the run has not made, data that is gone or changed, and where
     the recomputed digest is not the logged one.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.documents.reader import Reader, reading_of
     from llmtrain.data.tokens.tokenizer import open_tokenizer
 
@@ -115,7 +116,7 @@ def which(
     with aside(run_dir) as directory:
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
-        reader = Reader(reading_of(config, directory))
+        reader = Reader(reading_of(data_settings(config), directory))
         digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
         checked_at = _checked(start, digests)
         documents = _documents(manifest, reader, numbered, tokenizer if text else None)
@@ -172,7 +173,7 @@ def _manifest(run_dir: Path, config: Config) -> Manifest:
     from llmtrain.data import manifest as manifests
 
     try:
-        return manifests.load(run_dir / contents.MANIFEST, config)
+        return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
 

@@ -71,6 +71,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     seconds: how long the Hub may stay silent. Raises UserError for what is wrong with a source,
     RunError if the Hub does not answer.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.survey import survey
 
     assert case.config is not None
@@ -79,7 +80,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
     with aside(case.run_dir) as folder, warned() as heard:
         try:
-            found = survey(case.config, ranks, folder, stop=deadline)
+            found = survey(data_settings(case.config), ranks, folder, stop=deadline)
         except RunError:
             if not deadline.wait(0):
                 raise

@@ -7,6 +7,7 @@ import pytest
 import xxhash
 from helpers import corpus
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import lines
 from llmtrain.data.documents import reader as readers
 from llmtrain.data.documents.reader import Reader, Reading
@@ -16,7 +17,9 @@ from llmtrain.errors import UserError
 
 
 def source_of(path, **data):
-    return survey(corpus.config(path, lanes=data.pop("lanes", 1), **data), 1).sources[0]
+    return survey(
+        data_settings(corpus.config(path, lanes=data.pop("lanes", 1), **data)), 1
+    ).sources[0]
 
 
 def documents(source, reader=None):

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import byte_ranges
 from llmtrain.data.documents import reader as readers
 from llmtrain.data.documents.reader import Reader, Reading
@@ -287,7 +288,7 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
         corpus.write_parquet(tmp_path / name, rows, group=50)
     else:
         corpus.write_jsonl(tmp_path / name, rows)
-    local = survey(corpus.config(tmp_path / name, lanes=1), 1).sources[0]
+    local = survey(data_settings(corpus.config(tmp_path / name, lanes=1)), 1).sources[0]
     content = (tmp_path / name).read_bytes()
     with hub.serving({name: content}) as server:
         monkeypatch.setattr(
@@ -307,7 +308,7 @@ def away(tmp_path, monkeypatch):
     """A local file as a source, and the same one on the Hub."""
 
     def away(path, lanes=1):
-        local = survey(corpus.config(path, lanes=lanes), 1).sources[0]
+        local = survey(data_settings(corpus.config(path, lanes=lanes)), 1).sources[0]
         content = path.read_bytes()
         server.files[path.name] = content
         monkeypatch.setattr(
