@@ -89,7 +89,7 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
 
 def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -> None:
     """A compressed file can only be read whole."""
-    with reader.open(source, file) as opened:
+    with reader.units.open(source, file) as opened:
         if decoded_size(opened, compression, source.files[file].size) > DECODED_LIMIT:
             raise UnreadableError(too_large(source.where(file)))
 
@@ -97,7 +97,7 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
 def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
     try:
-        footer = reader.footer(source, file)
+        footer = reader.units.footer(source, file)
         schema = footer.schema.to_arrow_schema()
     except (pa.ArrowException, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno:

@@ -268,7 +268,7 @@ def _expect_next(
         units = units_of(len(source.units), manifest.seed, k, following, lane, manifest.lanes)
         goes_on = source.max_epochs is None or following < source.max_epochs
         if goes_on and index < len(units):
-            reader.expect(source, source.units[int(units[index])])
+            reader.units.expect(source, source.units[int(units[index])])
             return
 
 

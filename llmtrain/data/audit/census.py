@@ -25,8 +25,9 @@ import xxhash
 from llmtrain.data import heldout
 from llmtrain.data.audit.ledger import text_of
 from llmtrain.data.documents.lines import MIB
-from llmtrain.data.documents.reader import GROUP_LIMIT, Reader
+from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
+from llmtrain.data.documents.units import GROUP_LIMIT
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.token_cache import source as token_cache
@@ -309,7 +310,7 @@ def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
 
 
 def _group(source: Source, unit: Unit, reader: Reader) -> pq.RowGroupMetaData:
-    return reader.footer(source, unit.file).row_group(unit.group)
+    return reader.units.footer(source, unit.file).row_group(unit.group)
 
 
 def _some(documents: Sequence[_Document], key: int, limit: int | None) -> list[_Document]:

@@ -176,8 +176,8 @@ def _rows(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
     if kind == "parquet":
         return _rows_of_group(reader, source, unit)
     if kind == "text":
-        return [_Row(at, {}) for at, _ in reader.lines(source, unit)]
-    found = ((at, _columns_of_line(line, source)) for at, line in reader.lines(source, unit))
+        return [_Row(at, {}) for at, _ in reader.units.lines(source, unit)]
+    found = ((at, _columns_of_line(line, source)) for at, line in reader.units.lines(source, unit))
     return [_Row(at, columns) for at, columns in found if columns is not None]
 
 
@@ -194,7 +194,7 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
 
 
 def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
-    there = reader.footer(source, unit.file).schema.to_arrow_schema().names
+    there = reader.units.footer(source, unit.file).schema.to_arrow_schema().names
     names = [name for name in _wanted(source) if name in there]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):

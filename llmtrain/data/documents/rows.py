@@ -22,12 +22,14 @@ MIN_REPLACED = 8  # … and not just one damaged word in a unit of a line or two
 class Rows:
     """The decoded rows of one unit: texts and ids as bytes, null where there is none.
 
-    skipped: parts of the file that were left out of it, the unit itself or lines.
+    skipped: parts of the file that were left out of it, the unit itself or lines
+    bad: lines without a document, as (first byte, why); "" = it is left out already
     """
 
     texts: pa.Array
     ids: pa.Array | None
     skipped: int = 0
+    bad: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.texts)

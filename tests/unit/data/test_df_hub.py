@@ -265,7 +265,7 @@ def spans_of(manifest, run_dir):
     return {
         (source.files[unit.file].name, *span)
         for unit in source.units
-        for span in reader._spans(source, unit)
+        for span in reader.units._spans(source, unit)
     }
 
 
@@ -301,7 +301,7 @@ def test_df_38_only_rank_0_of_a_first_start_lists_and_reads_footers(listed, serv
     (source,) = manifest.sources
     for _ in range(4):
         for file in range(len(source.files)):
-            Reader(Reading(60, run_dir)).footer(source, file)
+            Reader(Reading(60, run_dir)).units.footer(source, file)
     assert server.requests.total() == asked
 
 

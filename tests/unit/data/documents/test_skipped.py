@@ -11,6 +11,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import skipped
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.documents.skipped import FILE_NAME, LeftOut, Skipped
+from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.manifest import load
 from llmtrain.data.stream import open_stream
@@ -249,7 +250,7 @@ def test_trouble_of_the_machine_is_never_skipped(tmp_path, tokenizer_dir, monkey
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reader, "_group", fails)
+        patch.setattr(Units, "_group", fails)
         with pytest.raises(RunError):
             reader.rows(source, source.units[0], 0)
     path.unlink()
