@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from math import ceil, gcd
 from pathlib import Path
@@ -62,6 +63,7 @@ PIPE_BYTES = 1 << 18
 TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) report before
 
 
+@dataclass(eq=False)
 class Blocks(IterableDataset[Block | list[Block | Failed]]):
     """The endless blocks of one virtual rank: g ≡ first (mod step), in order.
 
@@ -70,30 +72,17 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
     item_blocks: which a worker gives at once; without workers they come one by one.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        tokenizer_dir: Path,
-        *,
-        next_block: int,
-        rank: int,
-        world_size: int,
-        cursors: np.ndarray,
-        reading: Reading,
-        stop: Stopping | None = None,
-        asked: Asked | None = None,
-        item_blocks: int = 1,
-    ) -> None:
-        self.manifest = manifest
-        self.tokenizer_dir = tokenizer_dir
-        self.next_block = next_block
-        self.rank = rank
-        self.world_size = world_size
-        self.cursors = cursors
-        self.reading = reading
-        self.stop = stop
-        self.asked = asked or Asked(1)
-        self.item_blocks = item_blocks
+    manifest: Manifest
+    tokenizer_dir: Path
+    _: KW_ONLY
+    next_block: int
+    rank: int
+    world_size: int
+    cursors: np.ndarray
+    reading: Reading
+    stop: Stopping | None = None
+    asked: Asked = field(default_factory=partial(Asked, 1))
+    item_blocks: int = 1
 
     def __iter__(self) -> Iterator[Block | list[Block | Failed]]:
         worker = get_worker_info()
