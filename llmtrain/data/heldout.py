@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
-    """The source (number k) with its evaluation units and threshold; reads some of these units.
+    """Choose evaluation units and threshold of source number k; reads some of these units.
 
     fraction: share of the documents to hold out; 0 = none.
     """
@@ -64,12 +64,14 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
     spare = any(_usable(source, u, reader) for u in set(range(count)) - set(chosen))
     return replace(
-        source, heldout_units=tuple(chosen), threshold=_raised(threshold, sorted(hashes), spare)
+        source,
+        heldout_units=tuple(chosen),
+        threshold=_raise_threshold(threshold, sorted(hashes), spare),
     )
 
 
-def _raised(threshold: int, hashes: list[int], spare: bool) -> int:
-    """The threshold below which enough of these documents lie, but never a source's last one.
+def _raise_threshold(threshold: int, hashes: list[int], spare: bool) -> int:
+    """Raise the threshold until enough documents are below it, but never a source's last one.
 
     spare: there are training documents elsewhere.
     """
@@ -88,7 +90,7 @@ def _usable(source: Source, u: int, reader: Reader) -> bool:
 
 
 def rows_of(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
-    """The documents of unit u, text or tokens. Raises as reading does."""
+    """Return the documents of unit u, text or tokens. Raises as reading does."""
     unit = source.units[u]
     return token_cache.rows_of(source, unit) if source.cached else reader.rows(source, unit)
 
@@ -102,13 +104,13 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
 
 
 def all_held_out(source: Source, k: int, seed: int) -> Source:
-    """Source number k of `evaluation.sources`: every document is one to evaluate on."""
+    """Hold out every document of source number k, which is one of `evaluation.sources`."""
     order = sorted(range(len(source.units)), key=lambda u: mix(seed, 3, k, u))
     return replace(source, heldout_units=tuple(order), threshold=_WHOLE)
 
 
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
-    """The training documents of unit u, in file order."""
+    """Yield the training documents of unit u, in file order."""
     rows = reader.rows(source, source.units[u])
     for row in _numbers(source, u, seed, rows, heldout=False):
         yield str(rows.text(row)[0])
@@ -117,7 +119,7 @@ def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterato
 def _numbers(
     source: Source, u: int, seed: int, rows: Rows | token_cache.Rows, *, heldout: bool
 ) -> Iterator[int]:
-    """The rows of unit u that are held out, or those that are not."""
+    """Yield the rows of unit u that are held out, or those that are not."""
     chosen = u in source.heldout_units
     for row in range(len(rows)):
         out = chosen and rows.hash(row, seed) < source.threshold
@@ -128,7 +130,7 @@ def _numbers(
 def _documents(
     source: Source, tokenizer: Tokenizer, seed: int, reader: Reader
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The held-out documents as text, and as ids with their separators.
+    """Yield the held-out documents as text, and as ids with their separators.
 
     Unit by unit as they were chosen, in file order.
     """
@@ -148,9 +150,12 @@ def _documents(
 class HeldOut:
     """The held-out set as tokens.
 
-    ids (n,) int32 · scored (n,) bool: tokens of documents · starts (documents,) int64: where they
-    begin · documents, bytes: how many of them, and the UTF-8 bytes of what is scored · pad: id that
-    fills the last block.
+    ids (n,) int32
+    scored (n,) bool: tokens of documents
+    starts (documents,) int64: where documents begin
+    documents: their number
+    bytes: UTF-8 bytes of what is scored
+    pad: id that fills the last block
     """
 
     ids: np.ndarray
@@ -161,11 +166,11 @@ class HeldOut:
     pad: int
 
     def num_blocks(self, seq_len: int) -> int:
-        """Blocks of `seq_len` trained positions that hold every token once."""
+        """Return the number of blocks of `seq_len` positions that hold every token once."""
         return max(1, math.ceil((len(self.ids) - 1) / seq_len))
 
     def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of block g: ids (S + 1,) int32, labels (S,) int64, −100 where nothing is scored, starts.
+        """Return ids (S + 1,) int32, labels (S,) int64 (−100: not scored) and starts of block g.
 
         starts (n,) int32: where documents begin in ids[:-1]; the first is 0. Behind the last token,
         and in blocks behind the last, there is padding, as a document of its own.
@@ -207,7 +212,7 @@ def prepare(
     size, end = 0, len(ids)
     for text, document in in_turn(streams, max_documents):
         heartbeat.beat("tokenizing the held-out documents")
-        mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
+        mask, nbytes = _score(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
         ids.append(document)
         scored.append(mask)
@@ -221,10 +226,10 @@ def prepare(
         raise UserError(Problem("evaluation.sources", places, expected))
 
 
-def _scored(
+def _score(
     text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
 ) -> tuple[np.ndarray, int]:
-    """Which of a document's tokens are scored, (n,) bool, and the UTF-8 bytes that they stand for.
+    """Return which tokens of a document are scored, (n,) bool, and their UTF-8 bytes.
 
     Without a begin token, under a document mask, all but those of the first character.
     """
@@ -244,7 +249,7 @@ def _scored(
 
 
 def load(path: Path) -> HeldOut | None:
-    """What `prepare` wrote; None: nothing was held out."""
+    """Return what `prepare` wrote; None: nothing was held out."""
     from safetensors import safe_open
 
     if not path.exists():
@@ -264,7 +269,7 @@ def _save(held: HeldOut, path: Path) -> None:
 
 
 def in_turn(streams: Sequence[Iterator[T]], limit: int | None = None) -> Iterator[T]:
-    """One of each stream after the other, until all have ended or `limit` were given."""
+    """Yield one item of each stream in turn, until all have ended or `limit` were given."""
     return islice(_take_turns(list(streams)), limit)
 
 

@@ -36,9 +36,11 @@ Packing = Literal["concat", "bestfit"]
 class Unit(NamedTuple):
     """What is read at once.
 
-    file: index in the source's files · group: row group; −1 = a byte range of lines, of a
-    compressed file all of it · start, stop: rows of the group, or bytes of the file. Of a token
-    cache: file is an `.idx`, group is 0, and its documents are the rows.
+    file: index in the source's files
+    group: row group; −1 = a byte range of lines, of a compressed file all of it
+    start, stop: rows of the group, or bytes of the file
+
+    In a token cache file is an `.idx`, group is 0, and documents are the rows.
     """
 
     file: int
@@ -49,10 +51,11 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source, and where it lies now.
+    """One source, and where it is now.
 
-    root: directory, or hf://datasets/ID@COMMIT · id_column: None = the text is
-    hashed · a document of a unit in `heldout_units` is held out if its hash is below `threshold`.
+    root: directory, or hf://datasets/ID@COMMIT
+    id_column: None = the text is hashed
+    threshold: a document of a unit in `heldout_units` is held out if its hash is below it
     """
 
     label: str
@@ -71,11 +74,11 @@ class Source:
 
     @property
     def cached(self) -> bool:
-        """Is it a token cache: no text, but tokens? Its units are documents of an `.idx`."""
+        """Is it a token cache, with tokens for text? Its units are documents of an `.idx`."""
         return any(is_index(file.name) for file in self.files)
 
     def where(self, file: int) -> str:
-        """The path or hf:// address of a file."""
+        """Return the path or hf:// address of a file."""
         return f"{self.root}/{self.files[file].name}"
 
 
@@ -155,7 +158,7 @@ class Manifest:
         return _short(self.parts)
 
     def to_bytes(self) -> bytes:
-        """It as JSON, as it is stored in `manifest.json`."""
+        """Return the content of `manifest.json`."""
         return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
 
 
@@ -167,7 +170,7 @@ class Stored(NamedTuple):
 
 
 def glance(path: Path) -> Stored:
-    """Read a stored manifest's own facts."""
+    """Read what a stored manifest says without a look at the data."""
     stored = json.loads(path.read_text("utf-8"))
     return Stored(stored["made_with"], stored["lanes"])
 
@@ -201,7 +204,7 @@ def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
 
 
 def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
-    """The stored manifest, its sources where the configured ones are, with their weights.
+    """Return the stored manifest, its sources where the configured ones are, with their weights.
 
     Raises UserError if there is another number of sources or one of them is gone.
     """

@@ -4,7 +4,7 @@
                                                                                           │
     later starts:   manifest.load  ─►  check(manifest, …)                  ◄──────────────┘
 
-How files become parts, and parts units, stands in `file_parts.py`.
+How files become parts, and parts units, is in `file_parts.py`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ def survey(
 ) -> Survey:
     """Find files, units, lanes and held-out documents.
 
-    processes: ranks × data workers (at least 1 each) · run_dir, stop: as in `Reading` · lanes:
-    those of a run that exists. Raises UserError with the problems of all sources: nothing there,
+    processes: ranks × data workers (at least 1 each)
+    run_dir, stop: as in `Reading`
+    lanes: those of a run that exists
+
+    Raises UserError with the problems of all sources: nothing there,
     not readable, no text column, no training document left …; RunError (75) at a stop.
     """
     data, seed = settings.data, settings.seed
@@ -102,7 +105,7 @@ def survey(
 
 
 def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:
-    """`evaluation.sources`, as sources of which every document is held out; () = none are set.
+    """Return `evaluation.sources`, with every document held out; () = none are set.
 
     Raises UserError as `survey` does.
     """
@@ -114,7 +117,7 @@ def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source
 
 
 def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[tuple[SourceConfig, str, str]]:
-    """(source, label, key) of each of `evaluation.sources`."""
+    """Return (source, label, key) of each of `evaluation.sources`."""
     described = [SourceConfig(**source.model_dump()) for source in sources]
     return [
         (source, f"evaluation/{label}", f"evaluation.sources.{i}")
@@ -123,7 +126,7 @@ def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[tuple[SourceConf
 
 
 def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
-    """Training documents for a tokenizer: whole units in an order of their own, sources in turn.
+    """Yield training documents for a tokenizer: whole units in random order, sources in turn.
 
     Ends at the first document that reaches `limit_bytes` of UTF-8 text, or with the last unit.
     """
@@ -139,7 +142,7 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
 
 
 def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
-    """Up to `count` training documents, sources of text in turn, which reads few units.
+    """Yield up to `count` training documents, sources of text in turn, which reads few units.
 
     Ends at the document that reaches `limit_bytes` of UTF-8 text.
     """
@@ -148,7 +151,7 @@ def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
 
 
 def _units(survey: Survey) -> list[Iterator[Iterator[str]]]:
-    """The training documents of each source of text by unit, in an order that no lane walks."""
+    """Return the documents of each text source by unit, in an order that no lane walks."""
     reader, seed = Reader(survey.reading), survey.seed
 
     def units(k: int, source: Source) -> Iterator[Iterator[str]]:
@@ -168,7 +171,7 @@ def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
 
 
 def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
-    """The manifest: from here on nothing about the data is decided again.
+    """Make the manifest: from here on nothing about the data is decided again.
 
     Raises UserError for a token cache that another tokenizer wrote.
     """
@@ -187,7 +190,7 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
 
 
 def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> None:
-    """At every later start: is this still the data and the tokenizer that the run began with?
+    """Check at a later start that data and tokenizer are those that the run began with.
 
     Raises UserError that lists all that differs. Local files are compared by size and by their
     first and last 64 KiB; files of the Hub when they are read, by their etag.
@@ -200,7 +203,7 @@ def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> N
 
 
 def changed_files(manifest: Manifest) -> list[Problem]:
-    """Local files that are gone or not what they were, by their sources' `path` keys."""
+    """Return local files that are gone or not what they were, by their sources' `path` keys."""
     problems: list[Problem] = []
     for i, source in enumerate(manifest.sources):
         if not source.remote:
@@ -210,7 +213,7 @@ def changed_files(manifest: Manifest) -> list[Problem]:
 
 
 def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
-    """What of the tokenizer is not as the manifest says (asked by every process that encodes)."""
+    """Return how the tokenizer differs from the manifest; every process that encodes checks it."""
     now, then = _facts(tokenizer), manifest.tokenizer
     remedy = (
         f"restore the run's tokenizer/, and the versions it began with: {then.versions} "
@@ -224,14 +227,14 @@ def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Proble
 
 
 def packing_of(data: DataConfig) -> tuple[Packing, bool]:
-    """What `auto` means for packing and document mask."""
+    """Return what `auto` means for packing and document mask."""
     packing: Packing = "concat" if data.packing == "auto" else data.packing
     asked = data.document_mask
     return packing, packing == "bestfit" if asked == "auto" else asked
 
 
 def _warn_of_shared_files(sources: Sequence[Source]) -> None:
-    """What is held out of a source, or evaluated on, must not be trained on through another."""
+    """Warn of files in two sources: what one holds out, the other might train on."""
     first: dict[tuple[int, str], str] = {}
     for source in sources:
         for index, file in enumerate(source.files):
@@ -245,7 +248,7 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
 
 
 def _tell_of_text_files(sources: Sequence[Source]) -> None:
-    """Elsewhere a text file is often one document: said once for each source, when a run begins."""
+    """Log once for each source that lines are documents: elsewhere a text file is often one."""
     for source in sources:
         formats = [file_format(file.name) for file in source.files]
         if any(format_ and format_.kind == "text" for format_ in formats):
@@ -257,7 +260,7 @@ def _tell_of_text_files(sources: Sequence[Source]) -> None:
 
 
 def _each(function: Callable[[int], T], count: int) -> list[T]:
-    """The results for 0 … count − 1; if some raise UserError, one with all their problems."""
+    """Return the results for 0 … count − 1. Raises one UserError with the problems of all."""
     results: list[T] = []
     problems: list[Problem] = []
     for i in range(count):
@@ -273,7 +276,7 @@ def _each(function: Callable[[int], T], count: int) -> list[T]:
 def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
 ) -> tuple[Source, list[Part]]:
-    """A source without its units, and what they are cut from."""
+    """Return a source without its units, and what they are cut from."""
     reading = reader.reading
     resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
     source = Source(

@@ -50,7 +50,7 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What a source holds.
+    """The numbers of a source.
 
     exact: every row was looked at; else all but `looked_at`, `duplicates`, `lengths` are estimates
     all, training: of all documents, and of those that are not held out
@@ -131,7 +131,7 @@ class _Format:
         size = sum(document.size for document in documents)
         nbytes = tokens = 0
         for start in range(0, len(some), BATCH):
-            for document, text, ids in self._encoded(some[start : start + BATCH]):
+            for document, text, ids in self._encode(some[start : start + BATCH]):
                 encoded = text.encode()
                 own = len(ids) - self.separators
                 nbytes, tokens = nbytes + len(encoded), tokens + own
@@ -145,7 +145,7 @@ class _Format:
         return len(some) == len(documents)
 
     def _documents(self, u: int) -> Iterator[_Document]:
-        """The documents of a unit that can be used."""
+        """Yield the documents of a unit that can be used."""
         source = self.source
         rows = heldout.rows_of(source, u, self.reader)
         chosen = u in source.heldout_units
@@ -164,10 +164,10 @@ class _Format:
             else:
                 self.met["dropped"] += 1
 
-    def _encoded(
+    def _encode(
         self, documents: Sequence[_Document]
     ) -> Iterator[tuple[_Document, str, np.ndarray]]:
-        """Each with its text and its ids."""
+        """Yield each document with its text and its ids."""
         texts = [one.text for one in documents if one.text is not None]
         encoded = iter(self.tokenizer.documents(texts) if texts else ())
         for document in documents:
@@ -178,13 +178,13 @@ class _Format:
                 yield document, document.text or "", next(encoded)
 
     def amount(self, by_rows: float, by_size: float) -> Amount:
-        """What was read as part of something larger, by its rows and by its size."""
+        """Scale what was read by these factors."""
         documents, tokens = self.met["documents"] * by_rows, self.tokens * by_size
         return Amount(documents, self.bytes * by_size, tokens + self.separators * documents)
 
 
 class _Part(NamedTuple):
-    """What all units of one format hold. exact: every row was looked at."""
+    """The numbers of all units of one format. exact: every row was looked at."""
 
     exact: bool
     all: Amount
@@ -228,7 +228,7 @@ def census(
 
 
 def _formats(source: Source) -> list[list[int]]:
-    """Units by how their files are stored."""
+    """Group the units by how their files are stored."""
     found: dict[object, list[int]] = {}
     for u, unit in enumerate(source.units):
         found.setdefault(file_format(source.files[unit.file].name), []).append(u)
@@ -236,7 +236,7 @@ def _formats(source: Source) -> list[list[int]]:
 
 
 def _part(one: _Format, pieces: Sequence[_Piece], limit: int | None) -> _Part:
-    """Look at some of the pieces, in an order of their own, and scale what is found to all."""
+    """Look at some of the pieces, in random order, and scale what is found to all of them."""
     order = sorted(pieces, key=lambda piece: mix(one.seed, 9, one.k, piece.units[0]))
     spread = min(SAMPLED_UNITS, len(pieces))
     chosen: list[_Piece] = []
@@ -266,7 +266,7 @@ def _part(one: _Format, pieces: Sequence[_Piece], limit: int | None) -> _Part:
 def _factors(
     chosen: Sequence[_Piece], shares: Sequence[tuple[_Piece, float]]
 ) -> tuple[float, float]:
-    """How much more than the chosen pieces shares of all are: by rows, and by size.
+    """Return how much larger a share of all pieces is than the chosen ones, by rows and by size.
 
     Rows of parquet are known; of lines only their bytes are.
     """
@@ -276,7 +276,10 @@ def _factors(
 
 
 def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_Piece]:
-    """Slices of a row group go together: its size is known, that of a slice is not."""
+    """Yield the pieces of these units.
+
+    Slices of a row group are one: its size is known, that of a slice is not.
+    """
     held = source.threshold / _WHOLE
     evaluated = frozenset(source.heldout_units)
     together: dict[tuple[int, ...], list[int]] = {}
@@ -294,7 +297,7 @@ def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_P
 
 
 def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
-    """A measure of a unit's text that takes no reading of it: bytes, or tokens of a cache."""
+    """Measure a unit's text without reading it, in bytes, or in tokens of a cache."""
     if source.cached:
         return token_cache.num_tokens(source, unit)
     if unit.group < 0:
@@ -314,7 +317,7 @@ def _group(source: Source, unit: Unit, reader: Reader) -> pq.RowGroupMetaData:
 
 
 def _some(documents: Sequence[_Document], key: int, limit: int | None) -> list[_Document]:
-    """Documents in an order of their own: `limit` of them, all, or until there are enough bytes."""
+    """Choose documents at random: `limit` of them, all, or until there are enough bytes."""
     order = permutation(len(documents), key)
     if limit is not None:
         return [documents[index] for index in order[: limit or None]]

@@ -61,7 +61,7 @@ def epoch(
 def _training(
     manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, known: Census | None
 ) -> tuple[float, float, bool]:
-    """Training documents of source k, their tokens, and whether they are counted."""
+    """Return training documents of source k, their tokens, and whether they are counted."""
     source = manifest.sources[k]
     if source.cached:
         stream = token_cache.training_stream(source, manifest.seed)
@@ -74,7 +74,7 @@ def _training(
 
 
 def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader) -> float:
-    """With best fit, padding and overlaps take their part: measured on a few windows."""
+    """Return blocks per token. With best fit, padding counts: it is measured on a few windows."""
     seq_len = manifest.seq_len
     if manifest.packing == "concat":
         return 1 / seq_len
@@ -97,7 +97,10 @@ def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Re
 def _repeat_documents(
     manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader
 ) -> Iterator[np.ndarray]:
-    """Training documents of the source as tokens, without an end: small sources fill no window."""
+    """Yield the training documents of a source as tokens, again and again.
+
+    A small source does not fill a window by itself.
+    """
     source, seed = manifest.sources[k], manifest.seed
     order = sorted(range(len(source.units)), key=lambda u: mix(seed, 9, k, u))
     for u in cycle(order):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from llmtrain import heartbeat
 from llmtrain.config.binding import DataSettings
-from llmtrain.data.documents.lines import A_LIST, decoded, fields, line_number
+from llmtrain.data.documents.lines import A_LIST, decode_line, fields, line_number
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.documents.skipped import (
     FILE_NAME,
@@ -33,11 +33,12 @@ from llmtrain.errors import Problem, UserError
 class Reading:
     """How units are read.
 
-    timeout_seconds: after which peers give up on a process that waits for the network · run_dir:
-    where the run keeps what reading finds out; None = nowhere · cache_bytes: of the disk for what
-    comes from the Hub · skip_bad_units: a unit or line that cannot be decoded is left out and
-    written down; those that were, are left out in any case · stop: set when the waiting for the
-    network shall end, of this process alone.
+    timeout_seconds: after which peers give up on a process that waits for the network
+    run_dir: where the run keeps footers and what was skipped; None = nowhere
+    cache_bytes: of the disk, for what comes from the Hub
+    skip_bad_units: a unit or line that cannot be decoded is left out and recorded; those that are
+        recorded already are always left out
+    stop: set when this process must stop waiting for the network
     """
 
     timeout_seconds: float
@@ -50,7 +51,7 @@ class Reading:
 def reading_of(
     settings: DataSettings, run_dir: Path | None, stop: Stopping | None = None
 ) -> Reading:
-    """How a run with these settings reads. stop: as in `Reading`."""
+    """Return how a run with these settings reads. stop: as in `Reading`."""
     cache_bytes = int(settings.data.cache_gb * 2**30)
     skip = settings.data.on_bad_unit == "skip"
     return Reading(60 * settings.timeout_minutes, run_dir, cache_bytes, skip, stop)
@@ -79,7 +80,7 @@ class Reader:
     def rows(
         self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False
     ) -> Rows:
-        """The rows of a unit, in file order; none of one that is left out.
+        """Return the rows of a unit, in file order; no rows of a unit that is left out.
 
         epoch: which the unit is wanted for; None = before the first step.
         needed: blocks were made of it, so it is not left out now.
@@ -108,7 +109,7 @@ class Reader:
         return Rows(pa.array([], pa.large_binary()), None, skipped=1)
 
     def _rows(self, source: Source, unit: Unit) -> Rows:
-        """The rows of a unit that can be read; its bad lines are left out, or raise."""
+        """Return the rows of a unit. Bad lines are left out, or raise UserError."""
         name = source.files[unit.file].name
         left_out = self._skipped.lines(source.label, name) if unit.group < 0 else ()
         rows = self.units.rows(source, unit, left_out)
@@ -126,7 +127,7 @@ class Reader:
         return rows
 
     def skips_file(self, source: Source, file: int, error: UnreadableError | None = None) -> bool:
-        """Is this file left out as a whole? With what is wrong with it, it may be from now on."""
+        """Is this file left out as a whole? An error may leave it out from now on."""
         known = source.files[file]
         part = LeftOut(source.label, known.name, "file", -1, 0, known.size, None)
         if error is not None and self.reading.skip_bad_units:
@@ -136,7 +137,7 @@ class Reader:
     def _count(
         self, source: Source, unit: Unit, epoch: int | None, error: UnreadableError | None
     ) -> None:
-        """Slices of one group are one thing, so that it alone can not end a run."""
+        """Count bad units in a row. Slices of a group count once, so that it alone ends no run."""
         place = (unit.file, unit.group if unit.group >= 0 else unit.start, epoch)
         row = self._in_a_row.setdefault(source.label, [])
         if row[-1:] != [place]:
@@ -145,9 +146,10 @@ class Reader:
             raise too_many(source.label, error)
 
     def first_keys(self, source: Source, file: int) -> list[str] | None:
-        """The keys of a file's first JSON line; None: it has no line. Raises UserError if bad.
+        """Return the keys of a file's first JSON line, None if it has no line.
 
-        Without the text column they are told all the same, unless reading leaves such lines out.
+        A line without the text column is not an error here, unless reading leaves such lines out.
+        Raises UserError for a bad line.
         """
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
         with readable(place_of(source, unit)):
@@ -155,7 +157,7 @@ class Reader:
         for position, line in lines:
             if line.strip():
                 try:
-                    row = decoded(line)
+                    row = decode_line(line)
                     if source.text_column in row or self.reading.skip_bad_units:
                         fields(row, source.text_column, None)
                 except ValueError as error:

@@ -13,20 +13,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmtrain.data.documents.byte_ranges import hub_file, unit_spans, wanted
+from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
 from llmtrain.data.documents.lines import (
     MIB,
     decompress,
     end_of_line,
-    owned,
     parse,
+    read_owned,
     refuse_utf_16,
 )
 from llmtrain.data.documents.rows import Rows, of_table, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote.cache import Cache, cache_root
-from llmtrain.data.remote.footers import stored
+from llmtrain.data.remote.footers import load_footer
 from llmtrain.data.remote.prefetch import Range, Ranges
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.remote.retry import PIECE_BYTES, RangeFile, Remote
@@ -66,7 +66,7 @@ class Units:
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
 
     def rows(self, source: Source, unit: Unit, left_out: Collection[int] = ()) -> Rows:
-        """The rows of a unit, in file order.
+        """Return the rows of a unit, in file order.
 
         left_out: bytes at which lines begin that are not read. Raises UserError for bad content,
         RunError for what the machine did.
@@ -76,20 +76,20 @@ class Units:
             self._asked(place_of(source, unit))
         with readable(place_of(source, unit)):
             if unit.group < 0:
-                return self._kept(source, unit, left_out)
+                return self._rows_kept(source, unit, left_out)
             footer = self.footer(source, unit.file)
             if unit.group >= footer.num_row_groups:
-                raise UserError(_changed(source, unit))
+                raise UserError(_fewer_rows(source, unit))
             group = footer.row_group(unit.group)
             if unit.stop > group.num_rows:
-                raise UserError(_changed(source, unit))
+                raise UserError(_fewer_rows(source, unit))
             if group.total_byte_size > GROUP_LIMIT:
                 self.reads += 1
                 return self._slice_of_large(source, unit)
-            return self._kept(source, unit, left_out).slice(unit.start, unit.stop)
+            return self._rows_kept(source, unit, left_out).slice(unit.start, unit.stop)
 
     def footer(self, source: Source, file: int) -> pq.FileMetaData:
-        """The footer of a parquet file."""
+        """Return the footer of a parquet file."""
         where = source.where(file)
         footer = self._footers.get(where)
         if footer is None:
@@ -102,10 +102,12 @@ class Units:
         if not source.remote:
             return pq.read_metadata(source.where(file))
         etag = source.files[file].etag
-        return stored(self._run_dir, etag, lambda: pq.read_metadata(self._ranged(source, file)))
+        return load_footer(
+            self._run_dir, etag, lambda: pq.read_metadata(self._open_range(source, file))
+        )
 
     def expect(self, source: Source, unit: Unit) -> None:
-        """This unit will be asked for soon: begin to read it, if it is far away."""
+        """Begin to read a remote unit that will be asked for soon."""
         if not source.remote or self._key(source, unit) in self._decoded:
             return
         try:
@@ -119,27 +121,27 @@ class Units:
             self._ranges.expect(Range(file, *span))
 
     def forget(self, source: Source, unit: Unit) -> None:
-        """This unit is not asked for after all."""
+        """Drop what `expect` began: the unit is not read after all."""
         for span in self._expected.pop((source.where(unit.file), unit), []):
             self._ranges.forget(span)
 
     def _spans(self, source: Source, unit: Unit) -> list[tuple[int, int]]:
         footer = self.footer(source, unit.file) if unit.group >= 0 else None
         if footer is not None and unit.group >= footer.num_row_groups:
-            raise UserError(_changed(source, unit))
+            raise UserError(_fewer_rows(source, unit))
         return unit_spans(source, unit, footer)
 
     def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
-        """A file of a source, here or on the Hub, for reading at any position."""
+        """Open a file of a source, here or on the Hub, for reading at any position."""
         if not source.remote:
             return Path(source.where(file)).open("rb")
-        return self._ranged(source, file)
+        return self._open_range(source, file)
 
-    def _ranged(self, source: Source, file: int, *, again: bool = False) -> RangeFile:
+    def _open_range(self, source: Source, file: int, *, again: bool = False) -> RangeFile:
         return self._ranges.open(hub_file(source, file), again=again)
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
-        """The lines of a byte range or compressed file: (position of the first byte, line)."""
+        """Yield the lines of a range or compressed file as (position of the first byte, line)."""
         known, where = source.files[unit.file], source.where(unit.file)
         kind, compression = file_format(known.name) or ("", None)
         with self.open(source, unit.file) as file:
@@ -148,7 +150,7 @@ class Units:
             if compression:
                 data, start = decompress(file, compression, where), 0
             else:
-                data, start = owned(file, unit, known.size, kind, where)
+                data, start = read_owned(file, unit, known.size, kind, where)
         if start == 0:
             refuse_utf_16(data, where)
         position = 0
@@ -161,9 +163,9 @@ class Units:
     def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
         begin = 0 if unit.group >= 0 else unit.start
         # With the columns: two sources may take other columns of the same file.
-        return (source.where(unit.file), unit.group, begin, *wanted(source))
+        return (source.where(unit.file), unit.group, begin, *columns_of(source))
 
-    def _kept(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
+    def _rows_kept(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
         key = self._key(source, unit)
         rows = self._decoded.pop(key, None)
         if rows is None:
@@ -184,15 +186,15 @@ class Units:
 
     def _group(self, source: Source, unit: Unit) -> Rows:
         with self._parquet(source, unit) as file:
-            table = file.read_row_group(unit.group, columns=wanted(source), use_threads=False)
+            table = file.read_row_group(unit.group, columns=columns_of(source), use_threads=False)
         return of_table(table, source.text_column, source.id_column)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
-        """Rows [start, stop) of a group, without ever holding all of it."""
+        """Read rows [start, stop) of a group, without ever holding all of it."""
         with self._parquet(source, unit, buffer_size=MIB) as file:
             tables, position = [], 0
             batches = file.iter_batches(
-                1000, row_groups=[unit.group], columns=wanted(source), use_threads=False
+                1000, row_groups=[unit.group], columns=columns_of(source), use_threads=False
             )
             for batch in batches:
                 first, last = unit.start - position, unit.stop - position
@@ -208,12 +210,12 @@ class Units:
         return rows
 
     def _parquet(self, source: Source, unit: Unit, buffer_size: int = 0) -> pq.ParquetFile:
-        """A parquet file; on the Hub with the columns of the unit's group read at once."""
+        """Open a parquet file; on the Hub the columns of the unit's group are read at once."""
         footer = self.footer(source, unit.file)
         opened: str | pa.PythonFile = source.where(unit.file)
         if source.remote:
             sliced = unit.stop - unit.start < footer.row_group(unit.group).num_rows
-            ranged = self._ranged(source, unit.file, again=sliced)
+            ranged = self._open_range(source, unit.file, again=sliced)
             spans = self._spans(source, unit)
             if sum(end - start for start, end in spans) <= HELD_BYTES:
                 ranged.hold(spans)
@@ -247,11 +249,11 @@ class Units:
 
 
 def place_of(source: Source, unit: Unit) -> str:
-    """A unit, as messages name it."""
+    """Return the name of a unit in messages."""
     part = f", row group {unit.group}" if unit.group >= 0 else f", byte {unit.start}"
     return source.where(unit.file) + part
 
 
-def _changed(source: Source, unit: Unit) -> Problem:
+def _fewer_rows(source: Source, unit: Unit) -> Problem:
     expected = f"rows {unit.start} to {unit.stop}, as when the run began"
     return Problem(place_of(source, unit), "fewer rows", expected, "bring the file back")

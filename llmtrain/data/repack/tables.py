@@ -1,4 +1,4 @@
-"""Any data file as a stream of small tables, in bounded memory: what `llmtrain data repack` reads.
+"""Reads any data file as a stream of small tables, in bounded memory, for `data repack`.
 
     parquet, arrow       all columns as they are
     CSV                  all columns, as strings: the file says no types
@@ -28,7 +28,7 @@ from llmtrain.data.documents.lines import (
     DECODED_LIMIT,
     MIB,
     chunks,
-    decoded,
+    decode_line,
     end_of_line,
     to_bytes,
 )
@@ -59,22 +59,22 @@ class Tables:
 
 
 def read_tables(path: Path, text_column: str) -> Tables:
-    """Open a file. text_column: the name of the one column of a text file.
+    """Open a file as tables. text_column: the name of the only column of a text file.
 
     Raises, now or while it is read, UserError for content that cannot be read, RunError if the
     disk fails.
     """
     with _readable(path):
-        tables = _opened(path, text_column)
-    return Tables(tables.schema, _checked(path, tables.batches))
+        tables = _open(path, text_column)
+    return Tables(tables.schema, _check_batches(path, tables.batches))
 
 
-def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _check_batches(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     with _readable(path):
         yield from batches
 
 
-def _opened(path: Path, text_column: str) -> Tables:
+def _open(path: Path, text_column: str) -> Tables:
     kind, compression = file_format(path.name, KINDS) or ("", None)
     empty = path.stat().st_size == 0
     match kind:
@@ -100,7 +100,7 @@ def _parquet(path: Path) -> Tables:
 
 
 def _arrow(path: Path) -> Tables:
-    """Both forms: with a footer, and as a stream (which `datasets` writes)."""
+    """Open an arrow file of either form: with a footer, or as a stream (as `datasets` writes)."""
     opened = pa.memory_map(str(path))
     try:
         file = pa.ipc.open_file(opened)
@@ -113,7 +113,7 @@ def _arrow(path: Path) -> Tables:
 
 
 def _csv(path: Path, compression: str | None) -> Tables:
-    def opened(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
+    def open_csv(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
         return pacsv.open_csv(
             _Stream(path, compression),
             pacsv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
@@ -122,20 +122,20 @@ def _csv(path: Path, compression: str | None) -> Tables:
         )
 
     delimiter = "\t" if ".tsv" in path.suffixes else ","
-    with opened({}) as first:
+    with open_csv({}) as first:
         names = first.schema.names
     schema = pa.schema([(name, pa.string()) for name in names])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        with opened(dict.fromkeys(names, pa.binary())) as reader:
+        with open_csv(dict.fromkeys(names, pa.binary())) as reader:
             for batch in reader:
-                columns = [_decoded(column) for column in batch.columns]
+                columns = [_decode(column) for column in batch.columns]
                 yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
     return Tables(schema, batches())
 
 
-def _decoded(column: pa.Array) -> pa.Array:
+def _decode(column: pa.Array) -> pa.Array:
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
@@ -144,7 +144,7 @@ def _decoded(column: pa.Array) -> pa.Array:
 
 
 def _text(path: Path, compression: str | None, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for lines in _batched(_lines(path, compression, "text")):
+    for lines in _batches(_lines(path, compression, "text")):
         texts = [line.decode("utf-8", "replace") for _, line in lines]
         yield pa.record_batch([pa.array(texts, pa.string())], schema=schema)
 
@@ -154,8 +154,8 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
     for rows in _rows(path, compression):
         for name in {key: None for row in rows for key in row}:
             found = _type_of([row.get(name) for row in rows])
-            types[name] = _unified(types[name], found) if name in types else found
-    fields = [(name, _stored(kind)) for name, kind in types.items()]
+            types[name] = _unify(types[name], found) if name in types else found
+    fields = [(name, _parquet_type(kind)) for name, kind in types.items()]
     texts = {name for name, kind in types.items() if kind is None}
     schema = pa.schema(fields)
 
@@ -171,7 +171,7 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
 
 
 def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]:
-    for lines in _batched(_lines(path, compression, "jsonl")):
+    for lines in _batches(_lines(path, compression, "jsonl")):
         rows = [_row(path, number, line) for number, line in lines if line.strip()]
         if rows:
             yield rows
@@ -179,7 +179,7 @@ def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        row = decoded(line)
+        row = decode_line(line)
     except ValueError as error:
         where = f"{path}, line {number}"
         expected = "a JSON object"
@@ -189,7 +189,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """With replacement characters for what is no UTF-8, as reading for training has them."""
+    """Replace what is not UTF-8, as reading for training does."""
     match value:
         case str():
             return to_bytes(value).decode("utf-8", "replace")
@@ -207,8 +207,8 @@ def _type_of(values: Sequence[Any]) -> pa.DataType | None:
         return None
 
 
-def _unified(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
-    """A type for the values of both; None: there is none."""
+def _unify(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    """Return a type for the values of both, or None."""
     if one is None or other is None or one == other:
         return one if one == other else None
     schemas = [pa.schema([("x", kind)]) for kind in (one, other)]
@@ -218,8 +218,8 @@ def _unified(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType 
         return None
 
 
-def _stored(kind: pa.DataType | None) -> pa.DataType:
-    """Parquet has no type for a column of nulls that `datasets` would read."""
+def _parquet_type(kind: pa.DataType | None) -> pa.DataType:
+    """Return the type to store: parquet has none for nulls that `datasets` would read."""
     return pa.string() if kind is None or pa.types.is_null(kind) else kind
 
 
@@ -229,7 +229,7 @@ def _value(value: Any, as_text: bool) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _batched(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+def _batches(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
     batch: list[tuple[int, bytes]] = []
     size = 0
     for number, line in lines:
@@ -243,7 +243,7 @@ def _batched(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, byt
 
 
 def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1, and lines without their end."""
+    """Yield line numbers from 1, and lines without their end."""
     end = end_of_line(kind)
     number, rest = 1, b""
     for chunk in _chunks(path, compression):

@@ -40,12 +40,12 @@ def repack(
     each with a file. Raises UserError for bad input and an `out` that holds anything else,
     RunError if the disk refuses.
     """
-    from llmtrain.data.repack.rewrite import finished, rewrite
+    from llmtrain.data.repack.rewrite import finished_rows, rewrite
 
     began = time.perf_counter()
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)
     _refuse_others(out, [task.target for task in tasks])
-    known = [finished(task) for task in tasks]
+    known = [finished_rows(task) for task in tasks]
     missing = [task for task, rows in zip(tasks, known, strict=True) if rows is None]
     done, rows = len(tasks) - len(missing), sum(found or 0 for found in known)
     progress(done, len(tasks), rows)

@@ -205,7 +205,7 @@ def _write(
 ) -> None:
     """Write the pairs of files that are not there yet."""
     from llmtrain.data.token_cache.file import dtype_code
-    from llmtrain.data.token_cache.source import described
+    from llmtrain.data.token_cache.source import describe_tokenizer
 
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
     missing = [k for k, path in enumerate(paths) if not path.exists()]
@@ -217,7 +217,7 @@ def _write(
         parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
         origin = {"source": source.label, "path": source.path, "revision": source.revision}
-        _join(parts, paths[k], code, described(tokenizer) | origin)
+        _join(parts, paths[k], code, describe_tokenizer(tokenizer) | origin)
 
 
 def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:

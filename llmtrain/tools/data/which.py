@@ -194,7 +194,7 @@ def _moved(problem: Problem) -> Problem:
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
     """The stream at the last save before the step; at the run's beginning if there is none."""
-    from llmtrain.data.state import DataState, carried_over
+    from llmtrain.data.state import DataState, carry_over
 
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
@@ -205,7 +205,7 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     if others and others[-1] >= count:  # the step was saved with what is no more
         raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
-        state = carried_over(state, manifest)
+        state = carry_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
 
 

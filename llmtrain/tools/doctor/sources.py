@@ -163,11 +163,11 @@ def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> 
     run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
     Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
     """
-    from llmtrain.data.remote.request import AttemptError, awaited
+    from llmtrain.data.remote.request import AttemptError, wait_for
 
     _quiet_hub()
     try:
-        return awaited(lambda: _described(config, run_dir), seconds, None)
+        return wait_for(lambda: _described(config, run_dir), seconds, None)
     except UserError as wrong:
         raise UserError(*map(_with_remedy, wrong.problems)) from wrong
     except AttemptError as late:

@@ -21,7 +21,7 @@ from llmtrain.data.file_parts import UNITS_PER_LANE
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
-from llmtrain.data.state import DataState, carried_over, check, differing
+from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
@@ -56,7 +56,7 @@ def open_data(
     agreed(ranks, lambda: check(state, manifest, config.checkpoint.accept_changes))
     changed = differing(state, manifest)
     if changed:
-        state = carried_over(state, manifest)
+        state = carry_over(state, manifest)
     if found:
         state = replace(state, next_block=found.step * config.training.global_batch_size)
     if found and tuple(found.state["weights"]) != manifest.weights:

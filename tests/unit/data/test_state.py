@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import corpus
 
-from llmtrain.data.state import DataState, carried_over, check, last_block
+from llmtrain.data.state import DataState, carry_over, check, last_block
 from llmtrain.errors import UserError
 
 
@@ -76,7 +76,7 @@ def test_other_blocks_of_the_same_order_begin_each_lanes_document_again(manifest
     cursors = np.tile([1, 2, 3, 4], (24, 1, 1))
     state = DataState.fresh(manifests[0]).after(48, cursors, 1, {})
     longer = replace(manifests[0], seq_len=32)
-    again = carried_over(state, longer)
+    again = carry_over(state, longer)
     assert (again.cursors == [1, 2, 3, 0]).all()
     check(again, longer, ())
 
@@ -84,6 +84,6 @@ def test_other_blocks_of_the_same_order_begin_each_lanes_document_again(manifest
 def test_another_order_begins_at_its_beginning(manifests):
     cursors = np.tile([1, 2, 3, 4], (24, 1, 1))
     state = DataState.fresh(manifests[0]).after(48, cursors, 1, {"a": {"dropped": 1}})
-    again = carried_over(state, manifests[1])
+    again = carry_over(state, manifests[1])
     assert not again.cursors.any()
     assert (again.next_block, again.counts) == (48, {"a": {"dropped": 1}})
