@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
