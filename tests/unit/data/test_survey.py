@@ -309,6 +309,6 @@ def test_a_source_of_text_files_says_once_that_each_line_is_a_document(place, ca
         texts = [row["text"].replace("\n", " ").encode() for row in corpus.articles(50)]
         corpus.write_lines(place / "books" / name, texts)
     with caplog.at_level(logging.INFO, "llmtrain.data"):
-        survey(corpus.config(place / "books", place / "a", place / "b.jsonl"), 1)
+        survey(data_settings(corpus.config(place / "books", place / "a", place / "b.jsonl")), 1)
     (said,) = [text for text in caplog.messages if "document" in text]
     assert said.startswith("books: each line of a text file is a document of its own")
