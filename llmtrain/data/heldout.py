@@ -10,7 +10,7 @@ The held-out set is one stream, in which every token of a document is scored onc
 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
 
-The trap: with a document mask and no begin token, nothing stands before a document's first token,
+The trap: with a document mask and no begin token, nothing precedes a document's first token,
 and training never asks for it. It is not scored then, and its bytes are not counted, so that
 bits_per_byte is that of the tokens that a model could learn.
 """

@@ -3,7 +3,7 @@
     epoch e:  U = order of all units;  lane l walks U[(l + rotation) mod L :: L]
     unit u:   its rows in an order of their own;  a document's tokens go to the packer
 
-Where a lane's list of units ends, this lane goes on to epoch e + 1; the others are not asked. Its
+Where a lane's list of units ends, this lane continues with epoch e + 1, whatever the others do. Its
 whole state is one cursor a source. The trap: lanes share nothing but memory of decoded units, so
 that the blocks of one never depend on which others this process has opened.
 """
@@ -256,7 +256,7 @@ def _texts(
                 if replaced:
                     counts["replaced"] += 1
                 last_epoch = epoch
-                # Never the one that goes on counting: several texts wait for their tokens at once.
+                # Not the counter that is still used: several texts wait for their tokens at once.
                 yield Text(epoch, position, row, text, counts or NOTHING)
                 if counts:
                     counts = Counter()

@@ -1,7 +1,7 @@
 """What the order of the data is made of: sources, their files, their units, what is held out.
 
 Rank 0 writes it once, as `manifest.json`; every later start and every other rank reads it, and
-nothing is listed, counted or inferred again. Places on this machine are no part of it: files are
+nothing is listed, counted or inferred again. Places on this machine are not part of it: files are
 named relative to their source, so the same data under another path is the same data.
 
     source ── files (sorted by path) ── units (in file order) ── rows
@@ -133,7 +133,7 @@ class Manifest:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """What the fingerprint covers, each as a short value: says what differs between two."""
+        """What the fingerprint covers, each part as a short value that shows what differs."""
         sources = self.sources
         return {
             "files": _short([[list(file) for file in source.files] for source in sources]),
@@ -163,14 +163,14 @@ class Manifest:
 
 
 class Stored(NamedTuple):
-    """What a stored manifest says without a look at the data."""
+    """What a stored manifest records, without a look at the data."""
 
     made_with: Mapping[str, object]
     lanes: int
 
 
 def glance(path: Path) -> Stored:
-    """Read what a stored manifest says without a look at the data."""
+    """Read what a stored manifest records, without a look at the data."""
     stored = json.loads(path.read_text("utf-8"))
     return Stored(stored["made_with"], stored["lanes"])
 

@@ -53,7 +53,7 @@ class Document(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens [start, stop) of a document, which stand in a block from position `at` on.
+    """Tokens [start, stop) of a document, which are in a block from position `at` on.
 
     epoch, unit, row: the document's place in the lane's order.
     """
@@ -177,7 +177,7 @@ _Piece = tuple[int, int, int]
 def _window(
     documents: Iterator[Document], tokens: int
 ) -> tuple[list[Document], Counter[str], bool]:
-    """The next documents of at least so many tokens, what was met on the way, and the end?"""
+    """Return the next documents of at least `tokens` tokens, their counts, and whether they end."""
     window: list[Document] = []
     counts: Counter[str] = Counter()
     found = 0

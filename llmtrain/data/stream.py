@@ -67,7 +67,7 @@ TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) rep
 class Blocks(IterableDataset[Block | list[Block | Failed]]):
     """The endless blocks of one virtual rank: g ≡ first (mod step), in order.
 
-    Opens every lane that these blocks lie in, and discards its blocks that are not its own.
+    Opens every lane that these blocks are in, and discards its blocks that are not its own.
 
     item_blocks: which a worker gives at once; without workers they come one by one.
     """
@@ -248,7 +248,7 @@ def identity(item: Any) -> Any:
 
 
 def _lanes_of(g: int, world_size: int, lanes: int) -> set[int]:
-    """Return the lanes that blocks g, g + W, g + 2W … lie in."""
+    """Return the lanes that blocks g, g + W, g + 2W … are in."""
     step = gcd(world_size, lanes)
     return set(range(g % step, lanes, step))
 
@@ -280,7 +280,7 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
 
 
 def _widen(pipe: int) -> None:
-    """Let a whole item lie in the pipe, so that who takes it does not wait for who writes it."""
+    """Make room for a whole item in the pipe, so that reader and writer need not wait."""
     if sys.platform == "linux":
         with suppress(OSError):  # beyond what the system grants this user: it is only slower
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -78,7 +78,10 @@ def survey(
         (source, label, f"data.sources.{i}")
         for i, (source, label) in enumerate(zip(data.sources, labels(data.sources), strict=True))
     ]
-    both = [*named, *_own_evaluation(settings.evaluation)]  # so that all problems are told at once
+    both = [
+        *named,
+        *_own_evaluation(settings.evaluation),
+    ]  # to report all problems at once
     drafts = _each(lambda i: _draft(*both[i], reader), len(both))
     _warn_of_shared_files([source for source, _ in drafts])
     _tell_of_text_files([source for source, _ in drafts])

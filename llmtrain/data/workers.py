@@ -1,13 +1,13 @@
 """Starts and ends data workers, and turns whatever goes wrong with them into one error.
 
-    raises        its last item says what, with the traceback and the unit
+    raises        its last item holds the error, with the traceback and the unit
     dies          a thread waits for that, whatever the main thread is doing: it ends the other
                   workers and cuts the pipe, so that whoever waits for an item is woken at once
     is silent     the loader gives up after 0.8 of the peers' patience
 
 The trap: torch's own handler of SIGCHLD raises at any line of the main thread, and a worker that
 was killed while it wrote leaves half a message, for the rest of which a reader waits. So
-the handler is told to forget these workers, and the pipe's end is what wakes the reader.
+the handler has to forget these workers, and the pipe's end wakes the reader.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAME_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last item of a worker that could not go on: what it raised, without its class."""
+    """The last item of a worker that failed: what it raised, without its class."""
 
     problems: tuple[Problem, ...]
     message: str
@@ -120,7 +120,7 @@ def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bloc
         item.append(Failed((), str(error.args[0]), error.exit_code, error.remedy))
     except Exception:  # the edge of the process
         message = f"data worker {worker} failed: {traceback.format_exc()}"
-        remedy = "this is a defect: the traceback says where it stands"
+        remedy = "this is a defect: the traceback shows where"
         item.append(Failed((), message, 1, remedy))
     yield item
 

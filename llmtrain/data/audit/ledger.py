@@ -47,7 +47,7 @@ class Document(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a document was read, and what its row says of it.
+    """Where a document was read, and the columns of its row that describe it.
 
     file: relative to its source
     group: the row group, None in other files
@@ -82,7 +82,7 @@ def replay(
 ) -> Iterator[tuple[int, Block]]:
     """Yield blocks first … stop − 1 with their numbers, from the state at `next_block`.
 
-    cursors (L, sources, 4): of the block at which each lane stands at `next_block` ≤ first. Raises
+    cursors (L, sources, 4): of the block that each lane is at with `next_block` ≤ first. Raises
     as reading does.
     """
     count = manifest.lanes

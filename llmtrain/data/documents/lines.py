@@ -142,7 +142,7 @@ def read_owned(
 def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
     r"""Return where the line that begins behind the first end of line from `start` on begins.
 
-    None: not in these bytes. An end of line at the very end may go on (`\r` + `\n`).
+    None: not in these bytes. An end of line at the very end may be half of `\r\n`.
     """
     found = end.search(data, start)
     if complete:
@@ -157,7 +157,7 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
     """
     if compression == "gz":
         if file.read(2) != GZIP_MAGIC:
-            return -1  # reading it says so
+            return -1  # reading it raises the error
         file.seek(max(0, size - 4))
         said = int.from_bytes(file.read(4) or b"", "little")
         # Deflate makes at most 1,032 bytes of one: a file that claims more was cut off.

@@ -58,11 +58,11 @@ def reading_of(
 
 
 class Reader:
-    """Reads units, in one process, and leaves out what `on_bad_unit` says.
+    """Reads units, in one process, and leaves out what `on_bad_unit` allows to.
 
     reading: how
-    stop: set when the process shall end, in place of the reading's own
-    asked: told the name of each unit before it is read
+    stop: set when the process must end, in place of the reading's own
+    asked: called with the name of each unit before it is read
     """
 
     def __init__(

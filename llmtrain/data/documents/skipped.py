@@ -5,7 +5,7 @@
 
 A line is durable before any block that follows its unit is used, and before a unit is read the file
 decides: whoever makes these blocks again leaves out the same, even if it could be read by then. The
-trap: a unit stands there with the epoch it was wanted for (null: before the first step). In one
+trap: a unit is recorded with the epoch it was wanted for (null: before the first step). In one
 epoch one lane reads it, so what a process writes never changes what another has already read; a
 record for all epochs would be a race between lanes that have drifted apart.
 """

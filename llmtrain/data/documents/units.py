@@ -44,7 +44,7 @@ class Units:
     """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
 
     timeout_seconds, run_dir, cache_bytes, stop: as in `Reading`
-    asked: told the name of each unit before it is read
+    asked: called with the name of each unit before it is read
     reads: units decoded so far, without those that were still in memory
     """
 

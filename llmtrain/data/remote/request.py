@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
-POLL_SECONDS = 0.2  # how soon a thread that waits sees that the process shall end
+POLL_SECONDS = 0.2  # how soon a thread that waits sees that the process must end
 REDIRECTS = 5
 MOVED = (301, 302, 303, 307, 308)
 REFUSED = {
@@ -186,7 +186,7 @@ def asked_wait(headers: Mapping[str, str]) -> float:
 def wait_for(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
     """Run `work` in a daemon thread and return what it returns; after `seconds`, leave it alone.
 
-    Raises AttemptError when they are over, RunError (75) when the process shall end: an executor
+    Raises AttemptError when they are over, RunError (75) when the process must end: an executor
     would wait for a hanging thread when the process exits.
     """
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()

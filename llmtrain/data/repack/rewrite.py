@@ -1,8 +1,8 @@
 """Rewrites one data file as parquet with small row groups, in bounded memory.
 
-    source  ─►  small tables  ─►  groups of at most so many bytes  ─►  NAME.parquet
+    source  ─►  small tables  ─►  groups of at most N bytes  ─►  NAME.parquet
 
-The file appears as a whole, and its footer says what it was made of, so that the same command knows
+The file appears as a whole, and its footer records what it was made of: so the same command knows
 what is done.
 """
 
@@ -84,7 +84,7 @@ def finished_rows(task: Rewrite) -> int | None:
 
 
 def made_of(target: Path) -> dict[str, Any] | None:
-    """Return what the footer of a repacked file says of its source; None for another file."""
+    """Return what the footer of a repacked file records of its source; None for another file."""
     try:
         found = (pq.read_metadata(target).metadata or {}).get(MADE_OF)
     except (pa.ArrowException, OSError):

@@ -1,7 +1,7 @@
 """Reads any data file as a stream of small tables, in bounded memory, for `data repack`.
 
     parquet, arrow       all columns as they are
-    CSV                  all columns, as strings: the file says no types
+    CSV                  all columns, as strings: the file has no types
     JSON lines           all keys; a first pass finds their types, what has none becomes JSON text
     text                 one column, a line each
 
@@ -250,7 +250,7 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
         data, position = rest + chunk, 0
         for found in end.finditer(data, max(0, len(rest) - 1)):
             if found.end() == len(data) and data.endswith(b"\r"):
-                break  # it may go on: `\r` + `\n`
+                break  # it may be the half of `\r\n`
             yield number, data[position : found.start()]
             number, position = number + 1, found.end()
         rest = data[position:]

@@ -261,7 +261,7 @@ def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
 def _status(error: BaseException) -> tuple[int, float]:
     """Return the status of the answer behind an error (0: no answer), and the wait it asks for.
 
-    `datasets` wraps errors in others. Of what lies below only a refusal is believed: a file that
+    `datasets` wraps errors in others. Of the errors below only a refusal is believed: a file that
     need not be there gives 404, long before the network fails.
     """
     answer = getattr(error, "response", None)

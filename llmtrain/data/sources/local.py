@@ -30,7 +30,7 @@ FORMATS = {
 }
 COMPRESSED = (".gz", ".zst")
 INDEX = ".idx"  # of a token cache, with a .bin beside it
-# What lies beside data in many directories.
+# Files that are beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
 SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
 TABLES = {".csv", ".tsv", ".arrow"}  # rows, but not in a form that units can be cut from

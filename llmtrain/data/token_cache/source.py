@@ -2,7 +2,7 @@
 
     documents    0 | 1 | 2 | 3 | 4 |          in order of files; 2 is held out
     stream       0 0 0 1 3 3 3 3 4 4 …        without it: no gap, and it is never trained on
-    blocks       |---0---|---1---|---2---|    of stride seq_len; the last goes on with document 0
+    blocks       |---0---|---1---|---2---|    of stride seq_len; the last continues with document 0
 
 An epoch deals all blocks to the lanes in an order of its own; opening at any block reads that block
 alone. The trap: with packing bestfit there is no such stream, documents are walked like those of
@@ -251,7 +251,7 @@ def _map_files(indices: tuple[Path, ...], _content: tuple[str, ...]) -> Document
 def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
     """Raise UserError unless the cached ones of these sources were written by this tokenizer.
 
-    That stands in NAME.json; without one a warning says that only the ids' range is checked.
+    NAME.json records it; without one, only the ids' range is checked, with a warning.
     """
     problems: list[Problem] = []
     for source in sources:

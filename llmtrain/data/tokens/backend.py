@@ -47,7 +47,7 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
 
 
 def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str | None:
-    """Return where `other` first gives other ids, in words; None: nowhere."""
+    """Describe where `other` first gives other ids; None: nowhere."""
     for text in texts:
         expected, found = one.encode(text), other.encode(text)
         if not np.array_equal(expected, found):
@@ -59,7 +59,7 @@ def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> 
 
 
 def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
-    """Return what the back end says where it fails on one of these texts."""
+    """Return the error of a back end that fails on one of these texts, or None."""
     for text in texts:
         try:
             tokenizer.encode(text)

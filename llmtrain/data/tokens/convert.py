@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 Description = dict[str, Any]  # the content of a tokenizer.json
 
-# What ByteLevel cuts words with (`use_regex`); it stands in no file.
+# What ByteLevel cuts words with (`use_regex`); no file contains it.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# A control token that tiktoken is told of and never allows, so it is text wherever it stands. Where
+# A control token that tiktoken gets and never allows, so it is text wherever it appears. Where
 # no such token exists, the call that gives arrays looks for one at every byte.
 _NEVER = "\0<|never|>\0"
 

@@ -5,7 +5,7 @@ as fast, for tokenizers that convert (`convert.py`). Rank 0 chooses at a run's f
 manifest keeps the choice: every later start and every worker opens that one.
 
 Text is only ever text: an article that contains `<|endoftext|>` gets the ids of these characters,
-never the control token. No back end is told of added tokens, special or not; and where a model
+never the control token. No back end knows added tokens, special or not; and where a model
 makes one of text by itself, its string is cut in two.
 """
 
