@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
+NOT_TRAINED = -100  # the label of a position without a loss, as PyTorch and transformers have it
+
+
 class Cursor(NamedTuple):
     """Where a lane's next block of one source begins: positions in the permuted lists.
 

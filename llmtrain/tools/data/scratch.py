@@ -32,11 +32,12 @@ def aside_unless_other(config: Config) -> Iterator[Path]:
 
     A look at data is not part of a run, so a run that is there does not limit what it may look at.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.manifest import has_other_sources
 
     run_dir = config.run_dir
     manifest = run_dir / contents.MANIFEST
-    if manifest.exists() and has_other_sources(manifest, config):
+    if manifest.exists() and has_other_sources(manifest, data_settings(config)):
         with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
             (Path(folder) / "footers").mkdir()
             yield Path(folder)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
@@ -37,7 +38,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
             rank=rank,
             world_size=world_size,
             workers=workers,
-            reading=reading_of(config, directory),
+            reading=reading_of(data_settings(config), directory),
         )
         try:
             yield stream

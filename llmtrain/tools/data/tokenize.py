@@ -65,6 +65,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
     jobs: processes. The files are the same for any number of them and after any interruption.
     Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.documents.reader import reading_of
     from llmtrain.data.token_cache.write import room_needed
     from llmtrain.rundir.lock import RunLock
@@ -76,7 +77,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
     with RunLock(work, "tokenize"), room_needed():
         manifest, tokenizer = _begin(wanted, out, work)
         paths = [out / f"{name}.idx" for name in file_names(manifest.labels)]
-        _write(manifest, tokenizer, reading_of(wanted, work), paths, jobs, progress)
+        _write(manifest, tokenizer, reading_of(data_settings(wanted), work), paths, jobs, progress)
         for folder in (PARTS, "footers"):
             shutil.rmtree(work / folder, ignore_errors=True)
     said = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
@@ -145,7 +146,7 @@ def _make(out: Path, work: Path) -> None:
 
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     """Manifest and tokenizer: made now, or those of the command that began here."""
-    from llmtrain.config.binding import binding_values, changes, dump
+    from llmtrain.config.binding import binding_values, changes, data_settings, dump
     from llmtrain.config.load import load_config
     from llmtrain.data.survey import check
     from llmtrain.data.tokens.tokenizer import open_tokenizer
@@ -170,7 +171,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
     if begun:
         try:
-            check(manifest, config, tokenizer)
+            check(manifest, data_settings(config), tokenizer)
         except UserError as error:  # whose remedies are those of a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error
@@ -204,7 +205,7 @@ def _write(
 ) -> None:
     """Write the pairs of files that are not there yet."""
     from llmtrain.data.token_cache.file import dtype_code
-    from llmtrain.data.token_cache.source import described
+    from llmtrain.data.token_cache.source import describe_tokenizer
 
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
     missing = [k for k, path in enumerate(paths) if not path.exists()]
@@ -216,7 +217,7 @@ def _write(
         parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
         origin = {"source": source.label, "path": source.path, "revision": source.revision}
-        _join(parts, paths[k], code, described(tokenizer) | origin)
+        _join(parts, paths[k], code, describe_tokenizer(tokenizer) | origin)
 
 
 def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:

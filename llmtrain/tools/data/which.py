@@ -103,6 +103,7 @@ def which(
     Raises UserError for a step that the run has not made, data that is gone or changed, and where
     the recomputed digest is not the logged one.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.documents.reader import Reader, reading_of
     from llmtrain.data.tokens.tokenizer import open_tokenizer
 
@@ -115,7 +116,7 @@ def which(
     with aside(run_dir) as directory:
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
-        reader = Reader(reading_of(config, directory))
+        reader = Reader(reading_of(data_settings(config), directory))
         digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
         checked_at = _checked(start, digests)
         documents = _documents(manifest, reader, numbered, tokenizer if text else None)
@@ -172,7 +173,7 @@ def _manifest(run_dir: Path, config: Config) -> Manifest:
     from llmtrain.data import manifest as manifests
 
     try:
-        return manifests.load(run_dir / contents.MANIFEST, config)
+        return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
 
@@ -193,7 +194,7 @@ def _moved(problem: Problem) -> Problem:
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
     """The stream at the last save before the step; at the run's beginning if there is none."""
-    from llmtrain.data.state import DataState, carried_over
+    from llmtrain.data.state import DataState, carry_over
 
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
@@ -204,7 +205,7 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     if others and others[-1] >= count:  # the step was saved with what is no more
         raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
-        state = carried_over(state, manifest)
+        state = carry_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
 
 

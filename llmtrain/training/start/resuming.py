@@ -118,7 +118,7 @@ def _refuse_silent_restart(config: Config, found: Found | None, place: Place | N
 def _refuse_other_run(found: Found, config: Config) -> None:
     """The checkpoint must be one of this config, whatever became of config.yaml."""
     changed = changes(found.state["config"], binding_values(config))
-    if problems := refused(changed, config, f"as in {found.name}"):
+    if problems := refused(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
         raise UserError(*problems)
 
 
