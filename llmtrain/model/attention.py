@@ -37,24 +37,17 @@ _DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _log = logging.getLogger(__name__)
 
 
-def install(model: PreTrainedModel, seq_len: int) -> str:
+def install(model: PreTrainedModel, seq_len: int, *, compare: bool = True) -> str:
     """Let the model use our function if it computes what the model's own attention computes.
 
-    model: on the CPU in fp32 · seq_len: positions of a block. Returns the name of what it uses now:
-    `llmtrain`, or transformers' `sdpa` or `eager`, with the reason in the log.
+    model: on the CPU in fp32.
+    seq_len: positions of a block.
+    compare: whether logits are compared, which those of fake tensors cannot be. All else is looked
+        at in any case: of 26 architectures none was given another attention without logits.
+
+    Returns the name of what it uses now: `llmtrain`, or transformers' `sdpa` or `eager`, with the
+    reason in the log.
     """
-    return _install(model, seq_len, compare=True)
-
-
-def install_on_fake(model: PreTrainedModel, seq_len: int) -> str:
-    """As `install`, for a model on fake tensors, whose logits cannot be compared.
-
-    It looks at all else. Of 26 architectures compared with `install`, none chose otherwise.
-    """
-    return _install(model, seq_len, compare=False)
-
-
-def _install(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     AttentionInterface.register(NAME, attention)
     reason = _why_not(model, seq_len, compare=compare)
     own = backend(model)

@@ -190,16 +190,9 @@ class TorchEngine:
         """() fp32: the root of all squares."""
         return sums["squares"].sqrt().float()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the modules are back in training mode afterwards."""
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            fsdp.reshard(self._model)
-            self._model.train()
+    def evaluating(self) -> AbstractContextManager[object]:
+        """As Engine.evaluating; what a forward without a backward gathers is let go."""
+        return evaluating(self._model)
 
     def create_state(self) -> None:
         """As Engine.create_state."""
@@ -250,6 +243,18 @@ class TorchEngine:
     def _gradients(self) -> list[Tensor]:
         """What this rank holds of each gradient; of a short parameter it may be nothing."""
         return [state.local(p.grad) for p in self._parameters if p.grad is not None]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the modules are back in training mode afterwards."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        fsdp.reshard(model)
+        model.train()
 
 
 def not_finite(sums: StepVector) -> Tensor:

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
+from llmtrain.distributed.launch.keys import value
 from llmtrain.distributed.launch.named import named_mesh, number, one_sided
 from llmtrain.errors import Problem, UserError
 
@@ -41,11 +42,15 @@ _log = logging.getLogger(__name__)
 
 # What a launch file may say otherwise than it is done here: (key, what it says, what is done).
 _OVERRULED = (
-    ("cpu_ram_efficient_loading", "true", "rank 0 builds the model and sends each rank its part"),
-    ("activation_checkpointing", "true", "model.activation_checkpointing decides"),
-    ("auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
-    ("auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
-    ("state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
+    (
+        "fsdp_cpu_ram_efficient_loading",
+        "true",
+        "rank 0 builds the model and sends each rank its part",
+    ),
+    ("fsdp_activation_checkpointing", "true", "model.activation_checkpointing decides"),
+    ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
+    ("fsdp_auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
+    ("fsdp_state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
 )
 
 
@@ -74,8 +79,8 @@ def plugin(
     must be there when this is called. Logs what is not done as asked.
     """
     for key, said, done in _OVERRULED:
-        if env.get(f"FSDP_{key.upper()}", "").lower() == said.lower():
-            _log.warning("fsdp_%s: %s of the launch file is not used: %s", key, said, done)
+        if value(env, key).lower() == said.lower():
+            _log.warning("%s: %s of the launch file is not used: %s", key, said, done)
     offload = strategy == "fsdp2_offload"
     if offload and cpu:
         _log.warning("fsdp2_offload on a CPU is rehearsed without offload: torch needs a device")
@@ -85,7 +90,7 @@ def plugin(
         # Else the policy is made of `mixed_precision`: gradients are reduced in bf16 and the
         # summed loss is returned with eight bits (accelerate 1.15).
         mixed_precision_policy=bf16 if precision == "bf16" else MixedPrecisionPolicy(),
-        reshard_after_forward=env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false",
+        reshard_after_forward=value(env, "fsdp_reshard_after_forward").lower() != "false",
         cpu_offload=offload and not cpu,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         activation_checkpointing=False,
