@@ -53,10 +53,6 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 class CannotCountError(Exception):
     """The model's code does not run on fake tensors: it asks for values, which they do not have."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
 
 def count_saved(
     model_config: Any,

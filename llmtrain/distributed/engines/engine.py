@@ -33,43 +33,33 @@ class Engine(Protocol):
         module: what is trained, which holds `model`, the bare one, whose names a checkpoint has.
         Returns the module whose forward the loop calls.
         """
-        ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of one micro-batch; the last one synchronises gradients."""
-        ...
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
         """Accumulate the gradient of `loss_sum · scale`. Never steps."""
-        ...
 
     def squares(self) -> Tensor:
         """() fp64: Σ g² of the gradient elements that this rank counts."""
-        ...
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Scale the gradients down to `max_norm`, on the device."""
-        ...
 
     def step(self, factor: float, sums: StepVector) -> None:
         """Update, each group at its own rate × `factor`, unless `sums` forbids it."""
-        ...
 
     def norm(self, sums: StepVector) -> Tensor:
         """() fp32: the gradient norm before clipping."""
-        ...
 
     def evaluating(self) -> AbstractContextManager[object]:
         """Around forwards that are no training: no gradients, no dropout; training again after."""
-        ...
 
     def clear(self) -> None:
         """Drop all gradients."""
-        ...
 
     def create_state(self) -> None:
         """Moments of zero for every trainable parameter, before any step."""
-        ...
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """The ranges of weights and moments that this rank holds, in the order of the spec.
@@ -79,15 +69,12 @@ class Engine(Protocol):
         parameters and moments that every rank holds each writes a share, and not rank 0 all.
         Buffers are rank 0's in any case: another's may differ.
         """
-        ...
 
     def filled(self, steps: int) -> None:
         """All pieces were filled from a checkpoint of a run that had made `steps` updates."""
-        ...
 
     def optimizer_steps(self) -> int:
         """How many updates the optimizer has made. Waits for the device."""
-        ...
 
     def unequal_replicas(self) -> dict[str, list[int]]:
         """Parameters whose bits are not those of the other replicas → the ranks that differ.
@@ -95,7 +82,6 @@ class Engine(Protocol):
         Collective; equal on all ranks, and empty where no rank holds what another holds. Which
         ranks are named says `replicas.unequal`. Waits for the device.
         """
-        ...
 
 
 class TorchEngine:
@@ -121,7 +107,7 @@ class TorchEngine:
         """
         self._bare = model
         if self._sharding:
-            self._model = fsdp.prepare(self._accelerator, module, optimizer, self._sharding)
+            self._model = fsdp.prepare(module, optimizer, self._sharding)
         else:
             module = with_common_statistics(module, self._accelerator)
             prepared: tuple[nn.Module, object] = self._accelerator.prepare(module, optimizer)

@@ -63,6 +63,7 @@ class Sharding:
     HSDP) · replicas: how many there are · offload: whether shards live in host memory.
     """
 
+    accelerator: Accelerator
     wrap_class: str
     sync: str
     replica: int
@@ -151,12 +152,7 @@ def rehearse(timeout: timedelta) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def prepare(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
-) -> nn.Module:
+def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
     """Shard `module` and give the optimizer its parameters anew; both in place.
 
     A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
@@ -167,9 +163,7 @@ def prepare(
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         if names:
             raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
-        before = _shared(module)
-        module = _shard(accelerator, module, optimizer, sharding)
-        _verify_ties(module, before)
+        module = _shard(module, optimizer, sharding)
     _verify(module, optimizer)
     assert isinstance(module, FSDPModule)
     # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
@@ -179,10 +173,7 @@ def prepare(
 
 
 def prepare_empty(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
+    module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding
 ) -> nn.Module:
     """Shard a module on meta: no rank ever holds the whole. Its memory is still to be filled.
 
@@ -190,10 +181,7 @@ def prepare_empty(
     """
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     driven = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    before = _shared(module)
-    module = _shard(accelerator, module, optimizer, sharding)
-    module.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
-    _verify_ties(module, before)
+    module = _shard(module, optimizer, sharding)
     # On meta all have one address, so accelerate gave the optimizer one parameter many times.
     parameters = dict(module.named_parameters())
     for group, names in zip(optimizer.param_groups, driven, strict=True):
@@ -201,12 +189,9 @@ def prepare_empty(
     return module
 
 
-def _shard(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
-) -> nn.Module:
+def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
+    accelerator, ties = sharding.accelerator, _ties(module)
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         expected = f"a model without parameters of no dimension, which {scalars[0]} is"
@@ -214,21 +199,20 @@ def _shard(
     module = with_common_statistics(module, accelerator)
     names = wrap_classes(module, sharding.wrap_class)
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
-    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
-    return prepared[0]
+    prepared: nn.Module = accelerator.prepare(module, optimizer)[0]
+    if on_meta:
+        prepared.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
+    if _ties(prepared) != ties:
+        raise ValueError(f"tied parameters came apart: {ties} became {_ties(prepared)}")
+    return prepared
 
 
-def _shared(module: nn.Module) -> set[tuple[str, ...]]:
+def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     """Names that stand for one parameter, for each that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {tuple(group) for group in names.values() if len(group) > 1}
-
-
-def _verify_ties(module: nn.Module, shared: set[tuple[str, ...]]) -> None:
-    if _shared(module) != shared:
-        raise ValueError(f"tied parameters came apart: {shared} became {_shared(module)}")
 
 
 def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -131,7 +131,9 @@ def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
             "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), expected, remedy
         )
     if strategy in OFFLOADS and not cpu:
-        yield from build_problems(extensions_directory())
+        # Private, but the only place that knows: it depends on Python and on the kind of torch.
+        built = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
+        yield from build_problems(built.parent)
 
 
 def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iterator[Problem]:
@@ -154,17 +156,12 @@ def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iter
 def leave() -> bool:
     """Leave the process group if DeepSpeed knows it, which keeps groups of its own beside it."""
     if "WORLD_SIZE" not in os.environ:
-        os.environ.pop("LOCAL_RANK", None)  # of no launcher, see `stay_launched`
+        os.environ.pop("LOCAL_RANK", None)  # of no launcher: `accelerator` sets it for DeepSpeed
     comm = sys.modules.get("deepspeed.comm")
     if comm is None or not comm.is_initialized():
         return False
     comm.destroy_process_group()
     return True
-
-
-def stay_launched() -> None:
-    """DeepSpeed reads a launcher's LOCAL_RANK as long as it runs, of a single process too."""
-    os.environ.setdefault("LOCAL_RANK", "0")
 
 
 def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
@@ -183,13 +180,6 @@ def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Pa
         if not _is_open(lock) and not (several and age < _BUILD_SECONDS) and lock.exists():
             found.append(lock)
     return found
-
-
-def extensions_directory() -> Path:
-    """Where torch builds extensions."""
-    # Private, but the only place that knows: it depends on Python and on the kind of torch.
-    made = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
-    return made.parent
 
 
 def _is_open(path: Path) -> bool:

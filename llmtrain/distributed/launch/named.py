@@ -86,13 +86,10 @@ def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
         expected = "no: accelerate would compile the model, which is not tried here"
         yield Problem("dynamo_backend", compiler, expected, "remove dynamo_config")
     yield from _parallelism(env, processes)
-    match named_family(env):
-        case "fsdp":
-            yield from _fsdp(env)
-        case "zero":
-            yield from _deepspeed(env)
-        case None:
-            return
+    if named_family(env) == "fsdp":
+        yield from _fsdp(env)
+    elif named_family(env) == "zero":
+        yield from _deepspeed(env)
 
 
 def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Iterator[Problem]:
