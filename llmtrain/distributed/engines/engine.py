@@ -155,16 +155,14 @@ class TorchEngine:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-        if not self._fused:
-            if not bool(not_finite(sums)):
-                self._optimizer.step()
-            self.clear()
-            return
-        # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
-        self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused kernels
-        found_inf = not_finite(sums).float().to(self._updates_on)
-        self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # ditto
-        self._optimizer.step()
+        refused = not_finite(sums)
+        if self._fused:
+            # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
+            found_inf = refused.float().to(self._updates_on)
+            self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # of fused kernels
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # ditto
+        if self._fused or not bool(refused):
+            self._optimizer.step()
         self.clear()
 
     def clear(self) -> None:
