@@ -36,7 +36,7 @@ def exported(values: Mapping[str, object], processes: int) -> dict[str, str]:
     }
     for name, section in SECTIONS.items():
         found = _section(values, name)
-        if values.get("distributed_type") == section.kind or (found and section.kind is None):
+        if found if section.kind is None else values.get("distributed_type") == section.kind:
             env |= {section.switch: "true", **_variables(found, section.variables)}
     if compiler := _section(values, "dynamo_config").get("dynamo_backend"):
         env["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
