@@ -103,11 +103,11 @@ class _File(logging.FileHandler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if durable.is_gone(Path(self.baseFilename)):
-            self._make_again()
+        if self.stream is not None and durable.is_gone(Path(self.baseFilename)):
+            self._make_again(self.stream.fileno())
         super().emit(record)
 
-    def _make_again(self) -> None:
+    def _make_again(self, descriptor: int) -> None:
         path = Path(self.baseFilename)
         try:
             path.parent.mkdir(exist_ok=True)  # without parents: the next save makes the directory
@@ -116,7 +116,7 @@ class _File(logging.FileHandler):
             return  # the lines go on into the deleted file
         try:
             self.flush()
-            os.dup2(new, self.stream.fileno(), inheritable=False)
+            os.dup2(new, descriptor, inheritable=False)
         finally:
             os.close(new)
 
