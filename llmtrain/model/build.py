@@ -50,7 +50,7 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
 
 
 def stored_config(checkpoint: Path) -> Any:
-    """The transformers config that a checkpoint of ours holds. UserError: it has its own code."""
+    """The transformers config in a checkpoint of ours. Raises UserError if it has its own code."""
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     untrusted.refuse_code(config, str(checkpoint))
     return config

@@ -1,4 +1,4 @@
-"""Where the documents of a micro-batch begin, as the model is told: positions and borders.
+"""Where the documents of a micro-batch begin, as the model takes it: positions and borders.
 
     starts         [0, 3] [0]         of two rows of five tokens
     position_ids   0 1 2 0 1 · 0 1 2 3 4
@@ -35,11 +35,11 @@ def document_tensors(
     found: dict[str, Any] = {"position_ids": on(device, positions.reshape(len(starts), seq_len))}
     if name == NAME:
         found["cu_seq_lens"] = on(device, np.append(first, total).astype(np.int32))
-        found["max_length"] = rounded(int(lengths.max()), seq_len)
+        found["max_length"] = round_up(int(lengths.max()), seq_len)
     return found
 
 
-def rounded(longest: int, seq_len: int) -> int:
+def round_up(longest: int, seq_len: int) -> int:
     """Up to a power of two but not over seq_len: kernels are chosen and compiled by it."""
     return min(1 << (longest - 1).bit_length(), seq_len)
 

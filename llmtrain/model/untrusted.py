@@ -151,7 +151,7 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object in which each key stands once. Raises ValueError."""
+    """A JSON object in which each key appears once. Raises ValueError."""
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
     found = json.loads(path.read_bytes(), object_pairs_hook=_once)

@@ -209,7 +209,7 @@ def loaded(root: Path, spec: Any, launched: Launched) -> None:
     found = read.find(root, RUN, launched.ranks)
     assert found is not None
     read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
-    launched.engine.filled(found.state["optimizer_steps"])
+    launched.engine.finish_loading(found.state["optimizer_steps"])
 
 
 def poison(run: Any) -> None:

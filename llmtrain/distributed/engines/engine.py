@@ -65,12 +65,12 @@ class Engine(Protocol):
         """The ranges of weights and moments that this rank holds, in the order of the spec.
 
         writing: only those that it shall write, so that all ranks together write each element once.
-        Else the memory is to be filled, and `filled` called behind the last piece. dealt: of
+        Else the memory is to be filled, and `finish_loading` called after the last piece. dealt: of
         parameters and moments that every rank holds each writes a share, and not rank 0 all.
         Buffers are rank 0's in any case: another's may differ.
         """
 
-    def filled(self, steps: int) -> None:
+    def finish_loading(self, steps: int) -> None:
         """All pieces were filled from a checkpoint of a run that had made `steps` updates."""
 
     def optimizer_steps(self) -> int:
@@ -79,8 +79,8 @@ class Engine(Protocol):
     def unequal_replicas(self) -> dict[str, list[int]]:
         """Parameters whose bits are not those of the other replicas → the ranks that differ.
 
-        Collective; equal on all ranks, and empty where no rank holds what another holds. Which
-        ranks are named says `replicas.unequal`. Waits for the device.
+        Collective; equal on all ranks, and empty where no rank holds what another holds. See
+        `replicas.unequal` for which ranks are named. Waits for the device.
         """
 
 
@@ -186,21 +186,21 @@ class TorchEngine:
         """As Engine.pieces: of replicas one writes, and of what nobody splits rank 0."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         if writing and dealt and not self._sharding:
-            yield from self._dealt(spec, rank, ranks)
+            yield from self._share_pieces(spec, rank, ranks)
             return
         shards = self._counts or not writing
         whole = rank == 0 or not writing
         yield from state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
 
-    def _dealt(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
+    def _share_pieces(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
         buffers = {name for name, _ in self._bare.named_buffers()}
         held = state.pieces(self._bare, self._optimizer, spec)
         own = [piece for piece in held if rank == 0 or piece.name not in buffers]
         names = {piece.name for piece in own} - buffers
-        return state.dealt(own, names, rank, of)
+        return state.share_out(own, names, rank, of)
 
-    def filled(self, steps: int) -> None:
-        """As Engine.filled."""
+    def finish_loading(self, steps: int) -> None:
+        """As Engine.finish_loading."""
         state.set_steps(self._optimizer, steps)
 
     def optimizer_steps(self) -> int:

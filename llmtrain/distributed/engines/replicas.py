@@ -1,7 +1,7 @@
 """Whether replicas still hold the same bits.
 
-Replicas make the same updates from the same gradients, so their weights are equal in every bit, and
-nothing would tell if they were not: each goes on with its own. So of each parameter one number is
+Replicas make the same updates from the same gradients, so their weights are equal in every bit. If
+they were not, each would silently continue with its own. So one number of each parameter is
 compared, the sum of its memory in words of eight bytes modulo 2^64, which any single bit changes.
 
     hsdp of 2 × 2      shard 0   shard 1
@@ -50,10 +50,10 @@ def unequal(names: Sequence[str], held: Sequence[Tensor], replicas: int) -> dict
     shards = world_size // replicas
     sums = torch.stack([checksum(tensor) for tensor in held])
     # The least is the greatest of the complements: both come with one reduction.
-    said = sums.new_full((shards, 2, len(sums)), _LEAST)
-    said[dist.get_rank() % shards] = torch.stack([sums, ~sums])
-    dist.all_reduce(said, dist.ReduceOp.MAX)
-    if bool((said[:, 0] == ~said[:, 1]).all()):
+    bounds = sums.new_full((shards, 2, len(sums)), _LEAST)
+    bounds[dist.get_rank() % shards] = torch.stack([sums, ~sums])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    if bool((bounds[:, 0] == ~bounds[:, 1]).all()):
         return {}
     each = [torch.empty_like(sums) for _ in range(world_size)]
     dist.all_gather(each, sums)

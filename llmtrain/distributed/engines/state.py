@@ -5,7 +5,7 @@ rank some rows, so its piece is a range: of 5 rows of 3 over 3 ranks
 
     rank 0: [0, 6)    rank 1: [6, 12)    rank 2: [12, 15)
 
-Names are those of the unwrapped transformers model, and a tied tensor stands once, under its first
+Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
 name. The trap: `step` of AdamW is no tensor of the file; it is one integer for all parameters, and
 state is made out of zeros, never by a step of the optimizer.
 """
@@ -44,7 +44,7 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     No file holds more than `shard_bytes` of tensors unless one tensor alone does. Raises ValueError
     for a trainable weight that is not fp32, and for a dtype that no checkpoint holds.
     """
-    weights = {name: _described(name, tensor) for name, tensor in _weights(model).items()}
+    weights = {name: _tensor_spec(name, tensor) for name, tensor in _weights(model).items()}
     moments = {
         f"{name}.{moment}": TensorSpec("F32", tuple(parameter.shape))
         for name, parameter in trained_parameters(model, optimizer).items()
@@ -75,7 +75,7 @@ def pieces(
                 yield piece(name, tensor)
 
 
-def dealt(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
+def share_out(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
     """Of whole tensors that every rank holds, this rank's share: as many bytes for each of `of`.
 
     names: those that are dealt, equal on all ranks, as is the order; the others are given as they
@@ -198,7 +198,7 @@ def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Paramet
     return {name: weight for name, weight in model.named_parameters() if id(weight) in own}
 
 
-def _described(name: str, tensor: Tensor) -> TensorSpec:
+def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     """A weight as the spec names it."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or (tensor.requires_grad and dtype != "F32"):

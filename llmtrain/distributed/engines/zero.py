@@ -57,7 +57,7 @@ def config(
         optimization |= {"offload_optimizer": host, "offload_param": host}
     return {
         "train_micro_batch_size_per_gpu": 1,  # nobody reads it: the step counts its own blocks
-        "gradient_accumulation_steps": 1,  # ours: the engine is told which micro-batch is the last
+        "gradient_accumulation_steps": 1,  # ours: the engine gets to know which micro-batch is the last
         "managed_gradient_accumulation": True,
         "gradient_clipping": max_grad_norm or 0.0,
         "zero_optimization": optimization,
@@ -87,7 +87,7 @@ def make(
 ) -> Accelerator:
     """The `Accelerator` of ZeRO. Changes os.environ, which is the caller's to put back.
 
-    os.environ must hold a rendezvous; what else it says of DeepSpeed has been read and checked by
+    os.environ must hold a rendezvous; its other variables for DeepSpeed were read and checked by
     then (`launch`). common: more arguments, `cpu` for a rehearsal with gloo. Raises UserError, with
     every problem, where DeepSpeed could not work.
     """
@@ -165,7 +165,7 @@ def leave() -> bool:
 
 
 def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
-    """Locks of extension builds that nobody works on: everyone who needs them waits for ever.
+    """Locks of extension builds that nobody works on: everyone who needs them would wait forever.
 
     A builder keeps its lock open. On several nodes one that is young may be another node's.
     """

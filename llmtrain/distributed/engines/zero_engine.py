@@ -4,7 +4,7 @@ accelerate's `backward` would step inside the last micro-batch; so the engine is
 directly: which micro-batch is the last, then the backward, and later the step. Unlike `TorchEngine`
 this one waits for the device at every step, as DeepSpeed does: it has a norm, a clip and a skip of
 its own. DeepSpeed skips a step whose norm is not finite; what else forbids one (no trained token,
-data that failed) is told to it as an overflow.
+data that failed) is reported to it as an overflow.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class DeepSpeedEngine:
         """As Engine.pieces: ranges of the fp32 masters and of their moments."""
         if not (writing and dealt):
             return zero_state.pieces(self._held, self._zero, spec, writing=writing)
-        return zero_state.dealt(self._held, self._zero, spec)
+        return zero_state.share_pieces(self._held, self._zero, spec)
 
-    def filled(self, steps: int) -> None:
+    def finish_loading(self, steps: int) -> None:
         """Collective: the copies that are computed with are made again from the masters."""
         state.set_steps(self._zero.optimizer, steps)
         zero_state.renew_copies(self._zero)
@@ -103,7 +103,7 @@ class DeepSpeedEngine:
         return state.optimizer_steps(self._zero.optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
-        """As Engine.unequal_replicas: masters are split, and copies made anew at each step."""
+        """As Engine.unequal_replicas: masters are split, and copies are made again at each step."""
         return {}
 
 
@@ -146,7 +146,7 @@ def overflowing(optimizer: Any) -> Iterator[None]:
 
 
 def _overflow_of(optimizer: Any) -> dict[str, Any]:
-    """Attributes of DeepSpeed's optimizer that say yes."""
+    """Replacements for attributes of DeepSpeed's optimizer, which report an overflow."""
 
     def overflow(*_: object, **__: object) -> bool:
         optimizer.overflow = True

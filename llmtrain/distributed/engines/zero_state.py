@@ -7,7 +7,7 @@
 What is computed with is a copy of the masters: in bf16 a rounded one, of stage 3 one that is
 gathered when it is needed. So what is read goes into masters, and `renew_copies` makes the copies
 again. Frozen parameters have no masters: their fp32 values are kept here where the copy is rounded.
-The private names of DeepSpeed 0.19 stand in this file and in `zero_engine.overflowing`.
+The private names of DeepSpeed 0.19 are in this file and in `zero_engine.overflowing`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def pieces(
                 yield from _frozen(held, name, parameter, writing=writing)
 
 
-def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
+def share_pieces(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
     """As `pieces` for writing, but frozen parameters that all ranks hold exactly are shared out."""
     same = frozenset(
         name
@@ -137,7 +137,7 @@ def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
         and _dtype(parameter) == torch.float32
     )
     own = pieces(held, optimizer, spec, writing=True, everywhere=same)
-    return state.dealt(own, same, dist.get_rank(), dist.get_world_size())
+    return state.share_out(own, same, dist.get_rank(), dist.get_world_size())
 
 
 def renew_copies(optimizer: Any) -> None:

@@ -33,7 +33,7 @@ OFFLOADS = ("fsdp2_offload", "zero3_offload")
 # stage3_prefetch_bucket_size.
 LARGEST_BUCKET = 500_000_000
 AHEAD = 50_000_000
-# What ZeRO-3 does where its config says nothing: smaller parameters stay whole once they were
+# ZeRO-3 by default: smaller parameters stay whole once they were
 # gathered.
 PERSISTENT = 100_000
 _GIB = 2**30
@@ -44,10 +44,11 @@ _FRAGMENTS = 0.06  # of all else: what the allocator cannot give out
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Equal devices on equal nodes. host_bytes: of a node, None where it is not known.
+    """Equal devices on equal nodes.
 
-    device: its name, for tables of speed; None or an unknown one: no speed is predicted. cpu: a
-    rehearsal on processors.
+    host_bytes: of a node; None where it is not known.
+    device: its name, for tables of speed; without a known one no speed is predicted.
+    cpu: a rehearsal on processors.
     """
 
     device_bytes: int
@@ -65,8 +66,9 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes. None stands for `auto`; most_tokens: of a forward, where that is so.
+    """What a step computes; None means `auto`.
 
+    most_tokens: the most tokens of a forward, where the micro-batch is `auto`.
     wrap_class: as `distributed.wrap_class`.
     """
 
@@ -106,7 +108,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes that stay from step to step, wherever they lie: of one rank, the first."""
+    """Bytes of the first rank that stay from step to step, on the device or the host."""
 
     parameters: int
     gradients: int
@@ -159,7 +161,7 @@ def memory(
 
 def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Hardware) -> States:
     """AdamW with two fp32 moments; gradients are fp32. ZeRO has fp32 masters beside its weights."""
-    count, trainable = shape.parameters, trained(shape)
+    count, trainable = shape.parameters, trained_parameters(shape)
     across = shards(strategy, hardware)
     if strategy in FSDP:
         mine = _by_rows(trainable, across)
@@ -180,7 +182,7 @@ def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) 
         mine = -(-shape.trainable // across)
         summed = shape.trainable if strategy == "zero1" else mine
         return States(compute * shape.count, 4 * summed, 12 * mine)
-    mine = _by_elements(trained(shape), across)
+    mine = _by_elements(trained_parameters(shape), across)
     moments = 16 if strategy in OFFLOADS else 12
     return States(compute * _by_elements(shape.parameters, across), 4 * mine, moments * mine)
 
@@ -212,7 +214,7 @@ def checkpoint_bytes(shape: ModelShape) -> int:
     return 4 * shape.count + 8 * shape.trainable
 
 
-def trained(shape: ModelShape) -> list[ParameterShape]:
+def trained_parameters(shape: ModelShape) -> list[ParameterShape]:
     """The parameters with gradients."""
     return [one for one in shape.parameters if one.trainable]
 
@@ -220,7 +222,7 @@ def trained(shape: ModelShape) -> list[ParameterShape]:
 def largest_block(shape: ModelShape, *, trainable: bool = False) -> int:
     """Elements of the largest repeated block; of the largest parameter where none repeats."""
     sizes: dict[int, int] = {}
-    for one in trained(shape) if trainable else shape.parameters:
+    for one in trained_parameters(shape) if trainable else shape.parameters:
         if one.block is not None:
             sizes[one.block] = sizes.get(one.block, 0) + math.prod(one.shape)
     return max(sizes.values(), default=_largest(shape.parameters))
@@ -258,7 +260,7 @@ def _outside(shape: ModelShape) -> list[ParameterShape]:
 
 
 def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int:
-    """What a strategy holds besides while it computes."""
+    """What a strategy needs in addition while it computes."""
     if layout.strategy in FSDP:
         return _fsdp_working(shape, work, layout)
     if layout.strategy in ("zero1", "zero2"):

@@ -53,7 +53,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
         if fits(kept, work, changed, hardware):
             return words
     for words, shorter in _shorter(work):
-        if fits(_scaled(saved, shorter.seq_len / work.seq_len), shorter, layout, hardware):
+        if fits(_scale(saved, shorter.seq_len / work.seq_len), shorter, layout, hardware):
             return words
     for words, larger in _more_devices(work, layout, hardware):
         if fits(saved, work, layout, larger):
@@ -83,7 +83,7 @@ def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
         length //= 2
 
 
-def _scaled(saved: Saved, share: float) -> Saved:
+def _scale(saved: Saved, share: float) -> Saved:
     """Of shorter blocks: what is kept grows with the tokens, and attention keeps no squares."""
     one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
     return Saved(one, two, three, saved.casts)

@@ -5,8 +5,8 @@
     fits        the largest micro-batch that the device and the host have room for
     chosen      fastest on paper; within 5 % of it the earliest; offloads only if nothing else fits
 
-Where no speed is known, the order of the ladder decides. A list of one strategy is somebody's wish:
-it is reckoned whatever the ladder would say of it.
+Where no speed is known, the order of the ladder decides. A single strategy was asked for by name: it
+is estimated even where the ladder would leave it out.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _ALIKE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout and what is reckoned for it.
+    """A layout and the estimates for it.
 
-    missing_bytes: of the device or the host, 0 where it fits · remedy: the key that would make it
-    fit, "" where it fits · tokens_per_second: of all devices, None where it is not predicted.
+    missing_bytes: of the device or the host; 0 where it fits.
+    remedy: the key that would make it fit; "" where it fits.
+    tokens_per_second: of all devices; None where it is not predicted.
     """
 
     layout: Layout
@@ -71,8 +72,10 @@ def choose_strategy(
 ) -> Choice:
     """The strategy, micro-batch and checkpointing of a run on this hardware.
 
-    allowed: `LADDER` where nobody said anything. The global batch is a multiple of the devices.
-    Raises UserError for a strategy that was named, but not what it is to shard.
+    allowed: `LADDER` where no strategy was asked for by name.
+
+    The global batch is a multiple of the devices.
+    Raises UserError for a named strategy whose classes to shard are not known.
     """
     steps = possible(shape, work, hardware, allowed)
     by_strategy = [list(_candidates(name, shape, count, work, hardware)) for name in steps]
@@ -126,15 +129,15 @@ def _candidates(
     for checkpointing in (asked,) if asked else kinds:
         saved = count(arithmetic_of(strategy, work.precision), checkpointing)
         layouts = list(_layouts(strategy, checkpointing, work, hardware))
-        reckoned = [_reckoned(shape, saved, work, one, hardware) for one in layouts]
-        fitting = [one for one in reckoned if one.fits]
+        estimated = [_estimate(shape, saved, work, one, hardware) for one in layouts]
+        fitting = [one for one in estimated if one.fits]
         if fitting:
             yield fitting[0]
-            if reckoned[0].fits:
+            if estimated[0].fits:
                 return
         else:
             words = remedy(shape, count, work, layouts[-1], hardware)
-            yield replace(reckoned[-1], remedy=words)
+            yield replace(estimated[-1], remedy=words)
 
 
 def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
@@ -163,7 +166,7 @@ def _micro_batches(share: int, work: Work) -> list[int]:
     return [size for size in range(most, 0, -1) if share % size == 0]
 
 
-def _reckoned(
+def _estimate(
     shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
 ) -> Candidate:
     planned = memory(shape, saved, work, layout, hardware)
@@ -193,7 +196,7 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
     """In one sentence."""
     if chosen is None:
         return _refusal(candidates, hardware)
-    name = described(chosen.layout)
+    name = layout_in_words(chosen.layout)
     others = [one for one in candidates if one is not chosen]
     misses = [f"{one.layout.strategy} {gib(one.missing_bytes)}" for one in others if not one.fits]
     lacking = f"; missing are, for {', '.join(misses)}" if misses else ""
@@ -217,14 +220,15 @@ def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
 
 def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
     near = min(candidates, key=lambda one: one.missing_bytes)
+    name = layout_in_words(near.layout)
     where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
     return (
-        f"nothing fits {gib(hardware.device_bytes)}: {described(near.layout)} comes nearest and "
+        f"nothing fits {gib(hardware.device_bytes)}: {name} comes nearest and "
         f"misses {gib(near.missing_bytes)} of {where}"
     )
 
 
-def described(layout: Layout) -> str:
+def layout_in_words(layout: Layout) -> str:
     """A layout for people: ddp with full checkpointing, micro-batch 8."""
     kept = layout.activation_checkpointing
     recompute = "" if kept == "none" else f" with {kept} activation checkpointing"

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch.environment import contradictions
-from llmtrain.distributed.launch.named import unsupported
+from llmtrain.distributed.launch.named import unsupported_problems
 from llmtrain.errors import Problem, UserError
 from llmtrain.tools.launch.sections import check_sections, exported
 
@@ -85,7 +85,7 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
         problems.append(Problem("num_processes", asked, expected, "or --processes N"))
     else:
         env = exported(values, asked)
-        problems += unsupported(env, asked)
+        problems += unsupported_problems(env, asked)
         if config is not None:
             problems += contradictions(env, config.distributed, config.training)
     if problems or not isinstance(asked, int):

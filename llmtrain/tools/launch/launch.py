@@ -34,7 +34,7 @@ from llmtrain.distributed.launch.environment import (
     family,
     launcher_problems,
 )
-from llmtrain.distributed.launch.named import unsupported, with_variables
+from llmtrain.distributed.launch.named import unsupported_problems, with_variables
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.status import read_status
@@ -145,7 +145,7 @@ def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> lis
     told = file.environment
     there = {**env, **told}
     wrong = contradictions(there, config.distributed, config.training)
-    found = [*unsupported(there, file.processes), *wrong]
+    found = [*unsupported_problems(there, file.processes), *wrong]
     exported = {name: value for name, value in env.items() if name not in told}
     return list(with_variables(found, exported))
 

@@ -35,12 +35,11 @@ from llmtrain.distributed.plan.memory import (
     memory,
 )
 from llmtrain.distributed.plan.remedies import gib, missing
-from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy
-from llmtrain.distributed.plan.strategy import described as layout_in_words
+from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, layout_in_words
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.build import model_config, stored_config
-from llmtrain.model.count import CannotCountError, count_saved, shortened
+from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
@@ -98,7 +97,7 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
     number = getattr(described, "num_hidden_layers", 0)
     if number <= _MANY_BLOCKS:
         return
-    one = census(shortened(model_config, number, 1))
+    one = census(shorten(model_config, number, 1))
     block = sum(math.prod(each.shape) for each in one.parameters if each.block == 0)
     needed = number * block * _BYTES_OF_FP32
     host = hardware.nodes * (hardware.host_bytes or 0)

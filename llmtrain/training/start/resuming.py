@@ -87,7 +87,7 @@ def fill_state(
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
     read.fill(found, model.spec, pieces, ranks, patience=Patience(stopping))
-    engine.filled(found.state["optimizer_steps"])
+    engine.finish_loading(found.state["optimizer_steps"])
     same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
     if same:
         rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)

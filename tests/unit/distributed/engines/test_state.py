@@ -310,7 +310,7 @@ def test_what_all_ranks_hold_is_dealt_once_and_evenly(shapes, ranks, data):
         for i, (count, dtype) in enumerate(shapes)
     ]
     names = data.draw(st.sets(st.sampled_from([piece.name for piece in held]))) if held else set()
-    shares = [list(state.dealt(held, names, rank, ranks)) for rank in range(ranks)]
+    shares = [list(state.share_out(held, names, rank, ranks)) for rank in range(ranks)]
     for piece in held:
         parts = [part for share in shares for part in share if part.name == piece.name]
         if piece.name not in names:
