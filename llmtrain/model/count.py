@@ -63,9 +63,12 @@ def count_saved(
 ) -> Saved:
     """What the forward of one sequence of `seq_len` tokens keeps for its backward.
 
-    arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast` · checkpointing:
-    `none`, `selective` or `full` · freeze: patterns of `model.freeze`. Raises CannotCountError,
-    and UserError for a model that cannot be checkpointed or patterns that match nothing.
+    arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast`.
+    checkpointing: `none`, `selective` or `full`.
+    freeze: patterns of `model.freeze`.
+
+    Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
+    match nothing.
     """
     try:
         return _count(model_config, seq_len, arithmetic, checkpointing, freeze)
@@ -116,7 +119,7 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
 
 
 def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
-    """As a run trains it. name: of its attention · frozen: names of parameters."""
+    """The model as a run trains it. name: of its attention. frozen: names of parameters."""
     # Not in fp32 and then `.to(bf16)`: fake parameters would keep their type.
     model = from_config(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
     attention.use(model, name)
@@ -128,8 +131,8 @@ def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreT
 def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:
     """Run the decoder without its head, and look at what its graph keeps alive.
 
-    Then run it back, but to the first block's input alone: gradients of weights do not grow with
-    the tokens, and are planned elsewhere.
+    Then run the backward to the first block's input only: gradients of weights do not grow with the
+    tokens, and are planned elsewhere.
     """
     live = _Live(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
@@ -162,9 +165,9 @@ def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> No
 def _fake_tensors() -> Iterator[None]:
     """`FakeTensorMode`, made to see what real tensors would see.
 
-    transformers reads in the positions whether a row has several documents. Of fake positions it
-    believes it, and would build masks that no run has. What fails is raised, and need not be
-    logged.
+    transformers finds out from the positions whether a row has several documents. For fake
+    positions it assumes so, and would build masks that no run has. Failures are raised, so they
+    are not logged.
     """
     own = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda _positions: None
@@ -234,7 +237,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self._size -= self._alive.pop(key)[1]
 
     def bytes_alive(self) -> tuple[int, int]:
-        """Bytes alive that were made outside and inside of blocks."""
+        """Bytes alive: those made outside of blocks, and those made inside."""
         found = [0, 0]
         for in_block, size in self._alive.values():
             found[in_block] += size
@@ -245,7 +248,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return sum(self._casts.values())
 
     def most(self, work: Callable[[], None]) -> int:
-        """By how many bytes what is alive grows while something runs, at its most."""
+        """The most bytes by which what is alive grows while something runs."""
         before = self._most = self._size
         work()
         return self._most - before
@@ -324,7 +327,7 @@ def _signature(block: nn.Module) -> tuple[object, ...]:
 
 
 def shorten(model_config: Any, number: int, count: int) -> Any:
-    """The config with fewer blocks, and its lists by layer shorten with them."""
+    """The config with fewer blocks, and its lists by layer shortened to match."""
     short = copy.deepcopy(model_config)
     if count == number:
         return short

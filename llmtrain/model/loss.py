@@ -35,11 +35,16 @@ class LossModule(nn.Module):
         max_length: int | None = None,
         all_logits: bool = False,
     ) -> Tensor:
-        """input_ids (B, T) int64 · labels (B, T) int64, already shifted, −100 = not trained.
+        """Compute the summed loss, or the logits where there are no labels.
 
-        position_ids (B, T) int64, from 0 with each document, cu_seq_lens (n + 1,) int32, borders of
-        the documents in the flat rows, max_length, at least the longest's: only where documents are
-        hidden from each other, the last two only for `llmtrain` attention.
+        input_ids: (B, T) int64.
+        labels: (B, T) int64, already shifted, −100 = not trained.
+        position_ids: (B, T) int64, from 0 with each document; only where documents are hidden from
+            each other.
+        cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
+            attention.
+        max_length: at least the longest document's; only for `llmtrain` attention.
+
         Returns the summed cross-entropy in nats, () fp32; without labels the last position's
         logits, (B, V) fp32, or with `all_logits` those of all, (B, T, V) fp32.
         """
@@ -67,16 +72,16 @@ class LossModule(nn.Module):
         return self.model._no_split_modules
 
     def tie_weights(self) -> None:
-        """Tie what the model ties."""
+        """Tie the parameters that the model ties."""
         self.model.tie_weights()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The model's own."""
+        """The input embeddings of the model."""
         embeddings: nn.Module = self.model.get_input_embeddings()
         return embeddings
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The model's own."""
+        """The output head of the model."""
         head: nn.Module | None = self.model.get_output_embeddings()
         return head
 

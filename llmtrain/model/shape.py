@@ -132,7 +132,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _whole(model: PreTrainedModel) -> set[str]:
-    """Class names of what the model wants kept together."""
+    """Names of the classes that the model wants kept whole."""
     return set(model._no_split_modules or ())
 
 

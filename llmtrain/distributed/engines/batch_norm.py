@@ -1,4 +1,4 @@
-"""Batch norm over several processes: statistics of all rows of a micro-batch, on whatever rank."""
+"""Batch norm over several processes: statistics of all rows of a micro-batch, on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A batch norm that sees the rows of all ranks, where there are several: torch's own.
+    """Replace batch norms by torch's own that sees the rows of all ranks, where there are several.
 
     Otherwise each rank has statistics of its own: ranks score different losses, and a resumed run
     continues with those of rank 0. torch has no such norm for CPUs, so there it raises UserError.

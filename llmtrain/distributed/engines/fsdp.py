@@ -1,7 +1,7 @@
 """FSDP2 and HSDP: what accelerate is given, what is refused, and what torch leaves open.
 
 FSDP2 gives every rank 1/N of the rows of each parameter, gathers a block's parameters when its
-forward or backward needs them and lets go of them behind it. HSDP does so within groups of ranks,
+forward or backward needs them and frees them afterwards. HSDP does so within groups of ranks,
 which are replicas of each other:
 
     hsdp of 2 × 2      shard 0   shard 1
@@ -126,10 +126,11 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
 def make(
     strategy: str, precision: str, env: Mapping[str, str], timeout: timedelta, **common: object
 ) -> tuple[Accelerator, int, int]:
-    """The `Accelerator` of FSDP2 or HSDP, its number of replicas, and the one of this rank.
+    """Make the `Accelerator` of FSDP2 or HSDP; returns also the replicas and this rank's one.
 
-    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* key; what
-    accelerate writes there is the caller's to put back. common: more arguments.
+    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* variable;
+        the caller restores what accelerate writes there.
+    common: more arguments of the `Accelerator`.
     """
     replicas, shards = mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
     cpu = bool(common["cpu"])
@@ -161,7 +162,7 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
 
     A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
     model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
-    apart by address) and for what came out otherwise than it went in.
+    apart by address) and where the sharded model is not the one that was given.
     """
     if not isinstance(module, FSDPModule):
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
@@ -220,7 +221,7 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What other versions of accelerate got wrong without a word."""
+    """Check what other versions of accelerate silently got wrong."""
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if lost := [name for key, name in trained.items() if key not in driven]:
@@ -233,7 +234,7 @@ def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> None:
-    """Which gradients the next backward reduces, over which ranks.
+    """Set which gradients the next backward reduces, over which ranks.
 
     Within a replica after every micro-batch, unless whole gradients may stay until the last one;
     over replicas, whose network is the slower one, after the last alone.
@@ -248,10 +249,10 @@ def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> 
 
 
 def _fill_unused(module: nn.Module) -> None:
-    """Zeros for parameters that no micro-batch has used so far, beside gradients that wait.
+    """Give parameters that no micro-batch has used zeros where other gradients wait.
 
-    Those are in the dtype of the reduction, a first gradient is in that of the forward, and torch
-    refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
+    Waiting gradients have the dtype of the reduction, a first gradient that of the forward, and
+    torch refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
     """
     for part in module.modules():
         if not isinstance(part, FSDPModule):
@@ -289,9 +290,9 @@ def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of gathered parameters.
+    """Free gathered parameters.
 
-    A forward without a backward leaves those of the root, and a save would see plain tensors.
+    A forward without a backward keeps those of the root, and a save would see plain tensors.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -40,11 +40,11 @@ def checksum(tensor: Tensor) -> Tensor:
 def unequal(names: Sequence[str], held: Sequence[Tensor], replicas: int) -> dict[str, list[int]]:
     """Names of the tensors that differ between replicas → the ranks that hold the other bits.
 
-    held: what this rank holds of each. The odd ones are those that do not hold what more than half
-    of their tensor's replicas hold; where no value has such a majority (of two replicas none has),
-    nobody can say which is right, and all of them are named. Collective, over all ranks of the
-    default group; the same answer on each. One reduction of 16 bytes a tensor and shard, and only
-    where something differs a second one. Waits for the device.
+    held: what this rank holds of each. A rank is named if it does not hold what more than half of
+    the tensor's replicas hold. Without such a majority, which two replicas never have, nobody can
+    know which is right, and all of them are named. Collective, over all ranks of the default group;
+    the same answer on each. One reduction of 16 bytes a tensor and shard, and a second one only
+    where something differs. Waits for the device.
     """
     world_size = dist.get_world_size()
     shards = world_size // replicas

@@ -54,11 +54,11 @@ class DeepSpeedEngine:
         self._engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def squares(self) -> Tensor:
-        """None are counted: DeepSpeed has the norm when it has stepped."""
+        """Nothing is counted: DeepSpeed has the norm when it has stepped."""
         return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
-        """Nothing: DeepSpeed clips in its step, to the norm it was made with."""
+        """Do nothing: DeepSpeed clips in its step, to the norm it was made with."""
 
     def step(self, factor: float, sums: StepVector) -> None:
         """Waits for the device: whether to step is decided on the host."""
@@ -74,11 +74,11 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self._accelerator.device)
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """Weights are gathered and let go around each module, with gradients or without."""
+        """Weights are gathered and freed around each module, with gradients or without."""
         return evaluating(self._engine)
 
     def clear(self) -> None:
-        """Collective: a step that is skipped, which is what DeepSpeed clears its buffers in."""
+        """Make a step that is skipped, in which DeepSpeed clears its buffers. Collective."""
         self._engine.set_gradient_accumulation_boundary(True)
         with overflowing(self._zero):
             self._engine.step()
@@ -94,7 +94,7 @@ class DeepSpeedEngine:
         return zero_state.share_pieces(self._held, self._zero, spec)
 
     def finish_loading(self, steps: int) -> None:
-        """Collective: the copies that are computed with are made again from the masters."""
+        """Make the copies that are computed with again from the masters. Collective."""
         state.set_steps(self._zero.optimizer, steps)
         zero_state.renew_copies(self._zero)
 
@@ -131,8 +131,8 @@ def overflowing(optimizer: Any) -> Iterator[None]:
     """DeepSpeed's optimizer skips the step that is made in here, as it does at an overflow.
 
     Gradients are dropped; weights, moments and counts stay. What is replaced is private to 0.19:
-    of stage 3 the check, of stages 1 and 2 the check, which is off in fp32, and of stage 1 in bf16,
-    which has none, the step.
+    the check for an overflow, which stages 1 and 2 do not make in fp32, or the whole step in
+    stage 1 in bf16, which has no check.
     """
     patched = _overflow_of(optimizer)
     kept = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}

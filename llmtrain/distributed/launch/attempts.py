@@ -1,4 +1,4 @@
-"""The second attempt of a launcher (`--max_restarts`) meets at a place of its own.
+"""The second attempt of a launcher (`--max_restarts`) meets at its own address.
 
 In torch 2.13 the ranks of every attempt use one store, which the launcher keeps. It still has the
 addresses of the previous attempt, so a rank that is early connects to a dead process, and the
@@ -18,7 +18,7 @@ _met: set[str] = set()  # attempts whose MASTER_PORT is changed already
 
 
 def meet_anew(timeout: timedelta) -> None:
-    """In a restarted rank, before the process group is made: change where MASTER_PORT leads.
+    """Give the ranks of a restarted attempt their own MASTER_PORT, before the group is made.
 
     timeout: for the wait for rank 0. Raises torch's DistError if it does not come.
     """

@@ -1,7 +1,7 @@
 """Is this process where a launcher meant it to be? Asked before and after an `Accelerator` is made.
 
-accelerate decides by the environment what a run becomes, and some launches become something else
-without a word: one process instead of two, plain DDP instead of FSDP, or two processes that each
+accelerate decides by the environment what a run becomes, and some launches silently become
+something else: one process instead of two, plain DDP instead of FSDP, or two processes that each
 train alone. Standard library only, since the first check runs before torch is imported.
 
     accelerate launch --cpu --num_processes 2   →  one process, MASTER_ADDR set, no WORLD_SIZE
@@ -157,7 +157,7 @@ def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
 
 
 def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
-    """Traces of a launcher that did not start this process, or started fewer than asked."""
+    """Find traces of a launcher that did not start this process, or started fewer than asked."""
     if "LOCAL_RANK" in env:
         return []
     problems = []
@@ -180,7 +180,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
 def contradictions(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
-    """Where the launch contradicts the config."""
+    """Find where the launch contradicts the config."""
     yield from _strategy(env, distributed.strategy)
     yield from _precision(env, training.precision)
     if named_family(env) == "fsdp":

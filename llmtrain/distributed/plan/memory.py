@@ -60,7 +60,7 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """The devices of all nodes."""
         return self.devices_per_node * self.nodes
 
 
@@ -102,7 +102,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of the device."""
+        """All bytes of the device."""
         return sum(self.parts.values())
 
 
@@ -116,12 +116,12 @@ class States:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """The sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def arithmetic_of(strategy: str, precision: str) -> Arithmetic:
-    """What a strategy makes of a precision."""
+    """The arithmetic of a strategy at a precision."""
     if precision == "fp32":
         return "fp32"
     return "bf16" if strategy in (*FSDP, *ZERO) else "autocast"
@@ -188,17 +188,17 @@ def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) 
 
 
 def persistent_bytes(shape: ModelShape, precision: str) -> int:
-    """Of the small parameters that ZeRO-3 leaves whole, beside its shards of them."""
+    """Bytes of the small parameters that ZeRO-3 leaves whole, beside its shards of them."""
     sizes = (math.prod(one.shape) for one in shape.parameters)
     return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
 def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
-    """Of the logits of one micro-batch and their loss, at its most.
+    """The most bytes of the logits of one micro-batch and their loss.
 
-    That is in the loss's backward, where the logarithms of the probabilities, their gradient and
-    that of the logits are there in fp32; or, where tokens are few, when the head's own gradient is
-    made beside the one of the micro-batches before.
+    The peak is in the loss's backward, where the logarithms of the probabilities, their gradient
+    and that of the logits exist in fp32. With few tokens it is where the head's own gradient is
+    computed beside the one of earlier micro-batches.
     """
     arithmetic = arithmetic_of(layout.strategy, work.precision)
     tokens = layout.micro_batch_size * work.seq_len
@@ -210,7 +210,7 @@ def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Of a checkpoint's weights and moments in fp32 (its small files are a few MB at most)."""
+    """Bytes of a checkpoint's weights and moments in fp32 (small files add a few MB at most)."""
     return 4 * shape.count + 8 * shape.trainable
 
 
@@ -302,7 +302,7 @@ def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:
 def _host(shape: ModelShape, states: States, device: int, strategy: str, hardware: Hardware) -> int:
     """Each rank of a node builds the whole model first; what is offloaded stays there.
 
-    Of a model that FSDP2 shards one rank alone does, and fills the shards of all from it.
+    With FSDP2 only one rank does, and fills the shards of all ranks from it.
     """
     built = 4 * shape.count + shape.buffers
     offloaded = strategy in OFFLOADS

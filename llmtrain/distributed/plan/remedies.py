@@ -3,7 +3,7 @@
     smaller micro-batch · more recomputed · gradients reduced at once · shorter blocks
     · more devices, where tensors are sharded · a larger host or device
 
-Only keys that there are. The first three change no result of a run.
+Only keys that exist are named. The first three change no result of a run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
 
 
 def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, Layout]]:
-    """Same results, less memory."""
+    """Layouts with the same results and less memory."""
     share = layout.micro_batch_size * layout.accumulation
     for micro in range(layout.micro_batch_size - 1, 0, -1):
         if share % micro == 0:
@@ -84,7 +84,7 @@ def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
 
 
 def _scale(saved: Saved, share: float) -> Saved:
-    """Of shorter blocks: what is kept grows with the tokens, and attention keeps no squares."""
+    """Scale to shorter blocks: what is kept grows with the tokens; attention keeps no squares."""
     one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
     return Saved(one, two, three, saved.casts)
 
@@ -111,5 +111,5 @@ def _whole_gib(count: int) -> int:
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
+    """Bytes as a person reads them."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

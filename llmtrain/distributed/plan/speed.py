@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step; tokens: of it, over all devices."""
+    """The seconds of one step, and its tokens over all devices."""
 
     compute: float
     links: float
@@ -56,7 +56,7 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """The tokens a second of all devices."""
         return self.tokens / self.seconds
 
     @property
@@ -89,7 +89,7 @@ def machine_of(device: str | None) -> Machine | None:
 
 
 def device_by_memory(gib: float) -> str | None:
-    """A device with so much memory, to plan for where none is named; None where none is alike."""
+    """A device with this much memory, for a plan that names none; None if none is close."""
     near = min(_BY_MEMORY, key=lambda size: abs(size - gib))
     return _BY_MEMORY[near] if abs(near - gib) <= 0.06 * near else None
 
@@ -97,7 +97,7 @@ def device_by_memory(gib: float) -> str | None:
 def step_time(
     shape: ModelShape, work: Work, layout: Layout, hardware: Hardware, machine: Machine
 ) -> StepTime:
-    """Seconds of a step of `work` laid out so."""
+    """Estimate the seconds of a step of `work` in this layout."""
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len
     compute = flops(shape, layout.activation_checkpointing, work.seq_len) * tokens
     compute /= (machine.peak_fp32 if work.precision == "fp32" else machine.peak) * machine.hfu
