@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
+from llmtrain.types import NOT_TRAINED
 
 
 class LossModule(nn.Module):
@@ -38,7 +39,7 @@ class LossModule(nn.Module):
         """Compute the summed loss, or the logits where there are no labels.
 
         input_ids: (B, T) int64.
-        labels: (B, T) int64, already shifted, −100 = not trained.
+        labels: (B, T) int64, already shifted; `NOT_TRAINED` where a position has no loss.
         position_ids: (B, T) int64, from 0 with each document; only where documents are hidden from
             each other.
         cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
@@ -52,9 +53,8 @@ class LossModule(nn.Module):
         logits: Tensor = self.model(input_ids, **keywords).logits
         if labels is None:
             return logits.float() if all_logits else logits[:, -1].float()
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-        )
+        flat = logits.float().flatten(0, 1)
+        return F.cross_entropy(flat, labels.flatten(), ignore_index=NOT_TRAINED, reduction="sum")
 
     @property
     def config(self) -> Any:
