@@ -13,13 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.errors import RESTARTABLE, PeerError
+from llmtrain.errors import PeerError, precedence
 from llmtrain.types import Failure, Ranks, Vote, failure
 
 T = TypeVar("T")
-
-# A cause outranks its consequences: bad input, the disk, a defect, a lost peer.
-_ORDER = {2: 0, 74: 1, 1: 2, RESTARTABLE: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ def refuse(vote: Vote, error: BaseException | None) -> None:
     if error is not None:
         raise error
     if vote.failures:
-        first = min(vote.failures, key=lambda one: _ORDER.get(one.exit_code, 2))
+        first = min(vote.failures, key=lambda one: precedence(one.exit_code))
         raise PeerError(first.text, first.exit_code, first.rank)
 
 

@@ -101,6 +101,19 @@ def needed_on_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return what a process ends with for an error: 1 for a defect."""
+    return error.exit_code if isinstance(error, UserError | RunError) else 1
+
+
+def precedence(exit_code: int) -> int:
+    """Return a number that is lower for a cause than for its consequences.
+
+    Bad input comes before the disk, then a defect (as any other code), then a lost peer.
+    """
+    return {UserError.exit_code: 0, DISK_FAILED: 1, RESTARTABLE: 3}.get(exit_code, 2)
+
+
 class PeerError(RunError):
     """Another rank failed: its own message and exit code, raised here because all ranks agreed."""
 

@@ -11,7 +11,12 @@ import ctypes
 import os
 import signal
 import sys
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -30,6 +35,23 @@ def stop_signals() -> list[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.append(signal.SIGHUP)
     return signals
+
+
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin `work` in a daemon thread. Its result or its exception is raised by who waits for it.
+
+    Not an executor's thread: at exit, Python would wait for one that hangs.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # the edge of the thread
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def signal_on_death_of_parent(number: signal.Signals) -> None:

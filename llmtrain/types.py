@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from llmtrain.errors import exit_code_of
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -219,8 +221,7 @@ def failure(rank: int, error: BaseException) -> Failure:
     number = error.errno if isinstance(error, OSError) else None
     file = str(error.filename) if isinstance(error, OSError) and error.filename else None
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    code = getattr(error, "exit_code", 1)  # of UserError and RunError, which stand beside this file
-    return Failure(rank, type(error).__name__, text, code, number, file)
+    return Failure(rank, type(error).__name__, text, exit_code_of(error), number, file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +232,15 @@ class Flags:
     stop_file: bool = False
     stop_after: bool = False
     minutes_due: bool = False
-    lost_launcher: bool = False
+    launcher_lost: bool = False
     save_file: bool = False
     writer_ready: bool = False
     writer_failed: bool = False
 
+
+# The flags that stop a run, and the names of its stop reasons, the most important first. A lost
+# launcher comes before a signal: ranks are reparented one after another, each with a signal.
+STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
 # What every rank puts into the step's one reduction, in order; behind them one slot for the trained
 # tokens of each source. A 0/1 slot counts the ranks that say so: a sum cannot carry reasons.
@@ -253,7 +258,7 @@ SLOTS = (
     "stop_file",
     "stop_after",
     "minutes_due",
-    "lost_launcher",
+    "launcher_lost",
     "save_file",
     "writer_ready",
     "writer_failed",

@@ -15,13 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmtrain import faults
+from llmtrain import faults, processes
+from llmtrain.agreement import attempt
 from llmtrain.checkpoint import write
 from llmtrain.checkpoint.format import Extents
 from llmtrain.checkpoint.write import Begun
@@ -51,16 +54,17 @@ class Writer:
         self._stream: torch.cuda.Stream | None = None
         self._copied = threading.Event()
         self._copied.set()
-        self._thread: threading.Thread | None = None
-        self._state: State = "idle"
-        self._error: BaseException | None = None
-        self._extents: Extents = {}
+        self._work: Future[Extents] | None = None
         self._blocked = 0.0
 
     @property
     def state(self) -> State:
         """idle: nothing is in flight · ready, failed: through with it, waiting for `release`."""
-        return self._state
+        if self._work is None:
+            return "idle"
+        if not self._work.done():
+            return "writing"
+        return "failed" if self._work.exception() else "ready"
 
     def submit(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
         """Copy and write this rank's ranges beside the caller, who may go on but not update them.
@@ -69,15 +73,17 @@ class Writer:
         those that the forward changes, copied before this returns. Never raises. A rank without
         pieces is ready at once.
         """
-        assert self._state == "idle", self._state
-        self._state, self._blocked = "writing", 0.0
+        assert self.state == "idle", self.state
+        self._blocked = 0.0
         self._copied.clear()
         with self._blocking():
-            try:
-                self._start(begun, pieces, at_once)
-            except BaseException as caught:  # a failed vote, as in the thread
+            prepared = attempt(lambda: self._prepare(pieces, at_once))
+            if prepared.error is None and (copies := prepared.result()):
+                run = partial(self._run, begun, copies, at_once)
+                self._work = processes.begin(run, "checkpoint")
+            else:
                 self._copied.set()
-                self._error, self._state = caught, "failed"
+                self._work = _done(prepared.error)
 
     def wait_snapshot(self) -> None:
         """Wait until the pieces may change: they were copied, or the save failed. Never raises."""
@@ -87,24 +93,21 @@ class Writer:
 
     def finish(self) -> tuple[BaseException | None, Extents]:
         """Wait until this rank is through. Returns what `write.commit` wants to know."""
-        if self._thread is not None:
-            with self._blocking():
-                self._thread.join()
-            self._thread = None
-        return self._error, self._extents
+        if self._work is None:
+            return None, {}
+        with self._blocking():
+            error = self._work.exception()
+        return error, {} if error else self._work.result()
 
     def release(self) -> float:
         """The save in flight is over: idle again. Returns the seconds that the caller waited."""
         self.finish()
-        self._state, self._error, self._extents = "idle", None, {}
+        self._work = None
         return self._blocked
 
-    def _start(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
+    def _prepare(self, pieces: Iterable[Piece], at_once: frozenset[str]) -> list[_Copy]:
+        """Copy what the forward changes. Returns where all pieces go."""
         copies = self._laid_out(pieces)
-        if not copies:
-            self._copied.set()
-            self._state = "ready"
-            return
         device = next((one.source.device for one in copies if one.source.is_cuda), None)
         for copy in copies:
             if copy.target.name in at_once:
@@ -113,23 +116,16 @@ class Writer:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no stub
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._thread = threading.Thread(
-            target=self._run, args=(begun, copies, at_once), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        return copies
 
-    def _run(self, begun: Begun, copies: list[_Copy], at_once: frozenset[str]) -> None:
-        """The thread."""
+    def _run(self, begun: Begun, copies: list[_Copy], at_once: frozenset[str]) -> Extents:
+        """What the thread does."""
         try:
-            try:
-                faults.hit("save.snapshot", step=begun.step)
-                self._snapshot(copies, at_once)
-            finally:
-                self._copied.set()
-            self._extents = write.pieces(begun, [copy.target for copy in copies])
-            self._state = "ready"
-        except BaseException as caught:  # the thread's edge: told by `finish`
-            self._error, self._state = caught, "failed"
+            faults.hit("save.snapshot", step=begun.step)
+            self._snapshot(copies, at_once)
+        finally:
+            self._copied.set()
+        return write.pieces(begun, [copy.target for copy in copies])
 
     def _snapshot(self, copies: list[_Copy], at_once: frozenset[str]) -> None:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
@@ -170,6 +166,16 @@ class Writer:
             yield
         finally:
             self._blocked += time.perf_counter() - began
+
+
+def _done(error: Exception | None) -> Future[Extents]:
+    """A save that is over before a thread began."""
+    future: Future[Extents] = Future()
+    if error:
+        future.set_exception(error)
+    else:
+        future.set_result({})
+    return future
 
 
 def _copy(copy: _Copy) -> None:

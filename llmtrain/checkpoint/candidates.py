@@ -12,6 +12,8 @@ keeps its name.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,6 @@ def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | No
             continue
         try:
             return Candidate(name, *_outside(root / name))
-        except OtherFormatError as error:
-            raise UserError(other_format(root / name, error)) from error
         except DamagedError as error:
             aside.append(set_aside(root, name, DAMAGED, str(error)))
     _refuse_all_damaged(root, run_id)
@@ -78,8 +78,6 @@ def named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Cand
         raise UserError(_absent(root, name, own))
     try:
         manifest, state = _outside(root / name)
-    except OtherFormatError as error:
-        raise UserError(other_format(root / name, error)) from error
     except DamagedError as error:
         raise UserError(unusable(name, str(error))) from error
     if run_id not in (None, manifest.run_id):
@@ -131,10 +129,28 @@ def unusable(name: str, reason: str) -> Problem:
     return Problem("checkpoint.resume", name, f"a whole checkpoint; {reason}", remedy)
 
 
-def other_format(path: Path, error: OtherFormatError) -> Problem:
+@contextmanager
+def of_our_format(path: Path) -> Iterator[None]:
+    """Raise UserError for a checkpoint that was written in another format."""
+    try:
+        yield
+    except OtherFormatError as error:
+        raise UserError(_other_format(path, error)) from error
+
+
+def state_of(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The state of a checkpoint. Raises DamagedError, OtherFormatError."""
+    state = form.state(path)
+    if state.get("format") != form.FORMAT:
+        raise OtherFormatError(state.get("format"), manifest.run_id)
+    return state
+
+
+def _other_format(path: Path, error: OtherFormatError) -> Problem:
     """What a person reads whose checkpoint was written in another format."""
     wrote = _writer(path)
-    what = "the newest" if error.is_newer else "the only one"
+    is_newer = isinstance(error.found, int) and error.found > form.FORMAT
+    what = "the newest" if is_newer else "the only one"
     return Problem(
         str(path),
         f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else ""),
@@ -145,13 +161,11 @@ def other_format(path: Path, error: OtherFormatError) -> Problem:
 
 def _outside(path: Path) -> tuple[Manifest, dict[str, Any]]:
     """Manifest and state, with a look at every file's size and header."""
-    manifest = form.load(path)
-    for name in manifest.files:
-        check.file(path, name, manifest)
-    state = form.state(path)
-    if state.get("format") != form.FORMAT:
-        raise OtherFormatError(state.get("format"), manifest.run_id)
-    return manifest, state
+    with of_our_format(path):
+        manifest = form.load(path)
+        for name in manifest.files:
+            check.file(path, name, manifest)
+        return manifest, state_of(path, manifest)
 
 
 def _writer(path: Path) -> str | None:

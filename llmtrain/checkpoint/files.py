@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain import heartbeat
+from llmtrain.durable import closed_on_error
 
 _SYNCS = 8  # at a time
 _OPEN = 64  # files that wait to be durable
 _APPEARS_SECONDS = 30  # that another client of a network file system may need to see a new file
-
-Wait = Callable[[], None]
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +29,10 @@ logger = logging.getLogger(__name__)
 def new(path: Path, body: bytes, size: int) -> int:
     """A new file of `size` bytes that begins with `body`, its room taken; it is still open."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with closed_on_error(descriptor):
         if size > len(body):
             _allocate(descriptor, size)
         write_at(descriptor, memoryview(body), 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
@@ -58,29 +54,6 @@ def syncing() -> Iterator[Callable[[int], None]]:
         yield sync
         for job in jobs:
             job.result()
-
-
-def beside(work: Callable[[], None]) -> Wait:
-    """Begin `work` in a thread; what is returned waits for it and raises what it raised.
-
-    A daemon: a disk that never answers does not keep a process from its end.
-    """
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as caught:  # raised where it is waited for
-            failed.append(caught)
-
-    def wait() -> None:
-        thread.join()
-        if failed:
-            raise failed[0]
-
-    thread = threading.Thread(target=run, name="fsync", daemon=True)
-    thread.start()
-    return wait
 
 
 def durable(descriptor: int) -> None:

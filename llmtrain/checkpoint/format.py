@@ -71,11 +71,6 @@ class OtherFormatError(Exception):
         self.found = found
         self.run_id = run_id
 
-    @property
-    def is_newer(self) -> bool:
-        """Whether a later llmtrain wrote it."""
-        return isinstance(self.found, int) and self.found > FORMAT
-
 
 class Extent(NamedTuple):
     """Consecutive bytes of one file, written by one rank: at most EXTENT_BYTES, xxh3_128 as hex."""

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, heartbeat
-from llmtrain.agreement import Outcome, attempt, from_rank_zero, refuse
+from llmtrain.agreement import attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Aside, Candidate
-from llmtrain.checkpoint.format import DamagedError, Extent, OtherFormatError, Place
+from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
-from llmtrain.types import Failure, Piece, Ranks, Spec, TensorSpec
+from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +48,10 @@ class Found:
     state: dict[str, Any]
 
 
+def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
+    """For work that renames nothing."""
+
+
 def find(
     root: Path,
     run_id: str | None,
@@ -56,7 +60,7 @@ def find(
     resume: str = "auto",
     verify: Literal["full", "sizes"] = "full",
     supersede: bool = False,
-    log: Log = lambda event, detail: None,
+    log: Log = _log_nothing,
     patience: Patience = _PATIENCE,
 ) -> Found | None:
     """The newest valid checkpoint of this run (None: of any) in `root`, agreed on all ranks.
@@ -95,13 +99,22 @@ def verify(
     hears, in this thread, how many more bytes were. Raises OSError if the disk does not answer,
     UserError for a format that is not ours.
     """
-    try:
-        manifest = form.load(path)
-    except DamagedError as error:
-        return [_as_problem(path, error)]
-    except OtherFormatError as error:
-        raise UserError(candidates.other_format(path, error)) from error
-    wrong: dict[str, DamagedError] = {}  # the first thing of each file
+    with candidates.of_our_format(path):
+        try:
+            manifest = form.load(path)
+        except DamagedError as error:
+            return [_as_problem(path, error)]
+        wrong = _wrong(path, manifest, jobs, told)
+        if form.STATE in manifest.files and not wrong:
+            candidates.state_of(path, manifest)
+    return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
+
+
+def _wrong(
+    path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
+) -> dict[str, DamagedError]:
+    """The first thing that is wrong with each file of a checkpoint. Arguments: as in `verify`."""
+    wrong: dict[str, DamagedError] = {}
     with ThreadPoolExecutor(jobs) as pool:
         for name in manifest.files:
             if damage := _damage(check.file, path, name, manifest):
@@ -117,12 +130,7 @@ def verify(
             told(extent.length)
             if damage:
                 wrong.setdefault(name, damage)
-    if form.STATE in manifest.files and not wrong:
-        found_format = form.state(path).get("format")
-        if found_format != form.FORMAT:
-            error = OtherFormatError(found_format, manifest.run_id)
-            raise UserError(candidates.other_format(path, error))
-    return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
+    return wrong
 
 
 def fill(
@@ -142,7 +150,7 @@ def fill(
     answer = _from_rank_0(ranks, patience, _log_nothing, partial(_stored, found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
-        for name, (file, offset, (dtype, shape)) in answer["places"].items()
+        for name, (file, offset, dtype, shape) in answer.items()
     }
     _refuse_adapters(found, stored)
     _refuse_other_tensors(found, stored, spec)
@@ -151,11 +159,7 @@ def fill(
         for piece in pieces:
             _read_piece(found.path, stored[piece.name], piece, patience)
 
-    _raise_trouble(found.path, ranks.vote(_noted(attempt(read).error)).failures)
-
-
-def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
-    """For work that renames nothing."""
+    _vote(ranks, attempt(read).error, found.name)
 
 
 def _offer(
@@ -205,11 +209,8 @@ def _verify_together(
         for name, extent in extents[ranks.rank :: ranks.world_size]:
             patience.tried(check.extent, path, name, extent)
 
-    failures = ranks.vote(_noted(attempt(verify_share).error)).failures
-    heartbeat.beat("looking for a checkpoint")
-    damaged = [failed for failed in failures if failed.kind == DamagedError.__name__]
-    _raise_trouble(path, tuple(failed for failed in failures if failed not in damaged))
-    return "; ".join(failed.text for failed in damaged) if damaged else None
+    damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
+    return "; ".join(damage) or None
 
 
 def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
@@ -221,10 +222,8 @@ def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
                 start = 8 + int.from_bytes(opened.read(8), "little")
             found |= form.places_in(file, check.tensors(path, file), start)
     return {
-        "places": {
-            name: (place.file, place.offset, (place.tensor.dtype, place.tensor.shape))
-            for name, place in found.items()
-        }
+        name: (file, offset, tensor.dtype, tensor.shape)
+        for name, (file, offset, tensor) in found.items()
     }
 
 
@@ -306,18 +305,11 @@ def _from_rank_0(ranks: Ranks, patience: Patience, log: Log, work: Callable[[Ren
     work fails afterwards.
     """
     renamed: Renamed = []
-    outcome: Outcome[Any] = Outcome((None,))
-    if ranks.rank == 0:
-        outcome = attempt(lambda: patience.tried(work, renamed))
-    error = outcome.error
-    _tell(log, from_rank_zero(ranks, lambda: [asdict(one) for one in renamed]))
-    vote = ranks.vote(error if isinstance(error, UserError) else _noted(error))
-    heartbeat.beat("looking for a checkpoint")
-    if any(failed.exit_code == UserError.exit_code for failed in vote.failures):
-        refuse(vote, error)
-    where = next((failed.file for failed in vote.failures if failed.file), "the checkpoints")
-    _raise_trouble(Path(where), vote.failures)
-    answer: T = from_rank_zero(ranks, outcome.result)
+    outcome = attempt(lambda: patience.tried(work, renamed) if ranks.rank == 0 else None)
+    said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
+    _tell(log, said[0])
+    _vote(ranks, outcome.error, "the checkpoints")
+    answer: T = said[1][0]
     return answer
 
 
@@ -328,23 +320,40 @@ def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
         log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})
 
 
-def _raise_trouble(path: Path, failures: tuple[Failure, ...]) -> None:
-    """Raise, on all ranks, what their failed votes mean.
+def _vote(
+    ranks: Ranks, error: Exception | None, what: str, *, damage_is_answer: bool = False
+) -> list[str]:
+    """Let all ranks learn of this rank's error, and raise on all of them what the errors mean.
+
+    what: was being read · damage_is_answer: damage is returned and not raised.
 
     A stop ends the start whatever else there was: the next start finds it again.
     """
-    if stopped := [failed for failed in failures if failed.kind == StoppedError.__name__]:
-        raise StoppedError(stopped[0].text)
-    if not failures:
-        return
-    disk = all(failed.errno is not None or failed.kind == "OSError" for failed in failures)
-    raise RunError(
-        f"could not read {path.name}: " + "; ".join(map(str, failures)),
-        DISK_FAILED if disk else 1,
-        "see that every node can read the run directory, then start again: nothing was changed"
-        if disk
-        else "the traceback is in the log of that rank",
-    )
+    if error is not None and not isinstance(error, UserError):
+        expected = isinstance(error, DamagedError | StoppedError)
+        traceback = None if expected else error
+        logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
+    vote = ranks.vote(error)
+    heartbeat.beat("looking for a checkpoint")
+    for failed in vote.failures:
+        if failed.kind == StoppedError.__name__:
+            raise StoppedError(failed.text)
+    if any(failed.exit_code == UserError.exit_code for failed in vote.failures):
+        refuse(vote, error)
+    damage = [
+        one for one in vote.failures if one.kind == DamagedError.__name__ and damage_is_answer
+    ]
+    trouble = [one for one in vote.failures if one not in damage]
+    if trouble:
+        disk = all(one.errno is not None or one.kind == "OSError" for one in trouble)
+        raise RunError(
+            f"could not read {what}: " + "; ".join(map(str, trouble)),
+            DISK_FAILED if disk else 1,
+            "see that every node can read the run directory, then start again: nothing was changed"
+            if disk
+            else "the traceback is in the log of that rank",
+        )
+    return [failed.text for failed in damage]
 
 
 def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
@@ -367,12 +376,3 @@ def _as_json(candidate: Candidate | None) -> dict[str, Any]:
     extents = {name: list(entry.extents) for name, entry in candidate.manifest.files.items()}
     found = {"name": candidate.name, "state": candidate.state, "newer": list(candidate.newer)}
     return {**found, "extents": extents}
-
-
-def _noted(error: Exception | None) -> Exception | None:
-    """The same error, in this rank's log; with its traceback where it was not to be expected."""
-    if error is not None:
-        expected = isinstance(error, DamagedError | StoppedError)
-        traceback = None if expected else error
-        logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
-    return error

@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from xxhash import xxh3_128
 
-from llmtrain import durable, faults
+from llmtrain import durable, faults, processes
 from llmtrain.agreement import attempt
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
@@ -126,16 +127,16 @@ def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
     """As `pieces`, of what is cut already. share: bytes of all blocks."""
     found: dict[str, tuple[Extent, ...]] = {}
     counted = _counted(begun, blocks, share)
-    before: disk.Wait | None = None
+    before: Future[None] | None = None
     for file, group in itertools.groupby(counted, key=lambda block: block.file):
         descriptor, written = _write_ranges(begun.partial / file, group)
         found[file] = found.get(file, ()) + written
         disk.alive(f"fsync of {file} of step {begun.step}")
         if before:  # the file before went to the disk while this one was copied
-            before()
-        before = disk.beside(partial(_sync, begun, file, descriptor))
+            before.result()
+        before = processes.begin(partial(_sync, begun, file, descriptor), "fsync")
     if before:
-        before()
+        before.result()
     return found
 
 
@@ -244,8 +245,7 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
     """
     found: list[Extent] = []
     hasher, start, length = xxh3_128(), 0, 0
-    descriptor = disk.opened(path)
-    try:
+    with durable.closed_on_error(disk.opened(path)) as descriptor:
         for _, offset, block in blocks:
             if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
                 found.append(Extent(start, length, hasher.hexdigest()))
@@ -255,19 +255,13 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
             hasher.update(block)  # first: the copy then reads it from the processor's cache
             disk.write_at(descriptor, block, offset)
             length += block.nbytes
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor, (*found, Extent(start, length, hasher.hexdigest()))
 
 
 def _sync(begun: Begun, file: str, descriptor: int) -> None:
     """As `disk.durable`, of what a rank has written."""
-    try:
+    with durable.closed_on_error(descriptor):
         faults.hit("save.fsync", step=begun.step, path=begun.partial / file)
-    except BaseException:
-        os.close(descriptor)
-        raise
     disk.durable(descriptor)
 
 

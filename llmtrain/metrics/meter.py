@@ -15,15 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.types import SLOTS, Numbers, StepVector
-
-# Why the run shall stop → the slot that says so, in the order in which reasons outrank each other.
-_STOPS = {
-    "launcher_lost": "lost_launcher",
-    "signal": "signal",
-    "stop_file": "stop_file",
-    "stop_after": "stop_after",
-}
+from llmtrain.types import SLOTS, STOPS, Numbers, StepVector
 
 
 class DataFailedError(Exception):
@@ -143,7 +135,7 @@ class Meter:
             data_failed=failed,
             padding_only=slots["padding_only"] == self._world_size,
             ended=slots["ended"] == self._world_size,
-            stops=tuple(reason for reason, slot in _STOPS.items() if slots[slot] > 0),
+            stops=tuple(reason for reason in STOPS if slots[reason] > 0),
             save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
             written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
         )

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llmtrain import durable
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.progress import duration
 from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
@@ -46,12 +47,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     path = out or run_dir / FILE_NAME
     page = render(collect(run_dir))
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        durable.write(path, page.encode(), sync=False)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         expected = f"a file that can be written ({error.strerror})"
         raise UserError(Problem("report", path, expected, "another --out FILE")) from error
     return path

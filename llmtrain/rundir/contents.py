@@ -21,7 +21,7 @@ _KINDS = (
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
     ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
     ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),
-    ("logs", r"rank-\d+\.(log|failed|partial)", _FILE),
+    ("logs", r"rank-\d+\.(log|failed(\.partial)?)", _FILE),
     ("checkpoints", r"step-\d{8,18}(\.partial|(\.damaged|\.superseded)(-\d+)?)?", _FOLDER),
     ("checkpoints", r"\.trash-.+", _FOLDER),
 )

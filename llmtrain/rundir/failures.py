@@ -25,15 +25,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
 from llmtrain.rundir.lock import start_time
 
 LOOK_SECONDS = 2.0
 _LOOKS = 20
-_ORDER = {UserError.exit_code: 0, DISK_FAILED: 1, 1: 2, RESTARTABLE: 3}
 _NAME = re.compile(r"rank-(\d+)\.failed")
 _log = logging.getLogger(__name__)
 
@@ -72,12 +72,10 @@ def write(
     said = secrets.hider(os.environ)(reason)
     mark = Mark(rank, code, said, lost_peer, host, launcher, attempt, config)
     path = _path(run_dir, rank)
-    partial = path.with_suffix(".partial")
     try:
         # Not its parents: where a node does not see the run directory, none may appear.
         path.parent.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(asdict(mark)) + "\n", encoding="utf-8")
-        partial.replace(path)
+        durable.write(path, (json.dumps(asdict(mark)) + "\n").encode(), sync=False)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -88,9 +86,9 @@ def leave(
     run_dir: Path, rank: int, error: Exception, config: str, *, lost_peer: bool = False
 ) -> None:
     """Leave the mark of an error. config: its digest."""
-    code = getattr(error, "exit_code", 1)
-    said = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
-    write(run_dir, rank, code, said, lost_peer=lost_peer, config=config)
+    expected = isinstance(error, UserError | RunError)
+    said = str(error) if expected else f"{type(error).__name__}: {error}"
+    write(run_dir, rank, exit_code_of(error), said, lost_peer=lost_peer, config=config)
 
 
 def digest(config: Config) -> str:
@@ -124,7 +122,7 @@ def has(run_dir: Path, rank: int) -> bool:
 def worst(marks: Iterable[Mark]) -> Mark | None:
     """The one that explains the others: a cause, else one that is no lost peer; None if neither."""
     telling = [mark for mark in marks if mark.code and not mark.lost_peer]
-    return min(telling, key=lambda mark: _ORDER.get(mark.code, 2), default=None)
+    return min(telling, key=lambda mark: precedence(mark.code), default=None)
 
 
 def outranking(

@@ -107,13 +107,9 @@ class RunLock:
 
     def __enter__(self) -> Self:
         try:
-            self._descriptor = _open(self._path)
-            try:
+            with durable.closed_on_error(_open(self._path)) as self._descriptor:
                 self._take()
                 faults.hit("lock.taken", path=self._path)
-            except BaseException:
-                os.close(self._descriptor)
-                raise
         except OSError as error:
             raise _unwritable(self._path.parent, error) from error
         self._thread = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
@@ -205,17 +201,13 @@ class RunLock:
 
     def _lock_again(self) -> None:
         """Lock the file at the path, made if need be; set `lost` if another process has it."""
-        descriptor = _open(self._path)
         try:
-            self._judge(descriptor)
+            with durable.closed_on_error(_open(self._path)) as descriptor:
+                self._judge(descriptor)
         except UserError:
-            os.close(descriptor)
             self.lost = _described(read(self._path))
             logger.error("%s was removed, and the directory is %s", self._path, self.lost)
             return
-        except BaseException:
-            os.close(descriptor)
-            raise
         before, self._descriptor = self._descriptor, descriptor
         os.close(before)
         self._write()

@@ -90,7 +90,7 @@ def heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None
     """Between the stages of a start, which take their time: a stop that any rank was asked for."""
     reason = signals.reason
     lost = reason == "launcher_lost"
-    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
+    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, launcher_lost=lost))
     if stops:
         raise StoppedEarlyError(stops[0], journal.step)
 

@@ -4,12 +4,11 @@ that all ranks received.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from llmtrain.config.schema import Config
 from llmtrain.distributed.ranks import ControlGroup
-from llmtrain.types import Flags, Numbers
-
-# A lost launcher comes first: ranks are reparented one after another, each with a signal.
-STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
+from llmtrain.types import STOPS, Flags, Numbers
 
 
 class Due:
@@ -42,7 +41,7 @@ class Due:
 
     def ask(self, stops: tuple[str, ...]) -> None:
         """Take up a stop that all ranks know of."""
-        for reason in STOP_REASONS:
+        for reason in STOPS:
             if reason in stops and self.stop_reason is None:
                 self.stop_reason = reason
 
@@ -109,12 +108,7 @@ class Due:
 
 def agreed_stop(ranks: ControlGroup, flags: Flags) -> tuple[str, ...]:
     """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
-    said = {
-        "launcher_lost": flags.lost_launcher,
-        "signal": flags.signal,
-        "stop_file": flags.stop_file,
-        "stop_after": flags.stop_after,
-    }
-    levels = [len(STOP_REASONS) - k for k, reason in enumerate(STOP_REASONS) if said[reason]]
+    said = asdict(flags)
+    levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))
-    return (STOP_REASONS[-highest],) if highest else ()
+    return (STOPS[-highest],) if highest else ()
