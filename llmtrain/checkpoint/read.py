@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, heartbeat
-from llmtrain.agreement import attempt, from_rank_zero, refuse
+from llmtrain.agreement import Outcome, attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Aside, Candidate
@@ -305,11 +305,13 @@ def _from_rank_0(ranks: Ranks, patience: Patience, log: Log, work: Callable[[Ren
     work fails afterwards.
     """
     renamed: Renamed = []
-    outcome = attempt(lambda: patience.tried(work, renamed) if ranks.rank == 0 else None)
+    outcome: Outcome[T | None] = attempt(
+        lambda: patience.tried(work, renamed) if ranks.rank == 0 else None
+    )
     said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
     _tell(log, said[0])
     _vote(ranks, outcome.error, "the checkpoints")
-    answer: T = said[1][0]
+    (answer,) = said[1]
     return answer
 
 
@@ -340,9 +342,8 @@ def _vote(
             raise StoppedError(failed.text)
     if any(failed.exit_code == UserError.exit_code for failed in vote.failures):
         refuse(vote, error)
-    damage = [
-        one for one in vote.failures if one.kind == DamagedError.__name__ and damage_is_answer
-    ]
+    kind = DamagedError.__name__ if damage_is_answer else ""
+    damage = [one for one in vote.failures if one.kind == kind]
     trouble = [one for one in vote.failures if one not in damage]
     if trouble:
         disk = all(one.errno is not None or one.kind == "OSError" for one in trouble)

@@ -58,9 +58,9 @@ def test_a_file_is_closed_if_the_work_on_it_fails_and_stays_open_otherwise(tmp_p
 
     def fail(descriptor):
         with durable.closed_on_error(descriptor):
-            raise ValueError
+            raise ValueError("the rest")
 
-    with pytest.raises(ValueError, match=""):
+    with pytest.raises(ValueError, match="the rest"):
         fail(kept)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(kept)
