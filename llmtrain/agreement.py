@@ -13,10 +13,41 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.errors import PeerError, precedence
-from llmtrain.types import Failure, Ranks, Vote, failure
+from llmtrain.errors import PeerError, exit_code_of, precedence
+from llmtrain.types import Failure, Ranks, Vote
 
 T = TypeVar("T")
+
+
+class Alone:
+    """`Ranks` of a single process."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, body: bytes) -> list[bytes]:
+        """The only body."""
+        return [body]
+
+    def broadcast(self, body: bytes) -> bytes:
+        """The only body."""
+        return body
+
+    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
+        """The only vote."""
+        return Vote(() if error is None else (failure(0, error),), (body,))
+
+    def highest(self, value: int) -> int:
+        """The only number."""
+        return value
+
+
+def failure(rank: int, error: BaseException) -> Failure:
+    """An exception as a failed vote."""
+    number = error.errno if isinstance(error, OSError) else None
+    file = str(error.filename) if isinstance(error, OSError) and error.filename else None
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return Failure(rank, type(error).__name__, text, exit_code_of(error), number, file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 from typing import Final, TypeVar
 
@@ -35,6 +36,27 @@ def stop_signals() -> list[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.append(signal.SIGHUP)
     return signals
+
+
+def start_time(pid: int) -> str | None:
+    """Return when a process started, in ticks since the boot; None if it has ended.
+
+    None too where /proc is missing.
+    """
+    fields = _stat(pid)
+    return fields[19] if fields else None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists; one that has ended but was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    fields = _stat(pid)
+    return not fields or fields[0] not in ("Z", "X")
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
@@ -62,6 +84,14 @@ def signal_on_death_of_parent(number: signal.Signals) -> None:
 def adopt_orphans(adopt: bool) -> None:
     """Become the parent of descendants whose own parent dies, or stop doing so."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on; the name before may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _prctl(option: int, value: int) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from llmtrain.errors import exit_code_of
-
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -191,37 +189,6 @@ class Ranks(Protocol):
     def highest(self, value: int) -> int:
         """Return the largest number that any rank gives, on every rank."""
         ...
-
-
-class Alone:
-    """`Ranks` of a single process."""
-
-    rank = 0
-    world_size = 1
-
-    def gather(self, body: bytes) -> list[bytes]:
-        """The only body."""
-        return [body]
-
-    def broadcast(self, body: bytes) -> bytes:
-        """The only body."""
-        return body
-
-    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """The only vote."""
-        return Vote(() if error is None else (failure(0, error),), (body,))
-
-    def highest(self, value: int) -> int:
-        """The only number."""
-        return value
-
-
-def failure(rank: int, error: BaseException) -> Failure:
-    """An exception as a failed vote."""
-    number = error.errno if isinstance(error, OSError) else None
-    file = str(error.filename) if isinstance(error, OSError) and error.filename else None
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return Failure(rank, type(error).__name__, text, exit_code_of(error), number, file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ def alive(doing: str) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Take the room for a file, so that a full disk shows before the writing."""
-    if hasattr(os, "posix_fallocate"):
+    if sys.platform == "linux":
         try:
             return os.posix_fallocate(descriptor, 0, size)
         except OSError as error:

@@ -46,17 +46,22 @@ def probe(root: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def network(path: Path) -> bool:
-    """Whether a directory lies on NFS or its like, by what is mounted there (Linux)."""
+def kind(path: Path) -> str:
+    """The type of the file system that a directory is on; "" if it is not known (not Linux)."""
     if not _MOUNTS.is_file():
-        return False
+        return ""
     place = path.resolve()
     found: dict[Path, str] = {}
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         found[Path(_unescaped(before.split()[4]))] = after.split()[0]  # the later one covers
     above = [mount for mount in found if place.is_relative_to(mount)]
-    return bool(above) and found[max(above, key=lambda mount: len(mount.parts))] in _NETWORK
+    return found[max(above, key=lambda mount: len(mount.parts))] if above else ""
+
+
+def network(path: Path) -> bool:
+    """Whether a directory is on NFS or its like."""
+    return kind(path) in _NETWORK
 
 
 def _unescaped(text: str) -> str:

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec
 
 from llmtrain import faults, heartbeat
-from llmtrain.agreement import Outcome, attempt, from_rank_zero, refuse
+from llmtrain.agreement import attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Aside, Candidate
@@ -29,7 +29,6 @@ from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
-T = TypeVar("T")
 Renamed = list[Aside]
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
@@ -298,20 +297,20 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
             block = block[count:]
 
 
-def _from_rank_0(ranks: Ranks, patience: Patience, log: Log, work: Callable[[Renamed], T]) -> T:
+def _from_rank_0(
+    ranks: Ranks, patience: Patience, log: Log, work: Callable[[Renamed], dict[str, Any]]
+) -> dict[str, Any]:
     """Return what rank 0's work returned, as JSON keeps it; if it failed, raise on all ranks.
 
     The work appends what it renames to the list that it is given. `log` learns of that even if the
     work fails afterwards.
     """
     renamed: Renamed = []
-    outcome: Outcome[T | None] = attempt(
-        lambda: patience.tried(work, renamed) if ranks.rank == 0 else None
-    )
+    outcome = attempt(lambda: patience.tried(work, renamed) if ranks.rank == 0 else {})
     said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
     _tell(log, said[0])
     _vote(ranks, outcome.error, "the checkpoints")
-    (answer,) = said[1]
+    answer: dict[str, Any] = said[1][0]
     return answer
 
 

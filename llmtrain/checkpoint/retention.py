@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ def clean(root: Path) -> list[str]:
 
     For rank 0, at the start, with the run's lock held. What cannot be deleted is logged and stays.
     """
-    return _delete(root, [name for name in form.names(root) if _is_left_over(name)])
+    left = [one for one in form.names(root) if _PARTIAL.fullmatch(one) or _TRASH.fullmatch(one)]
+    return _delete(root, left)
 
 
 def remove_partials(root: Path) -> None:
@@ -86,19 +87,18 @@ def reasons(
     best = [step for _, step in sorted(measured.items())[: policy.keep_best]]
     resumed = form.step_of(resumed_from) if resumed_from else None
     young = resumed is not None and sum(step > resumed for step in losses) < 2
-    return {
-        step: (
-            *(["newest"] if step in newest else []),
-            *(
-                [f"every {policy.keep_every}"]
-                if policy.keep_every and step % policy.keep_every == 0
-                else []
-            ),
-            *(["best"] if step in best else []),
-            *(["resumed from"] if young and step == resumed else []),
-        )
-        for step in losses
-    }
+
+    def holding(step: int) -> Iterator[str]:
+        if step in newest:
+            yield "newest"
+        if policy.keep_every and step % policy.keep_every == 0:
+            yield f"every {policy.keep_every}"
+        if step in best:
+            yield "best"
+        if young and step == resumed:
+            yield "resumed from"
+
+    return {step: tuple(holding(step)) for step in losses}
 
 
 def loss_in(state: Mapping[str, Any]) -> float | None:
@@ -140,11 +140,8 @@ def check_space(
     as in `space_needed`.
     """
     disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
-    needed, free = (
-        space_needed(root, policy, steps, checkpoint_bytes, run_id),
-        disk.f_bavail * disk.f_frsize,
-    )
-    files = _missing(root, policy, steps, run_id) * (checkpoint_files + 2)
+    missing, free = _missing(root, policy, steps, run_id), disk.f_bavail * disk.f_frsize
+    needed, files = missing * checkpoint_bytes, missing * (checkpoint_files + 2)
     remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
     problems = []
     if free < needed:
@@ -164,10 +161,6 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} TiB"
-
-
-def _is_left_over(name: str) -> bool:
-    return bool(_PARTIAL.fullmatch(name) or _TRASH.fullmatch(name))
 
 
 def _is_of_run(path: Path, run_id: str) -> bool:

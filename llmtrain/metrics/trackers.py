@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol
 
 from llmtrain import durable
 from llmtrain.config import secrets
@@ -60,7 +60,7 @@ class _Guarded:
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._to_skip:
             self._to_skip -= 1
-        elif self._works(lambda: self._send(values, step)) and self._failing:
+        elif self._works(lambda: self._opened().log(values, step=step)) and self._failing:
             self._failing = False
             self._report("tracker_recovered", {"tracker": self._name})
 
@@ -75,9 +75,6 @@ class _Guarded:
         if self._tracker is None:
             self._tracker = self._open()
         return self._tracker
-
-    def _send(self, values: dict[str, Any], step: int) -> None:
-        self._opened().log(values, step=step)
 
     def _works(self, call: Callable[[], object]) -> bool:
         try:
@@ -141,10 +138,11 @@ def open_trackers(
     ids = _ids(names, run_dir)
     hide = secrets.hider(os.environ)
     secretless = secrets.hidden(config, hide)
-    trackers = [
-        _Guarded(name, _opener(name, run_dir, ids[name], secretless, step), report)
-        for name in names
-    ]
+    openers: dict[Name, Callable[[], Tracker]] = {
+        "tensorboard": lambda: _open_tensorboard(run_dir, secretless, step),
+        "wandb": lambda: _open_wandb(run_dir, ids["wandb"], secretless),
+    }
+    trackers = [_Guarded(name, openers[name], report) for name in names]
     for tracker in trackers:
         tracker.open()
     return Trackers(trackers, hide)
@@ -177,18 +175,6 @@ def _kept(path: Path) -> dict[str, str]:
     expected = "a JSON object of trackers' ids, as this program has written there"
     remedy = "restore it, or delete it: trackers then begin new runs of their own"
     raise UserError(Problem(str(path), None, expected, remedy))
-
-
-def _opener(
-    name: Name, run_dir: Path, run_id: str, config: Mapping[str, Any], step: int
-) -> Callable[[], Tracker]:
-    match name:
-        case "tensorboard":
-            return lambda: _open_tensorboard(run_dir, config, step)
-        case "wandb":
-            return lambda: _open_wandb(run_dir, run_id, config)
-        case _:
-            assert_never(name)
 
 
 def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> Tracker:

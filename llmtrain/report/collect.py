@@ -63,6 +63,11 @@ class Curve:
     high: tuple[float, ...]
     thinned: bool
 
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(step, mean) of each bucket."""
+        return list(zip(self.steps, self.mean, strict=True))
+
 
 def collect(run_dir: Path) -> Tables:
     """Read a run directory. Raises UserError if it holds no `metrics.jsonl`."""

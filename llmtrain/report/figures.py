@@ -57,33 +57,17 @@ def plan_figures(tables: Tables) -> list[Plan]:
     def curve(name: str, lines: tuple[Line, ...] = tables.train) -> Curve:
         return thin(column(lines, name))
 
-    heldout = curve("loss", tables.evaluations)
+    def plan(name: str, title: str, unit: str, label: str, colour: str) -> Plan:
+        return Plan(name, title, unit, (Series(label, colour, curve(name)),))
+
+    heldout = Series("held-out", _ORANGE, curve("loss", tables.evaluations))
+    losses = (Series("training", _BLUE, curve("loss")), heldout)
+    speed = "tokens per second"
     plans = [
-        Plan(
-            "loss",
-            "Loss",
-            "nats per token",
-            (Series("training", _BLUE, curve("loss")), Series("held-out", _ORANGE, heldout)),
-            from_zero=False,
-        ),
-        Plan(
-            "learning_rate",
-            "Learning rate",
-            "",
-            (Series("learning rate", _GREEN, curve("learning_rate")),),
-        ),
-        Plan(
-            "grad_norm",
-            "Gradient norm, before clipping",
-            "",
-            (Series("gradient norm", _PURPLE, curve("grad_norm")),),
-        ),
-        Plan(
-            "tokens_per_second",
-            "Tokens per second",
-            "tokens per second",
-            (Series("tokens per second", _BLUE, curve("tokens_per_second")),),
-        ),
+        Plan("loss", "Loss", "nats per token", losses, from_zero=False),
+        plan("learning_rate", "Learning rate", "", "learning rate", _GREEN),
+        plan("grad_norm", "Gradient norm, before clipping", "", "gradient norm", _PURPLE),
+        plan("tokens_per_second", "Tokens per second", speed, speed, _BLUE),
     ]
     return [plan for plan in plans if any(series.curve.steps for series in plan.series)]
 

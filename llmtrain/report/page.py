@@ -210,19 +210,17 @@ def when(value: object) -> str:
 
 def _figure(plan: Plan, drawn: Drawn) -> dict[str, Any]:
     """What the template needs of a figure: where it goes, and its numbers as a table."""
-    tables = [
-        (series.label, thin(list(zip(curve.steps, curve.mean, strict=True)), _TABLE_ROWS))
-        for series in plan.series
-        if (curve := series.curve).steps
-    ]
+    tables = []
+    for series in plan.series:
+        if series.curve.steps:
+            shown = thin(series.curve.points, _TABLE_ROWS)
+            tables.append((series.label, shown.points))
     return {
         "id": f"figure-{plan.name}",
         "title": plan.title,
         "unit": plan.unit,
         "root": drawn.roots[plan.name],
-        "tables": [
-            (label, list(zip(curve.steps, curve.mean, strict=True))) for label, curve in tables
-        ],
+        "tables": tables,
     }
 
 

@@ -22,6 +22,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from llmtrain.config import secrets
 from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
-from llmtrain.rundir.lock import start_time
+from llmtrain.processes import is_alive, start_time
 
 LOOK_SECONDS = 2.0
 _LOOKS = 20
@@ -110,8 +111,7 @@ def clear(run_dir: Path, rank: int, world_size: int) -> None:
 
 def read(run_dir: Path) -> list[Mark]:
     """Every mark that lies there, of whatever start, by rank."""
-    found = (_read(_path(run_dir, rank)) for rank in sorted(_ranks(run_dir)))
-    return [mark for mark in found if mark is not None]
+    return _read_all(_path(run_dir, rank) for rank in sorted(_ranks(run_dir)))
 
 
 def has(run_dir: Path, rank: int) -> bool:
@@ -137,10 +137,9 @@ def outranking(
     """
     found = _others(run_dir, world_size)
     for _ in range(_LOOKS):
-        if found is not None and found.is_cause:
-            break
-        wait(seconds / _LOOKS)
-        found = _others(run_dir, world_size)
+        if found is None or not found.is_cause:
+            wait(seconds / _LOOKS)
+            found = _others(run_dir, world_size)
     return found
 
 
@@ -180,19 +179,16 @@ def seen(run_dir: Path) -> dict[Path, tuple[int, int]]:
     found = {}
     for rank in _ranks(run_dir):
         path = _path(run_dir, rank)
-        try:
+        with suppress(FileNotFoundError):  # its rank has begun again
             stat = path.stat()
-        except FileNotFoundError:  # its rank has begun anew
-            continue
-        found[path] = (stat.st_ino, stat.st_mtime_ns)
+            found[path] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 
 def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mark]:
     """The marks that `seen` did not find, by rank."""
     changed = [path for path, version in seen(run_dir).items() if before.get(path) != version]
-    found = (_read(path) for path in sorted(changed))
-    return [mark for mark in found if mark is not None]
+    return _read_all(sorted(changed))
 
 
 def _others(run_dir: Path, world_size: int) -> Mark | None:
@@ -209,13 +205,15 @@ def _ranks(run_dir: Path) -> list[int]:
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 
-def _read(path: Path) -> Mark | None:
-    """None if it is gone, or no mark of ours."""
-    try:
-        mark = Mark(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, IsADirectoryError, ValueError, TypeError):
-        return None
-    return mark if isinstance(mark.code, int) and isinstance(mark.rank, int) else None
+def _read_all(paths: Iterable[Path]) -> list[Mark]:
+    """The marks in these files, without those that are gone or no marks of ours."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError, IsADirectoryError, ValueError, TypeError):
+            mark = Mark(**json.loads(path.read_bytes()))
+            if isinstance(mark.code, int) and isinstance(mark.rank, int):
+                found.append(mark)
+    return found
 
 
 def _this_start() -> tuple[str, str, int]:
@@ -240,9 +238,8 @@ def _alive() -> set[int]:
     found = set()
     for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         for pid in _text(listing).split():
-            stat = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
             said = re.search(r"(?:^|\0)RANK=(\d+)\0", _text(Path(f"/proc/{pid}/environ")))
-            if said and stat and stat[0] not in ("Z", "X"):
+            if said and is_alive(int(pid)):
                 found.add(int(said[1]))
     return found
 

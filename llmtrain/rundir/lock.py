@@ -31,6 +31,7 @@ from typing import Self
 
 from llmtrain import durable, faults
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.processes import is_alive, start_time
 
 BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
@@ -159,7 +160,7 @@ class RunLock:
         if other.pid == self._holder.pid:
             return "this process or an earlier one of its number left it"
         started = start_time(other.pid)
-        if not _is_alive(other.pid):
+        if not is_alive(other.pid):
             return "that process has ended"
         return None if started == other.started else "another process has that number now"
 
@@ -261,36 +262,10 @@ def boot_id() -> str | None:
         return None
 
 
-def start_time(pid: int) -> str | None:
-    """When a process started, in ticks since the boot; None if it has ended or /proc is missing."""
-    fields = _stat(pid)
-    return fields[19] if fields else None
-
-
 def lives_here(holder: Holder) -> bool:
     """Whether the process is one of this machine, and has not ended."""
     here = (holder.host, holder.boot_id) == (socket.gethostname(), boot_id())
-    return here and _is_alive(holder.pid) and start_time(holder.pid) == holder.started
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process exists; one that has ended but was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    fields = _stat(pid)
-    return not fields or fields[0] not in ("Z", "X")
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; the name before may hold anything."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return here and is_alive(holder.pid) and start_time(holder.pid) == holder.started
 
 
 def _open(path: Path) -> int:
@@ -308,13 +283,11 @@ def _unwritable(run_dir: Path, error: OSError) -> UserError | RunError:
     said = f"{error.strerror}: {error.filename or run_dir}"
     if error.errno in _REFUSED:
         remedy = "change its permissions, or set run.dir to another directory"
-        return UserError(
-            Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
-        )
+        expected = f"a directory that can be written ({said})"
+        return UserError(Problem("run.dir", run_dir, expected, remedy))
     if error.errno in _FULL:
-        return UserError(
-            Problem("run.dir", run_dir, f"a disk with room ({said})", "free some, or use another")
-        )
+        expected = f"a disk with room ({said})"
+        return UserError(Problem("run.dir", run_dir, expected, "free some, or use another"))
     return RunError(f"could not lock the run directory ({said})", DISK_FAILED, "check the disk")
 
 

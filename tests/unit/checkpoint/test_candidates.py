@@ -8,11 +8,11 @@ import pytest
 from helpers.checkpoints import RUN, on_ranks, save
 from xxhash import xxh3_128_hexdigest
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import candidates, check, read
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import RunError, UserError
-from llmtrain.types import Alone
 
 MODEL = "model.safetensors"
 

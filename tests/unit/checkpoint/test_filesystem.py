@@ -1,6 +1,7 @@
 import errno
 import itertools
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,25 @@ def test_what_lies_on_nfs_is_known_by_what_is_mounted(tmp_path, monkeypatch, pat
     (tmp_path / "mountinfo").write_text(MOUNTS)
     monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
     assert filesystem.network(Path(path)) is expected
+
+
+def test_the_innermost_mount_says_what_a_directory_is_on(tmp_path, monkeypatch):
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
+    assert filesystem.kind(Path("/people/runs")) == "nfs4"
+    assert filesystem.kind(Path("/people/local disk/runs")) == "xfs"
+    assert filesystem.kind(Path("/runs")) == "ext4"
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "absent")
+    assert filesystem.kind(Path("/runs")) == ""
+
+
+def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
+    said = subprocess.run(
+        ["df", "--output=fstype", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    if said.returncode:
+        pytest.skip("df does not say it here")
+    assert filesystem.kind(tmp_path) == said.stdout.split()[-1]
 
 
 def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing_is(

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 from helpers.tiny import tiny_config
 
+from llmtrain.agreement import Alone
 from llmtrain.config.schema import Config
 from llmtrain.training.run.due import Due, agreed_stop
-from llmtrain.types import Alone, Flags, Numbers
+from llmtrain.types import Flags, Numbers
 
 
 def due(
