@@ -51,7 +51,7 @@ def replacing(path: Path, *, sync: bool = True, shared: bool = False) -> Iterato
 
 
 @contextmanager
-def closed_on_error(descriptor: int) -> Iterator[int]:
+def close_on_error(descriptor: int) -> Iterator[int]:
     """Close a file if the block raises; else the caller goes on to use it."""
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)

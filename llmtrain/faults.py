@@ -106,7 +106,7 @@ def install(environ: Mapping[str, str]) -> None:
     """Take up LLMTRAIN_FAULTS, or nothing. Raises ValueError, whose text names the wrong part."""
     global _faults, _rank, _step
     text = environ.get(VARIABLE, "")
-    _faults = [_parsed(part.strip()) for part in text.split(";") if part.strip()] or None
+    _faults = [_parse(part.strip()) for part in text.split(";") if part.strip()] or None
     _step = None
     _rank = int(environ["RANK"]) if environ.get("RANK", "").isdigit() else 0
 
@@ -135,7 +135,7 @@ def hit(
     return None
 
 
-def _parsed(part: str) -> Fault:
+def _parse(part: str) -> Fault:
     head, equals, action = part.rpartition("=")
     if not equals:
         raise ValueError(f"{part}: it lacks =action")
@@ -169,14 +169,14 @@ def _holds(fault: Fault, step: int | None, written: int, of: int) -> bool:
     fault.seen += 1
     if "nth" in wanted and fault.seen != int(wanted["nth"]):
         return False
-    return "p" not in wanted or _drawn(fault) < float(wanted["p"])
+    return "p" not in wanted or _draw(fault) < float(wanted["p"])
 
 
 def _threshold(value: str, of: int) -> float:
     return of * float(value[:-1]) / 100 if value.endswith("%") else float(value)
 
 
-def _drawn(fault: Fault) -> float:
+def _draw(fault: Fault) -> float:
     """In [0, 1), the same whenever the same run comes here for the same time."""
     key = f"{fault.conditions.get('seed', 0)} {fault.point} {_rank} {fault.seen}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7]) / 2**56

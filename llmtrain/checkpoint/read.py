@@ -1,11 +1,11 @@
-"""The newest valid checkpoint off the disk, the same one on all ranks.
+"""Finds the newest valid checkpoint, the same one on all ranks, and reads it.
 
     find     rank 0 offers a candidate, each rank verifies its share of the bytes, vote
-    fill     ranges straight into the memory of the pieces
+    fill     reads ranges straight into the memory of the pieces
 
-*Damage* (bytes that are not those written) is set aside under another name and the next older one
-is offered. *Trouble* (the disk does not answer) is not damage: three tries, then the start fails
-and nothing is renamed. The trap: what only rank 1 cannot see is trouble, since rank 0 saw it.
+*Damage*: the bytes are not those written. The checkpoint is renamed and the next older one is
+offered. *Trouble*: the disk does not answer. There are three tries, then the start fails and
+nothing is renamed. The trap: what only rank 1 cannot see is trouble, since rank 0 saw it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Found:
 
 
 def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
-    """For work that renames nothing."""
+    """Ignore an event: for work that renames nothing."""
 
 
 def find(
@@ -62,14 +62,16 @@ def find(
     log: Log = _log_nothing,
     patience: Patience = _PATIENCE,
 ) -> Found | None:
-    """The newest valid checkpoint of this run (None: of any) in `root`, agreed on all ranks.
+    """Find the newest valid checkpoint of this run (None: of any run) in `root`.
 
-    resume: `auto`, or the name of one · verify: `sizes` compares the digests of small files alone ·
-    supersede: what is newer than the one that is named is set aside · log: hears on every rank of
-    what rank 0 has renamed (`checkpoint_quarantined`, `checkpoint_superseded`).
+    resume: `auto`, or the name of one
+    verify: `sizes` compares only the digests of small files
+    supersede: checkpoints newer than the one that is named are renamed
+    log: called on every rank for each checkpoint that rank 0 has renamed
+        (`checkpoint_quarantined`, `checkpoint_superseded`)
 
-    Collective. Raises UserError for what a person must decide (another format, nothing but damaged
-    ones, a name that cannot be used), RunError 74 if the disk does not answer, StoppedError.
+    Collective. Raises UserError for what a person must decide (another format, only damaged ones, a
+    name that cannot be used), RunError 74 if the disk does not answer, StoppedError.
     """
     damage: str | None = None
     offer: dict[str, Any] = {}
@@ -92,11 +94,14 @@ def find(
 def verify(
     path: Path, jobs: int = 4, told: Callable[[int], object] = lambda size: None
 ) -> list[Problem]:
-    """Everything that is wrong with a checkpoint directory; empty for a valid one.
+    """Return everything that is wrong with a checkpoint directory; empty for a valid one.
 
-    A problem's key is the file, its value what is wrong with it. jobs: threads that hash · told:
-    hears, in this thread, how many more bytes were. Raises OSError if the disk does not answer,
-    UserError for a format that is not ours.
+    A problem's key is the file, its value what is wrong with it.
+
+    jobs: threads that hash
+    told: called in this thread with the number of bytes that were hashed since its last call
+
+    Raises OSError if the disk does not answer, UserError for a format that is not ours.
     """
     with candidates.of_our_format(path):
         try:
@@ -112,7 +117,7 @@ def verify(
 def _wrong(
     path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
-    """The first thing that is wrong with each file of a checkpoint. Arguments: as in `verify`."""
+    """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
     wrong: dict[str, DamagedError] = {}
     with ThreadPoolExecutor(jobs) as pool:
         for name in manifest.files:
@@ -142,11 +147,11 @@ def fill(
 ) -> None:
     """Read a checkpoint's tensors into the memory of this rank's pieces.
 
-    `spec` is the model's and optimizer's; files may be cut otherwise on disk. Collective. Raises
-    UserError if names, dtypes or shapes differ, RunError 74 if the disk does not answer,
-    StoppedError (the pieces are filled in part then).
+    `spec` is the model's and optimizer's; the files on disk may divide the tensors otherwise.
+    Collective. Raises UserError if names, dtypes or shapes differ, RunError 74 if the disk does not
+    answer, StoppedError (then only some pieces are filled).
     """
-    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_stored, found.path))
+    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_find_tensors, found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, dtype, shape) in answer.items()
@@ -170,20 +175,20 @@ def _offer(
     *,
     supersede: bool,
 ) -> dict[str, Any]:
-    """Rank 0: the next candidate. damaged: what was offered before, and what is wrong with it."""
+    """Return the next candidate (rank 0). damaged: the last one, and what is wrong with it."""
     faults.hit("load.scan", path=root)
     if resume != "auto":
         if damaged:
             raise UserError(candidates.unusable(*damaged))
-        return _as_json(candidates.named(root, resume, run_id, supersede=supersede))
+        return _as_json(candidates.find_named(root, resume, run_id, supersede=supersede))
     if damaged and (root / damaged[0]).exists():
         aside.append(candidates.set_aside(root, damaged[0], candidates.DAMAGED, damaged[1]))
     return _as_json(candidates.newest(root, run_id, aside))
 
 
 def _make_way(root: Path, newer: list[str], used: str, aside: Renamed) -> dict[str, Any]:
-    """Rank 0: what is newer than the one that was named goes on under another name."""
-    reason = f"a start was told to go on from {used}"
+    """Rename what is newer than the checkpoint that was named (rank 0)."""
+    reason = f"a start was told to resume from {used}"
     for name in newer:
         if (root / name).exists():
             aside.append(candidates.set_aside(root, name, candidates.SUPERSEDED, reason))
@@ -193,7 +198,7 @@ def _make_way(root: Path, newer: list[str], used: str, aside: Renamed) -> dict[s
 def _verify_together(
     path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
 ) -> str | None:
-    """Each rank hashes its share of the extents; None, or what was found damaged.
+    """Hash each rank's share of the extents. Returns what was found damaged, or None.
 
     Raises RunError if the disk does not answer on some rank, StoppedError.
     """
@@ -206,14 +211,14 @@ def _verify_together(
 
     def verify_share() -> None:
         for name, extent in extents[ranks.rank :: ranks.world_size]:
-            patience.tried(check.extent, path, name, extent)
+            patience.retry(check.extent, path, name, extent)
 
     damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
     return "; ".join(damage) or None
 
 
-def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
-    """Where each tensor of a checkpoint lies, by name."""
+def _find_tensors(path: Path, _aside: Renamed) -> dict[str, Any]:
+    """Return where each tensor of a checkpoint is, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
         if file.endswith(form.TENSORS):
@@ -227,7 +232,7 @@ def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
 
 
 def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
-    """UserError for a checkpoint that does not hold the model itself."""
+    """Raise UserError for a checkpoint that does not have the model itself."""
     files = sorted({place.file for place in stored.values()})
     adapters = [file for file in files if file.startswith("adapter_")]
     if adapters:
@@ -238,40 +243,38 @@ def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
 
 
 def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) -> None:
-    """UserError with the first five tensors that the checkpoint and the model do not share."""
+    """Raise UserError with the first five tensors that checkpoint and model do not share."""
     wanted = {name: tensor for part in spec.values() for name, tensor in part.items()}
     there = {name: place.tensor for name, place in stored.items()}
     every = [*wanted, *(name for name in there if name not in wanted)]
     other = [name for name in every if there.get(name) != wanted.get(name)]
     if other:
+        found_and_wanted = (
+            (name, _describe(there.get(name)), _describe(wanted.get(name))) for name in other[:5]
+        )
         raise UserError(
-            *(
-                Problem(
-                    name, _shown(there.get(name)), f"{_shown(wanted.get(name))}, as in the model"
-                )
-                for name in other[:5]
-            ),
+            *(Problem(name, one, f"{two}, as in the model") for name, one, two in found_and_wanted),
             where=f"{found.name}: {len(other)} of {len(every)} tensors are not those of the model; "
             "restore the model and optimizer sections of the config that began the run",
         )
 
 
-def _shown(tensor: TensorSpec | None) -> str:
+def _describe(tensor: TensorSpec | None) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "absent"
 
 
 def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> None:
-    """The bytes of one piece into its memory."""
+    """Read the bytes of one piece into its memory."""
     item = form.DTYPES[place.tensor.dtype][0]
     start = place.offset + piece.start * item
     for offset, block in _memory(piece):
-        patience.tried(_read_into, path / place.file, start + offset, block)
+        patience.retry(_read_into, path / place.file, start + offset, block)
 
 
 def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    """A piece's memory as (offset in bytes, at most 64 MiB of bytes); filled once taken back.
+    """Yield a piece's memory as (offset in bytes, at most 64 MiB of bytes) for the caller to fill.
 
-    On a device the bytes go over a host buffer and are copied when the next block is asked for.
+    For a device the caller fills a host buffer, which is copied when it asks for the next block.
     """
     import torch
 
@@ -285,7 +288,7 @@ def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
 
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:
-    """Fill `block` from a file; OSError if the file ends before."""
+    """Fill `block` from a file; OSError if the file is too short."""
     heartbeat.beat("reading a checkpoint")
     faults.hit("load.read", step=form.step_of(path.parent.name), path=path)
     with path.open("rb", buffering=0) as file:
@@ -302,11 +305,11 @@ def _from_rank_0(
 ) -> dict[str, Any]:
     """Return what rank 0's work returned, as JSON keeps it; if it failed, raise on all ranks.
 
-    The work appends what it renames to the list that it is given. `log` learns of that even if the
-    work fails afterwards.
+    The work appends what it renames to the list that it is given. `log` is called for that even if
+    the work fails afterwards.
     """
     renamed: Renamed = []
-    outcome = attempt(lambda: patience.tried(work, renamed) if ranks.rank == 0 else {})
+    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else {})
     said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
     _tell(log, said[0])
     _vote(ranks, outcome.error, "the checkpoints")
@@ -324,11 +327,13 @@ def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
 def _vote(
     ranks: Ranks, error: Exception | None, what: str, *, damage_is_answer: bool = False
 ) -> list[str]:
-    """Let all ranks learn of this rank's error, and raise on all of them what the errors mean.
+    """Share the errors of all ranks, and raise on all ranks what they mean.
 
-    what: was being read · damage_is_answer: damage is returned and not raised.
+    error: this rank's
+    what: was being read
+    damage_is_answer: damage is returned and not raised
 
-    A stop ends the start whatever else there was: the next start finds it again.
+    A stop ends the start whatever else has failed: the next start finds it again.
     """
     if error is not None and not isinstance(error, UserError):
         expected = isinstance(error, DamagedError | StoppedError)
@@ -357,7 +362,7 @@ def _vote(
 
 
 def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
-    """What a check finds damaged."""
+    """Return the damage that a check finds."""
     try:
         check(*args, **kwargs)
     except DamagedError as error:
@@ -366,7 +371,7 @@ def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Dama
 
 
 def _as_problem(path: Path, error: DamagedError) -> Problem:
-    remedy = f"{path.name} is damaged: a run goes on from an older one"
+    remedy = f"{path.name} is damaged: a run resumes from an older one"
     return Problem(error.file, error.reason, "what was written", remedy)
 
 

@@ -95,7 +95,7 @@ class Progress:
         """Leave the last state of the moving line standing; a second call does nothing."""
         live, self._live = self._live, None
         if live is not None:
-            self._guarded(live.stop)
+            self._guard(live.stop)
 
     def _facts(self, numbers: Numbers, now: float) -> dict[str, object]:
         facts: dict[str, object] = {
@@ -161,19 +161,19 @@ class Progress:
 
     def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:
-            self._live = self._guarded(lambda: _open_live(self._stream))
+            self._live = self._guard(lambda: _open_live(self._stream))
         if (live := self._live) is not None:
             line = self._moving_line(numbers, now, live.console.width)
-            self._guarded(lambda: live.update(line, refresh=True))
+            self._guard(lambda: live.update(line, refresh=True))
 
     def _print(self, text: str) -> None:
         live = self._live
         if live is not None:
-            self._guarded(lambda: live.console.print(text, markup=False, highlight=False))
+            self._guard(lambda: live.console.print(text, markup=False, highlight=False))
         else:
-            self._guarded(lambda: print(text, file=self._stream, flush=True))
+            self._guard(lambda: print(text, file=self._stream, flush=True))
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guard(self, call: Callable[[], Any]) -> Any:
         """A terminal that goes away must not end a run of days."""
         try:
             return call()

@@ -60,18 +60,18 @@ class _Guarded:
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._to_skip:
             self._to_skip -= 1
-        elif self._works(lambda: self._opened().log(values, step=step)) and self._failing:
+        elif self._works(lambda: self._get().log(values, step=step)) and self._failing:
             self._failing = False
             self._report("tracker_recovered", {"tracker": self._name})
 
     def open(self) -> None:
-        self._works(self._opened)
+        self._works(self._get)
 
     def close(self) -> None:
         if (tracker := self._tracker) is not None:
             self._works(tracker.finish)
 
-    def _opened(self) -> Tracker:
+    def _get(self) -> Tracker:
         if self._tracker is None:
             self._tracker = self._open()
         return self._tracker

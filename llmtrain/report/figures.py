@@ -77,7 +77,9 @@ def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
     from bokeh.document import Document
     from bokeh.models import Range1d
 
-    last = max((series.curve.steps[-1] for plan in plans for series in _drawn(plan)), default=1)
+    last = max(
+        (series.curve.steps[-1] for plan in plans for series in _with_numbers(plan)), default=1
+    )
     # A little wider than the run, so that the marks at its ends are whole.
     edges = (-0.01 * max(1, last), 1.01 * max(1, last))
     steps = Range1d(*edges, bounds=edges)
@@ -89,7 +91,7 @@ def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
     return Drawn(document.to_json(deferred=False), roots)
 
 
-def _drawn(plan: Plan) -> list[Series]:
+def _with_numbers(plan: Plan) -> list[Series]:
     return [series for series in plan.series if series.curve.steps]
 
 
@@ -112,10 +114,10 @@ def _figure(plan: Plan, steps: Range1d, restarts: tuple[int, ...]) -> Figure:
     )
     drawn.toolbar.logo = None
     drawn.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    top = max(max(series.curve.high) for series in _drawn(plan))
+    top = max(max(series.curve.high) for series in _with_numbers(plan))
     drawn.yaxis.formatter = _tick_formatter(top)
-    for series in _drawn(plan):
-        _add_series(drawn, series, legend=len(_drawn(plan)) > 1)
+    for series in _with_numbers(plan):
+        _add_series(drawn, series, legend=len(_with_numbers(plan)) > 1)
     _add_restarts(drawn, restarts)
     _colour(drawn)
     return drawn
@@ -125,9 +127,9 @@ def _add_series(drawn: Figure, series: Series, *, legend: bool) -> None:
     from bokeh.models import ColumnDataSource, HoverTool
 
     curve = series.curve
-    data: dict[str, Any] = {"step": curve.steps, "mean": _significant(curve.mean)}
+    data: dict[str, Any] = {"step": curve.steps, "mean": _round(curve.mean)}
     if curve.thinned:
-        data |= {"low": _significant(curve.low), "high": _significant(curve.high)}
+        data |= {"low": _round(curve.low), "high": _round(curve.high)}
     source = ColumnDataSource({name: list(values) for name, values in data.items()})
     named = {"legend_label": series.label} if legend else {}
     look = {"source": source, "color": series.colour}
@@ -178,5 +180,5 @@ def _tick_formatter(top: float) -> Any:
     return PrintfTickFormatter(format="%.1e")
 
 
-def _significant(values: tuple[float, ...], digits: int = 5) -> list[float]:
+def _round(values: tuple[float, ...], digits: int = 5) -> list[float]:
     return [float(f"{value:.{digits}g}") for value in values]

@@ -174,7 +174,7 @@ def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
     return [one for one in here if one not in there]
 
 
-def seen(run_dir: Path) -> dict[Path, tuple[int, int]]:
+def versions(run_dir: Path) -> dict[Path, tuple[int, int]]:
     """Which marks lie there now, so that new ones can be told from them."""
     found = {}
     for rank in _ranks(run_dir):
@@ -187,7 +187,7 @@ def seen(run_dir: Path) -> dict[Path, tuple[int, int]]:
 
 def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mark]:
     """The marks that `seen` did not find, by rank."""
-    changed = [path for path, version in seen(run_dir).items() if before.get(path) != version]
+    changed = [path for path, version in versions(run_dir).items() if before.get(path) != version]
     return _read_all(sorted(changed))
 
 

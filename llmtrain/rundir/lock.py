@@ -108,7 +108,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         try:
-            with durable.closed_on_error(_open(self._path)) as self._descriptor:
+            with durable.close_on_error(_open(self._path)) as self._descriptor:
                 self._take()
                 faults.hit("lock.taken", path=self._path)
         except OSError as error:
@@ -203,10 +203,10 @@ class RunLock:
     def _lock_again(self) -> None:
         """Lock the file at the path, made if need be; set `lost` if another process has it."""
         try:
-            with durable.closed_on_error(_open(self._path)) as descriptor:
+            with durable.close_on_error(_open(self._path)) as descriptor:
                 self._judge(descriptor)
         except UserError:
-            self.lost = _described(read(self._path))
+            self.lost = _describe(read(self._path))
             logger.error("%s was removed, and the directory is %s", self._path, self.lost)
             return
         before, self._descriptor = self._descriptor, descriptor
@@ -305,13 +305,13 @@ def _flock(descriptor: int) -> bool:
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:
-    who = _described(holder)
+    who = _describe(holder)
     remedy = "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
     expected = f"a run directory that no other process uses; this one is {who}"
     return UserError(Problem("run.dir", path.parent, expected, remedy))
 
 
-def _described(holder: Holder | None) -> str:
+def _describe(holder: Holder | None) -> str:
     """Who uses a run directory, as the end of a sentence."""
     if holder is None:
         return "in use"

@@ -168,7 +168,7 @@ def _is_of_record(line: Mapping[str, object]) -> bool:
 def _open(path: Path) -> int:
     """The file, made if need be, ready for whole lines."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    with durable.closed_on_error(file):
+    with durable.close_on_error(file):
         _end_torn_line(file, path)
     return file
 

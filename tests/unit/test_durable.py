@@ -52,12 +52,12 @@ def test_a_file_that_was_removed_or_replaced_is_not_the_open_one(tmp_path):
 
 
 def test_a_file_is_closed_if_the_work_on_it_fails_and_stays_open_otherwise(tmp_path):
-    with durable.closed_on_error(os.open(tmp_path, os.O_RDONLY)) as kept:
+    with durable.close_on_error(os.open(tmp_path, os.O_RDONLY)) as kept:
         os.fstat(kept)
     os.fstat(kept)
 
     def fail(descriptor):
-        with durable.closed_on_error(descriptor):
+        with durable.close_on_error(descriptor):
             raise ValueError("the rest")
 
     with pytest.raises(ValueError, match="the rest"):

@@ -53,7 +53,7 @@ def test_bad_input_01_a_checkpoint_that_is_not_there_is_answered_with_those_that
 
 def test_bad_input_01_without_any_checkpoint_it_says_so(tmp_path):
     (problem,) = refusal(tmp_path, resume="step-00000400").problems
-    assert "there is none" in problem.expected
+    assert "which has no checkpoint" in problem.expected
 
 
 def test_bad_input_03_all_damaged_is_refused_with_the_reason_of_each(root):

@@ -104,6 +104,6 @@ def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing
 )
 def test_auto_is_rank_0_under_ddp_and_over_several_nodes_on_nfs(family, nodes, network):
     expected = "rank0" if family == "ddp" or (nodes == 4 and network) else "all"
-    assert filesystem.resolved("auto", family, nodes, network) == expected
-    assert filesystem.resolved("rank0", family, nodes, network) == "rank0"
-    assert filesystem.resolved("all", family, nodes, network) == "all"
+    assert filesystem.choose_writers("auto", family, nodes, network) == expected
+    assert filesystem.choose_writers("rank0", family, nodes, network) == "rank0"
+    assert filesystem.choose_writers("all", family, nodes, network) == "all"
