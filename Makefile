@@ -4,9 +4,13 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two tests at a time; those that share what is dear to make run in one process, in the order of the
+# files. At the end the ten slowest and the time.
+PYTEST := $(BIN)/python -m pytest -q --durations 10
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-faults check lint types format docs clean
+.PHONY: help quickstart test test-all test-slow test-faults check lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 14
@@ -14,19 +18,24 @@ help:  ## this list
 quickstart: $(VENV)/installed  ## train on the built-in sample with two processes, write a report
 	@$(BIN)/llmtrain quickstart
 
-test: $(VENV)/installed-dev  ## the test suite
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/installed-dev  ## the unit tests, and a test with real runs for each promise
+	@$(PYTEST) $(TWO) -m "not slow and (core or not launches)"
+
+test-all: $(VENV)/installed-dev  ## the same, then everything else but the sweeps
+	@begun=$$(date +%s); $(MAKE) test && \
+	  $(PYTEST) $(TWO) -m "not slow and launches and not core" && \
+	  echo "make test-all: $$(( $$(date +%s) - begun )) seconds"
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
-	@$(BIN)/python -m pytest -q -m "slow or deeper" --hypothesis-profile sweep \
+	@$(PYTEST) -m "slow or deeper" --hypothesis-profile sweep \
 	  --timeout 3600 -o faulthandler_timeout=3660
 
 test-faults: $(VENV)/installed-dev  ## every scenario of faults, sweeps and soak too; writes docs/faults.md
-	@FAULTS_REPORT=1 $(BIN)/python -m pytest -q tests/faults \
+	@FAULTS_REPORT=1 $(PYTEST) tests/faults \
 	  tests/distributed/test_portability.py -m "slow or not slow" \
 	  --timeout 7200 -o faulthandler_timeout=7260
 
-check: lint types test  ## lint, types and suite: what the CI runs
+check: lint types test-all  ## lint, types and all tests but the sweeps: what the CI runs
 
 lint: $(VENV)/installed-dev  ## ruff: rules and format
 	@$(BIN)/ruff check .

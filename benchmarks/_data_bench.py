@@ -35,7 +35,8 @@ class Bench:
     """A prepared run: its tokenizer, and manifests of it in several forms."""
 
     def __init__(self, data: Path, tokenizer: Path, folder: Path, sizes: Sizes) -> None:
-        from llmtrain.training.start.prepare import TOKENIZER, prepare
+        from llmtrain.rundir.contents import TOKENIZER
+        from llmtrain.training.start.prepare import prepare
 
         self.data, self.gpt2, self.folder, self.sizes = data, tokenizer, folder, sizes
         prepare(self.config(), folder, 1, None)
@@ -60,10 +61,13 @@ class Bench:
 
     def manifest(self, backend: str = "tiktoken", **data: Any) -> Any:
         """The data with this back end, packing, lanes …"""
+        from llmtrain.config.binding import data_settings
         from llmtrain.data.survey import freeze, survey
         from llmtrain.data.tokens.tokenizer import open_tokenizer
 
-        return freeze(survey(self.config(**data), 1), open_tokenizer(self.tokenizer, backend))
+        return freeze(
+            survey(data_settings(self.config(**data)), 1), open_tokenizer(self.tokenizer, backend)
+        )
 
     @contextmanager
     def stream(self, manifest: Any, workers: int = 0) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+UNKNOWN_KEY = "unknown key"
 DISK_FAILED = 74
 RESTARTABLE = 75
 _LINES = "\n"  # what has several lines keeps them
@@ -38,7 +39,8 @@ class Problem:
     """One thing to put right.
 
     key: the config key, file or flag · value: what was found (None: nothing worth showing) ·
-    expected: what would be right · remedy: what to do, when `expected` does not say it already.
+    expected: what would be right, or that it is an unknown key, which reads best by itself ·
+    remedy: what to do, when `expected` does not say it already.
     """
 
     key: str
@@ -48,10 +50,16 @@ class Problem:
 
     def __str__(self) -> str:
         head = self.key if self.value is None else f"{self.key} = {self.value}"
-        lines = [f"  {harmless(head)}", f"    expected: {harmless(self.expected, keep=_LINES)}"]
+        lines = [f"  {harmless(head)}", f"    {harmless(self.reason, keep=_LINES)}"]
         if self.remedy:
             lines.append(f"    try:      {harmless(self.remedy, keep=_LINES)}")
         return "\n".join(lines)
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, as a message has it: `expected: …`, or `unknown key …`."""
+        unknown = self.expected.startswith(UNKNOWN_KEY)
+        return self.expected if unknown else f"expected: {self.expected}"
 
 
 class UserError(Exception):

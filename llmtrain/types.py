@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
+NOT_TRAINED = -100  # the label of a position without a loss, as PyTorch and transformers have it
+
+
 class Cursor(NamedTuple):
     """Where a lane's next block of one source begins: positions in the permuted lists.
 
@@ -252,6 +255,27 @@ class StepVector:
     def tokens(self) -> torch.Tensor:
         """() trained tokens of the step."""
         return self.data[len(SLOTS) :].sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """loss: nats per scored token · bits_per_byte over the UTF-8 bytes of the scored documents."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    documents: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the text that follows it."""
+
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

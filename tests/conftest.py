@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # As every launcher does, before anything imports torch: tests run side by side, and threads that
@@ -11,12 +11,28 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from helpers import rings
 from helpers.ranks import Server
 from hypothesis import settings
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 settings.register_profile("sweep", max_examples=1000)  # of `make test-slow`
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses among them."""
+    rings.mark(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With its fixtures, a test that is not marked `launches` starts no interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("launches") is None:
+            rings.forbid_interpreters(patch)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, clipped, columns, harmless, wrapped
+from llmtrain.cli.escapes import WIDTH, clipped, columns, wrapped
+from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts

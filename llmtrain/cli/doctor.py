@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, clipped, harmless, wrapped
+from llmtrain.cli.escapes import WIDTH, clipped, wrapped
 from llmtrain.cli.escapes import show as print_lines
+from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.doctor.doctor import Check

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.config import secrets
 from llmtrain.config.duration import GRAMMAR, seconds
+from llmtrain.config.model_fields import field_problems, type_problems
 from llmtrain.errors import Problem
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def check(config: Config) -> list[Problem]:
 def check_model(model: ModelConfig) -> list[Problem]:
     """Where the model and its tokenizer come from."""
     problems = list(_not_finite("model.config", model.config))
+    problems += field_problems(model.config, "model.config.")
     kind = model.config.get("model_type")
     if model.from_ is None and kind is None:
         expected = "model.config.model_type (train from scratch) or model.from (start from weights)"
@@ -60,9 +62,8 @@ def check_model(model: ModelConfig) -> list[Problem]:
     elif model.from_ is not None and model.config:
         expected = "either model.from or model.config: weights bring their own config"
         problems.append(Problem("model.from", model.from_, expected, "remove one of the two"))
-    elif kind is not None and not (isinstance(kind, str) and kind.strip()):
-        expected = "a model type as transformers names it, such as llama"
-        problems.append(Problem("model.config.model_type", kind, expected))
+    elif kind is not None:
+        problems += type_problems(kind, "model.config.model_type")
     if model.from_ is None and model.tokenizer == "auto":
         expected = "a tokenizer: `auto` means that of model.from, which is not set"
         remedy = "a Hub id, a directory, sample, or {train: 8192} for one of your own"
@@ -117,7 +118,12 @@ def check_micro_batch(training: TrainingConfig) -> list[Problem]:
 
 def check_batch(config: Config, world_size: int) -> list[Problem]:
     """Whether the global batch can be split over `world_size` processes."""
-    micro, total = config.training.micro_batch_size, config.training.global_batch_size
+    return check_split(config.training, world_size)
+
+
+def check_split(training: TrainingConfig, world_size: int) -> list[Problem]:
+    """`check_batch`, of the section alone."""
+    micro, total = training.micro_batch_size, training.global_batch_size
     unit = world_size * (1 if micro == "auto" else micro)
     if total % unit == 0:
         return []

@@ -159,7 +159,7 @@ def _plain(annotation: Any, limits: str) -> str:
             if info.is_required()
         )
         return f"{{{inner}}}"
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     return words[annotation] + limits
 
 
@@ -169,8 +169,6 @@ def _limits(metadata: Sequence[Any]) -> str:
     for item in metadata:
         if isinstance(item, FieldInfo):
             return _limits(item.metadata)
-        if getattr(item, "pattern", None) is not None:
-            return " (not blank)"
         there = [name for name in signs if hasattr(item, name)]
         found += [f"{signs[name]} {getattr(item, name)}" for name in there]
     return " " + " and ".join(found) if found else ""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,12 @@ from pydantic import ValidationError
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
 from llmtrain.config.schema import Config, Section
-from llmtrain.config.suggestions import guess
-from llmtrain.errors import Problem, UserError
+from llmtrain.config.suggestions import guess, near_section
+from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 
 Tree = dict[str, Any]
+# What is wrong with some sections, and the names of these sections.
+Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 
 _INDEX = re.compile(r"[0-9]+")
 _HALF = {"fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"}
@@ -36,11 +39,18 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     nothing is evaluated no best checkpoints are kept.
     Raises UserError with every problem of the file and the overrides.
     """
+    return load_checked(path, overrides, ())
+
+
+def load_checked(
+    path: str | os.PathLike[str], overrides: Sequence[str], rules: Sequence[Rule]
+) -> Config:
+    """`load_config`, with further rules for the sections that are valid by themselves."""
     document = yaml12.parse(_text(Path(path)))
-    tree = _tree(document)
+    tree = _tree(document, str(path))
     for override in overrides:
         _override(tree, override, document)
-    config, found = _validate(tree, document.source)
+    config, found = _validate(tree, document.source, rules)
     problems = secrets.cleared([*document.problems, *found], secrets.in_config(tree))
     if problems or config is None:
         raise UserError(*problems, where=str(path))
@@ -79,14 +89,18 @@ def _config_beside(path: Path) -> str:
     return f"one of {', '.join(names[:5])} in {folder}" if names else f"there is none in {folder}"
 
 
-def _tree(document: yaml12.Document) -> Tree:
-    """The outermost mapping. A section with nothing in it (all commented out) has its defaults."""
-    if document.value is None:
+def _tree(document: yaml12.Document, path: str) -> Tree:
+    """The outermost mapping. A section with nothing in it (all commented out) has its defaults.
+
+    Raises UserError for a file that cannot be read as one: nothing is known of its sections then.
+    """
+    if document.value is None and not document.problems:
         return {}
     if not isinstance(document.value, dict):
-        problem = Problem("the file", _shown(document.value), "a mapping of sections", "model: …")
-        document.problems.append(problem)
-        return {}
+        expected = "a mapping of sections"
+        no_mapping = Problem("the file", _shown(document.value), expected, "model: …")
+        problems = secrets.cleared(document.problems or [no_mapping], [])
+        raise UserError(*problems, where=path)
     names = sections()
     return {
         key: {} if value is None and key in names else value
@@ -110,7 +124,7 @@ def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
     if value.problems:
         reason = value.problems[0].remedy or value.problems[0].expected
         shown = secrets.unparsed(override).partition("=")[2]
-        remedy = f"if it is a text, quote it: '{name}=\"{shown}\"'"
+        remedy = f"if it is a string, quote it: '{name}=\"{shown}\"'"
         document.problems.append(Problem(name, shown, f"a value in YAML ({reason})", remedy))
         return
     path, problem = _place(tree, parts, value.value)
@@ -158,7 +172,9 @@ def _no_mapping(parts: list[str], path: list[str | int], here: object) -> Proble
 # --- validation
 
 
-def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | None, list[Problem]]:
+def _validate(
+    tree: Tree, source: Mapping[yaml12.Path, str], rules: Sequence[Rule]
+) -> tuple[Config | None, list[Problem]]:
     """The config if it is valid, and every problem of keys, types and of sections together."""
     try:
         config = Config.model_validate(tree, by_alias=True, by_name=False)
@@ -166,14 +182,24 @@ def _validate(tree: Tree, source: Mapping[yaml12.Path, str]) -> tuple[Config | N
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         locations = [(str(item["type"]), item["loc"]) for item in errors]
     else:
-        return config, checks.check(config)
+        further = (rule(*(getattr(config, name) for name in names)) for rule, names in rules)
+        return config, [*checks.check(config), *chain.from_iterable(further)]
     broken = {location[0] for _, location in locations if location}
-    return None, [*_schema_problems(tree, locations, source), *_partly(tree, broken)]
+    misspelt = {near_section(str(name)) for name in broken - sections()}
+    locations = [  # a section that is there under a wrong name is not missing
+        (kind, location)
+        for kind, location in locations
+        if kind != "missing" or location[0] not in misspelt - tree.keys()
+    ]
+    return None, [
+        *_schema_problems(tree, locations, source),
+        *_partly(tree, broken | misspelt, rules),
+    ]
 
 
-def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
+def _partly(tree: Tree, broken: set[str | int], further: Sequence[Rule]) -> Iterator[Problem]:
     """The rules between keys, over those sections that are valid by themselves."""
-    rules: list[tuple[Callable[..., list[Problem]], tuple[str, ...]]] = [
+    rules: list[Rule] = [
         (checks.check_model, ("model",)),
         (checks.check_length, ("model", "data")),
         (checks.check_packing, ("data",)),
@@ -185,6 +211,7 @@ def _partly(tree: Tree, broken: set[str | int]) -> Iterator[Problem]:
         (checks.check_stop_after, ("checkpoint",)),
         (checks.check_resume, ("checkpoint",)),
         (checks.check_accepted, ("checkpoint",)),
+        *further,
     ]
     for rule, names in rules:
         if broken.isdisjoint(names):
@@ -256,11 +283,11 @@ def _at(tree: Any, path: yaml12.Path) -> object:
 
 def _unknown(path: yaml12.Path, value: object) -> Problem:
     name = yaml12.dotted(path)
-    found = guess(name)
+    found = guess(name, is_section=isinstance(value, dict))
     shown = _shown(value)
     if not found.key:
-        return Problem(name, shown, "no unknown key", found.advice)
-    expected = f"no unknown key; did you mean {found.key}?"
+        return Problem(name, shown, UNKNOWN_KEY, found.advice)
+    expected = f"{UNKNOWN_KEY}; did you mean {found.key}?"
     return Problem(name, shown, expected, f"{found.key}: {found.advice}" if found.advice else "")
 
 
@@ -275,6 +302,8 @@ def _advice(key: Key, value: object, shown: str) -> str:
     if key.name == "training.precision" and text in _HALF | {"true", "false"} | set(_OTHER_NAMES):
         instead = "bf16, or fp32 on GPUs older than Ampere"
         return _OTHER_NAMES.get(text, f"{instead}; fp16 is not offered")
+    if any(isinstance(one, str) and not one.strip() for one in _listed(value)):
+        return "one that is not blank"
     if value is None:
         return f"leave it out: the default is {key.default}" if not key.required else ""
     if key.text and isinstance(value, int | float):
@@ -286,6 +315,10 @@ def _advice(key: Key, value: object, shown: str) -> str:
     if isinstance(value, float) and value.is_integer() and "whole" in key.takes:
         return f"{int(value)}"
     return ""
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def _shown(value: object) -> str:

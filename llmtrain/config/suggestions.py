@@ -1,7 +1,7 @@
 """What a person may have meant by a key that does not exist.
 
-Three places are searched: names that other trainers use (with how their value converts), the last
-part of our own keys, and our full dotted names.
+Four places are searched: our sections, names that other trainers use (with how their value
+converts), the last part of our own keys, and our full dotted names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _PER_DEVICE = f"blocks per forward on one device; {_GLOBAL} are those of a step"
 _ACCUMULATION = "accumulation follows: global_batch_size / (micro_batch_size × processes)"
 _PRECISION = "bf16 or fp32; fp16 is not offered"
 _NO_KEY = ""
+_NEAR = 0.75  # of difflib: 1 for equal names
+_NEARLY_THE_SAME = 0.9
 
 # Other trainers' names → our key ("" where there is none) and how to convert the value.
 FOREIGN: dict[str, tuple[str, str]] = {
@@ -168,19 +170,40 @@ class Guess:
     advice: str = ""
 
 
-def guess(name: str) -> Guess:
+def guess(name: str, *, is_section: bool = False) -> Guess:
     """The likeliest meaning of an unknown dotted name; if nothing is near, the keys beside it.
 
-    A number stands for a source: `data.sources.1.pth` → `data.sources.1.path`.
+    A number stands for a source: `data.sources.1.pth` → `data.sources.1.path`. is_section: whether
+    it holds a mapping, as sections do.
     """
+    if is_section and (section := near_section(name)):
+        return Guess(section)
     plain, numbers = _without_numbers(name)
     last = plain.rpartition(".")[2].lower().replace("-", "_")
     if last in FOREIGN:
         return _numbered(Guess(*FOREIGN[last]), numbers)
-    for found in (_same_last(plain, last), _near(plain, last)):
-        if found:
-            return _numbered(found, numbers)
-    return Guess("", _neighbours(plain))
+    found = _same_last(plain, last)
+    if found is None and (section := near_section(name)):
+        return Guess(section)
+    found = found or _near(plain, last)
+    return _numbered(found, numbers) if found else Guess("", _neighbours(plain))
+
+
+def near_section(name: str) -> str:
+    """The section that a dotted name may be a misspelling of; "" if none is near.
+
+    `trainig` → `training`, `optim` → `optimizer`, `distributed.dddp` → `distributed.ddp`.
+    """
+    outer, _, inner = name.rpartition(".")
+    written = inner.lower()
+    beside = {
+        section.rpartition(".")[2]: section
+        for section in sorted(sections() - {""})
+        if section.rpartition(".")[0] == outer
+    }
+    near = difflib.get_close_matches(written, beside, n=1, cutoff=_NEAR)
+    shortened = [one for one in beside if len(written) > 2 and one.startswith(written)]
+    return next((beside[one] for one in [*near, *shortened]), "")
 
 
 def _candidates(plain: str) -> list[str]:
@@ -196,13 +219,18 @@ def _same_last(plain: str, last: str) -> Guess | None:
 
 
 def _near(plain: str, last: str) -> Guess | None:
-    """The nearest of our last parts and other trainers' names, else of our full names."""
+    """The nearest of our last parts, else of our full names.
+
+    Another trainer's name has to be nearly the same: it says something else than what was written.
+    """
     section = plain.rpartition(".")[0]
     names = _candidates(plain)
     beside = [name for name in names if name.startswith(f"{section}.")]
     ours = {name.rpartition(".")[2]: name for name in [*reversed(names), *beside]}
-    for match in difflib.get_close_matches(last, [*ours, *FOREIGN], n=1, cutoff=0.75):
-        return Guess(ours[match]) if match in ours else Guess(*FOREIGN[match])
+    for match in difflib.get_close_matches(last, FOREIGN, n=1, cutoff=_NEARLY_THE_SAME):
+        return Guess(*FOREIGN[match])
+    for match in difflib.get_close_matches(last, ours, n=1, cutoff=_NEAR):
+        return Guess(ours[match])
     for match in difflib.get_close_matches(plain, names, n=1, cutoff=0.8):
         return Guess(match)
     return None

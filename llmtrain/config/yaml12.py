@@ -132,7 +132,7 @@ def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str
             shown = getattr(key_node, "value", "")
             key = dotted((*path, shown if isinstance(shown, str) else "?"))
             remedy = "put it in quotes if it is meant"
-            document.problems.append(Problem(key, None, f"a text as key (line {line})", remedy))
+            document.problems.append(Problem(key, None, f"a string as key (line {line})", remedy))
             continue
         key = key_node.value
         if key in lines:

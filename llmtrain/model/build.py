@@ -7,6 +7,9 @@ Weights come from safetensors alone and code from transformers alone. A misspelt
 from __future__ import annotations
 
 import difflib
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +165,8 @@ def _from_weights(asked: ModelConfig) -> Any:
         config = AutoConfig.from_pretrained(
             path, revision=asked.revision or "main", trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            Problem(
-                "model.from", path, f"a model that transformers knows without its own code: {first}"
-            )
-        ) from error
+    except _refusals() as error:
+        raise UserError(_refused_weights(error, path)) from error
     untrusted.refuse_code(config, path)
     _causal(config.model_type, "model.from")
     return config
@@ -195,18 +193,48 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
         "eos_token_id": tokens.eos,
         "pad_token_id": tokens.pad,
     }
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         config = CONFIG_MAPPING[model_type](**{**ours, **given})
-    except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(
-            Problem("model.config", None, f"fields that {model_type} accepts: {said}")
-        ) from error
+    except _refusals() as error:
+        named = _refused_field(error, given, "model.config.")
+        expected = f"fields that {model_type} accepts: {_in_a_line(error)}"
+        raise UserError(named or Problem("model.config", None, expected)) from error
     if "is_decoder" not in given and getattr(config, "is_decoder", True) is False:
         config.is_decoder = True  # BERT and its kin: causal attention
     return config
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What the config classes of transformers raise for fields that they cannot take."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    own = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+    return (StrictDataclassError, *own)
+
+
+def _refused_weights(error: Exception, path: str) -> Problem:
+    """What transformers does not take of a model directory's config, or of a model of the Hub."""
+    file = Path(path) / "config.json"
+    fields = json.loads(file.read_bytes()) if file.is_file() else {}
+    if named := _refused_field(error, fields, f"{file}: "):
+        return named
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    expected = f"a model that transformers knows without its own code: {first}"
+    return Problem("model.from", path, expected)
+
+
+def _refused_field(error: Exception, fields: Mapping[str, Any], prefix: str) -> Problem | None:
+    """The field that transformers' own check of types refuses; None: another error."""
+    found = re.match(r"Validation error for field '(\w+)':", str(error))
+    if found is None or found[1] not in fields:
+        return None
+    said = _in_a_line(error).removeprefix(found[0]).strip()
+    value = json.dumps(fields[found[1]], ensure_ascii=False)
+    return Problem(f"{prefix}{found[1]}", value, f"what transformers accepts: {said}")
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:

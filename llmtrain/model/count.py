@@ -85,10 +85,10 @@ def _count(
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
-    name = _attention_name(_shortened(model_config, number, 1 if short else number), seq_len)
+    name = _attention_name(shortened(model_config, number, 1 if short else number), seq_len)
 
     def run(count: int, *, back: bool) -> Saved:
-        described = _shortened(model_config, number, count)
+        described = shortened(model_config, number, count)
         with _fake_tensors():
             model = _model(described, arithmetic, name, frozen)
             recompute.apply(model, checkpointing)
@@ -338,7 +338,7 @@ def _signature(block: nn.Module) -> tuple[object, ...]:
     return repr(block), parameters
 
 
-def _shortened(model_config: Any, number: int, count: int) -> Any:
+def shortened(model_config: Any, number: int, count: int) -> Any:
     """The config with fewer blocks, and its lists by layer shortened with them."""
     short = copy.deepcopy(model_config)
     if count == number:

@@ -6,7 +6,7 @@ told apart by identity, so that a tied one counts once, under whatever names it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.errors import Problem, UserError
 from llmtrain.model import freeze as freezing
 from llmtrain.types import ModelShape, ParameterShape
 
+# What transformers raises for a config whose values do not go together.
+_CANNOT_BUILD = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    ImportError,
+)
 # What hands its weight to an operation that autocast runs in bf16. Embeddings and norms do not, nor
 # do experts of a mixture, which are stacked in three dimensions and multiplied group by group.
 _CAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
@@ -33,12 +44,40 @@ def census(model_config: Any, freeze: Sequence[str] = ()) -> ModelShape:
 
 
 def on_meta(model_config: Any) -> PreTrainedModel:
-    """The model without storage: shapes, names and ties alone."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, trust_remote_code=False
-        )
+    """The model without storage: shapes, names and ties alone.
+
+    Raises UserError for a config that transformers accepts, and cannot build a model of.
+    """
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                model_config, dtype=torch.float32, trust_remote_code=False
+            )
+    except _CANNOT_BUILD as error:
+        raise UserError(_cannot_build(model_config, error)) from error
     return model
+
+
+def _cannot_build(model_config: Any, error: Exception) -> Problem:
+    """The field whose value transformers looked up in vain, if it can be told, and what it said."""
+    path = getattr(model_config, "name_or_path", "")
+    prefix = f"{path}/config.json: " if path else "model.config."
+    first = (str(error).strip().splitlines() or [""])[0]
+    expected = f"what transformers can build a model of ({type(error).__name__}: {first})"
+    missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+    for key, value in _leaves(model_config.to_dict(), ""):
+        if isinstance(value, str) and value == missing:
+            return Problem(f"{prefix}{key}", value, expected)
+    return Problem(f"{prefix}model_type", model_config.model_type, f"fields of {expected}")
+
+
+def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+    """The values of nested mappings by dotted name."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
 
 
 def shape(model: PreTrainedModel) -> ModelShape:

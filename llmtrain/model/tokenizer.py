@@ -51,7 +51,7 @@ def _load(path: str, revision: str | None) -> Any:
         return AutoTokenizer.from_pretrained(
             path, revision=revision or "main", trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             Problem("model.tokenizer", path, f"a tokenizer directory or a Hub id: {first}")

@@ -32,6 +32,7 @@ from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
 from llmtrain.processes import is_alive, start_time
+from llmtrain.rundir.contents import LOGS
 
 LOOK_SECONDS = 2.0
 _LOOKS = 20
@@ -197,11 +198,11 @@ def _others(run_dir: Path, world_size: int) -> Mark | None:
 
 
 def _path(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"rank-{rank}.failed"
+    return run_dir / LOGS / f"rank-{rank}.failed"
 
 
 def _ranks(run_dir: Path) -> list[int]:
-    names = [path.name for path in (run_dir / "logs").glob("rank-*.failed")]
+    names = [path.name for path in (run_dir / LOGS).glob("rank-*.failed")]
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 

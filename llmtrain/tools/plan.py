@@ -136,7 +136,7 @@ def plan(
     if problems:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return reckon(config, planning.described(config), hardware, assumed=assumed)
+    return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
 
 
 def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
@@ -292,7 +292,7 @@ def _kept(config: Config, steps: int | None) -> int:
     from llmtrain.checkpoint.retention import Policy, most_at_once
 
     keep = config.checkpoint
-    return most_at_once(Policy(keep.keep_last, keep.keep_every, keep.keep_best), steps or 0)
+    return most_at_once(Policy.of(keep), steps or 0)
 
 
 def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:

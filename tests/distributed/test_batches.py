@@ -8,6 +8,7 @@ import pytest
 from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
+STEPS = 8
 # (processes, data workers, micro-batch)
 LAYOUTS = [
     *[(1, 0, 24), (1, 1, 12), (1, 2, 4)],
@@ -25,7 +26,12 @@ def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 def train(server: Server, folder: Path, world_size: int, workers: int, micro: int) -> list[dict]:
     run_dir = folder / "run"
-    config = tiny_config(run_dir, data__workers=workers, training__micro_batch_size=micro)
+    config = tiny_config(
+        run_dir,
+        data__workers=workers,
+        training__micro_batch_size=micro,
+        training__steps=STEPS,
+    )
     path = write_config(folder, config)
     codes = server.run(["train", str(path)], world_size, folder)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()
@@ -42,7 +48,7 @@ def test_steps_do_not_depend_on_processes_workers_or_micro_batch(
     micro: int,
 ) -> None:
     found = train(server, tmp_path, world_size, workers, micro)
-    assert len(found) == len(reference) == 20
+    assert len(found) == len(reference) == STEPS
     for one, other in zip(found, reference, strict=True):
         assert one["batch_digest"] == other["batch_digest"]
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)

@@ -44,6 +44,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # all 500 steps; the first 20 are below
 def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
     ended = run(command("accelerate_configs/cpu.yaml"), checkout)
     assert ended.returncode == 0, ended.stderr
@@ -58,6 +59,19 @@ def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
     written = [line["prompt"] + line["text"] for line in lines(run_dir, "sample")[-2:]]
     assert known_words(" ".join(written)) >= 0.8, written
+
+
+def test_the_two_process_command_begins_the_quickstart(checkout: Path) -> None:
+    line = f"{command('accelerate_configs/cpu.yaml')} training.steps=20 evaluation.every_steps=20"
+    ended = run(line, checkout)
+    assert ended.returncode == 0, ended.stderr
+    run_dir = checkout / "runs" / "two"
+    assert ended.stdout.splitlines()[-1] == "runs/two/report.html"
+    assert (run_dir / "report.html").is_file()
+    found = status(run_dir)
+    assert (found["state"], found["step"], found["world_size"]) == ("finished", 20, 2)
+    losses = [line["loss"] for line in lines(run_dir, "eval")]
+    assert losses[-1] < losses[0] - 0.5
 
 
 def known_words(text: str) -> float:

@@ -107,7 +107,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     runs = item.stash.get(_RUNS, [])
     if report.failed:
-        report.sections.append(("replay", f"pytest '{item.nodeid}'"))
+        name = item.nodeid.removesuffix("@faults")  # the group that xdist puts behind it
+        report.sections.append(("replay", f"pytest '{name}'"))
     for run in runs if report.failed else []:
         report.sections.append((f"replay of {run.folder.name}", run.replay()))
         report.sections.append((f"output of {run.folder.name}", run.output()[-6000:]))

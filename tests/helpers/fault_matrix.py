@@ -176,7 +176,7 @@ What is done to a run, and what the tests saw. This page is written by
 ```
 
 which runs every scenario, the long sweeps too (an hour on two cores), and keeps the results in
-`benchmarks/results/faults.json`. The suite (`make test`) runs all but the sweeps.
+`benchmarks/results/faults.json`. `make test-all` runs all but the sweeps.
 
 Each scenario strikes a run of a tiny model (accumulation 2, dropout 0.1, 24 steps, a checkpoint
 every 4), then gives the same command again. `=` means: the weights and the optimizer's state of

@@ -64,3 +64,23 @@ def test_a_file_is_closed_if_the_work_on_it_fails_and_stays_open_otherwise(tmp_p
         fail(kept)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(kept)
+
+
+def test_a_file_that_was_not_finished_leaves_nothing_behind(tmp_path):
+    def begin():
+        with durable.replacing(tmp_path / "page", sync=False) as file:
+            file.write(b"half")
+            raise ValueError("the rest")
+
+    with pytest.raises(ValueError, match="the rest"):
+        begin()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_writers_of_a_shared_file_do_not_meet(tmp_path):
+    path = tmp_path / "part"
+    with durable.replacing(path, shared=True) as one, durable.replacing(path, shared=True) as other:
+        one.write(b"one")
+        other.write(b"other")
+    assert path.read_bytes() == b"one"  # the first that was opened is renamed last
+    assert list(tmp_path.iterdir()) == [path]

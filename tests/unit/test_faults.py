@@ -188,6 +188,7 @@ def test_raise_is_a_defect_that_names_its_fault():
     ("action", "code"),
     [("kill", -signal.SIGKILL), ("exit:75", 75), ("exit:0", 0), ("exit:255", 255)],
 )
+@pytest.mark.launches
 def test_a_process_ends_at_once_with_no_handler_and_no_clean_up(action, code):
     body = "try:\n faults.hit('loop.step', step=1)\nfinally:\n print('cleaned up', flush=True)"
     done = ended(f"loop.step={action}", body)
@@ -195,6 +196,7 @@ def test_a_process_ends_at_once_with_no_handler_and_no_clean_up(action, code):
 
 
 @pytest.mark.parametrize("action", ["term", "int", "usr1"])
+@pytest.mark.launches
 def test_a_signal_reaches_the_handler_and_the_process_goes_on(action):
     name = f"SIG{action.upper()}"
     body = f"""
@@ -215,6 +217,7 @@ def test_a_delay_and_a_short_hang_take_their_time_and_go_on(action):
     assert time.perf_counter() - began >= 0.05
 
 
+@pytest.mark.launches
 def test_a_hang_lasts_until_the_process_is_ended():
     start = "import os; from llmtrain import faults; faults.install(os.environ)\n"
     body = "print('before', flush=True); faults.hit('loop.step'); print('after', flush=True)"

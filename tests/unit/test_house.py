@@ -200,7 +200,9 @@ def test_the_ci_gives_the_command_that_people_give():
     assert ci.read_text().rstrip().endswith("exec make check")
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "check", "docs", "format", "help"])
+@pytest.mark.parametrize(
+    "target", ["quickstart", "test", "test-all", "check", "docs", "format", "help"]
+)
 def test_the_makefile_offers(target):
     assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
 

@@ -27,6 +27,7 @@ def test_a_hangup_that_nohup_ignores_asks_for_nothing():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux sends it")
+@pytest.mark.launches
 def test_a_child_ends_with_its_parent():
     child = (
         "import os, signal, time; from llmtrain import processes;"

@@ -21,6 +21,7 @@ from llmtrain.distributed.launch.named import (
     number,
     one_sided,
     unsupported,
+    with_variables,
 )
 from llmtrain.distributed.plan.strategy import LADDER
 from llmtrain.errors import Problem, UserError
@@ -64,7 +65,8 @@ def check_environment(env: Mapping[str, str], config: Config) -> None:
     """
     problems = launcher_problems(env)
     if not problems:  # else the number of processes is not to be trusted
-        problems = [*unsupported(env, world_size(env)), *contradictions(env, config)]
+        found = [*unsupported(env, world_size(env)), *contradictions(env, config)]
+        problems = list(with_variables(found, env))
     if problems:
         raise UserError(*problems, where=_WHERE)
 

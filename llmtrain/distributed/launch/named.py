@@ -12,13 +12,41 @@ the keys have in the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from llmtrain.errors import Problem
 
 _FSDP2 = "accelerate_configs/fsdp2.yaml"
 _ZERO = "accelerate_configs/zero3.yaml"
+# Keys of problems → the variables that they are found in.
+_VARIABLES = {
+    "mixed_precision": ("ACCELERATE_MIXED_PRECISION",),
+    "training.precision": ("ACCELERATE_MIXED_PRECISION",),
+    "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND",),
+    "distributed_type": ("ACCELERATE_USE_MEGATRON_LM",),
+    "distributed.strategy": ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG",),
+    **{
+        f"parallelism_config_{kind}_size": (f"PARALLELISM_CONFIG_{kind.upper()}_SIZE",)
+        for kind in ("tp", "cp", "sp")
+    },
+    "fsdp_version": ("FSDP_VERSION", "ACCELERATE_USE_FSDP"),
+    "fsdp_ignored_modules": ("FSDP_IGNORED_MODULES",),
+    "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS",),
+    "fsdp_transformer_layer_cls_to_wrap": ("FSDP_TRANSFORMER_CLS_TO_WRAP",),
+    "deepspeed_config_file": ("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
+    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING",),
+    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE",),
+    "zero3_init_flag": ("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
+    "deepspeed_moe_layer_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
+    "offload_optimizer_device": (
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    ),
+}
 _SPLIT_MODEL = {"TP": "tensor", "CP": "context", "SP": "sequence"}
 
 
@@ -79,6 +107,28 @@ def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
             yield from _deepspeed(env)
         case None:
             return
+
+
+def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Iterator[Problem]:
+    """The problems of an environment, each with the variable that it comes from.
+
+    A launcher sets these variables from its file; without one they were exported in the shell.
+    """
+    for problem in problems:
+        names = [name for name in _VARIABLES.get(problem.key, ()) if _is_on(env, name)]
+        if not names:
+            yield problem
+            continue
+        remedy = problem.remedy
+        if "LOCAL_RANK" not in env:
+            remedy = f"unset {names[0]}" + (f", or {remedy}" if remedy else "")
+        expected = f"{problem.expected}; it comes from the variable {names[0]}"
+        yield replace(problem, expected=expected, remedy=remedy)
+
+
+def _is_on(env: Mapping[str, str], name: str) -> bool:
+    """Whether a variable is set; a switch has to be on."""
+    return is_true(env, name) if "_USE_" in name else name in env
 
 
 def is_true(env: Mapping[str, str], name: str) -> bool:

@@ -40,12 +40,12 @@ def repack(
     each with a file. Raises UserError for bad input and an `out` that holds anything else,
     RunError if the disk refuses.
     """
-    from llmtrain.data.repack.rewrite import finished, rewrite
+    from llmtrain.data.repack.rewrite import finished_rows, rewrite
 
     began = time.perf_counter()
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)
     _refuse_others(out, [task.target for task in tasks])
-    known = [finished(task) for task in tasks]
+    known = [finished_rows(task) for task in tasks]
     missing = [task for task, rows in zip(tasks, known, strict=True) if rows is None]
     done, rows = len(tasks) - len(missing), sum(found or 0 for found in known)
     progress(done, len(tasks), rows)
@@ -58,15 +58,15 @@ def repack(
 
 def _tasks(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rewrite]:
     from llmtrain.data.repack.rewrite import Rewrite
-    from llmtrain.data.repack.tables import kind_of
-    from llmtrain.data.sources.local import bounded
+    from llmtrain.data.repack.tables import KINDS
+    from llmtrain.data.sources.local import bounded, file_format
 
     root, files = _files(path)
     if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
         raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
     if Path(path).is_dir() and _inside(out, root):
         raise UserError(Problem("--out", out, f"a directory outside {path}"))
-    unknown = [file for file in files if kind_of(file.name) is None]
+    unknown = [file for file in files if file_format(file.name, KINDS) is None]
     if unknown:
         expected = ".parquet, .arrow, .jsonl, .json, .txt, .csv or .tsv; .gz or .zst after lines"
         remedy = "move it away, or name the files with a glob"

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain.config.schema import Config
+from llmtrain.rundir import contents
 
-FILES = ("manifest.json", "skipped-units.jsonl")
+FILES = (contents.MANIFEST, "skipped-units.jsonl")
 
 
 @contextmanager
@@ -31,11 +32,12 @@ def aside_unless_other(config: Config) -> Iterator[Path]:
 
     A look at data is not part of a run, so a run that is there does not limit what it may look at.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.manifest import has_other_sources
 
-    run_dir = Path(str(config.run.dir))
-    manifest = run_dir / "manifest.json"
-    if manifest.exists() and has_other_sources(manifest, config):
+    run_dir = config.run_dir
+    manifest = run_dir / contents.MANIFEST
+    if manifest.exists() and has_other_sources(manifest, data_settings(config)):
         with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
             (Path(folder) / "footers").mkdir()
             yield Path(folder)
@@ -48,8 +50,8 @@ def _copy(run_dir: Path, folder: Path) -> None:
     for name in FILES:
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, folder / name)
-    if (run_dir / "tokenizer").is_dir():
-        shutil.copytree(run_dir / "tokenizer", folder / "tokenizer")
+    if (run_dir / contents.TOKENIZER).is_dir():
+        shutil.copytree(run_dir / contents.TOKENIZER, folder / contents.TOKENIZER)
     (folder / "footers").mkdir()
     for footer in (run_dir / "footers").glob("*"):
         (folder / "footers" / footer.name).symlink_to(footer)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
+from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
 
 if TYPE_CHECKING:
@@ -24,19 +26,19 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     """
     from llmtrain.data.documents.reader import reading_of
     from llmtrain.data.stream import open_stream as open_blocks
-    from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
+    from llmtrain.training.start.prepare import load_manifest, prepare
 
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
         prepare(config, directory, world_size * max(1, workers), config.model.revision)
         stream = open_blocks(
             load_manifest(config, directory),
-            directory / TOKENIZER,
+            directory / contents.TOKENIZER,
             blocks_per_step=config.training.global_batch_size,
             rank=rank,
             world_size=world_size,
             workers=workers,
-            reading=reading_of(config, directory),
+            reading=reading_of(data_settings(config), directory),
         )
         try:
             yield stream

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir import contents
 from llmtrain.tools.data.pool import each
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 WORK = ".tokenize"
 PARTS = "parts"
-TOKENIZER = "tokenizer"
 _PUT_BACK = "put it back, or take another --out"
 Progress = Callable[[int, int, int], None]  # units done, of how many, tokens so far
 
@@ -65,6 +65,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
     jobs: processes. The files are the same for any number of them and after any interruption.
     Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.documents.reader import reading_of
     from llmtrain.data.token_cache.write import room_needed
     from llmtrain.rundir.lock import RunLock
@@ -76,7 +77,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
     with RunLock(work, "tokenize"), room_needed():
         manifest, tokenizer = _begin(wanted, out, work)
         paths = [out / f"{name}.idx" for name in file_names(manifest.labels)]
-        _write(manifest, tokenizer, reading_of(wanted, work), paths, jobs, progress)
+        _write(manifest, tokenizer, reading_of(data_settings(wanted), work), paths, jobs, progress)
         for folder in (PARTS, "footers"):
             shutil.rmtree(work / folder, ignore_errors=True)
     said = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
@@ -145,37 +146,36 @@ def _make(out: Path, work: Path) -> None:
 
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     """Manifest and tokenizer: made now, or those of the command that began here."""
-    from llmtrain.config.binding import binding_values, changes, dump
+    from llmtrain.config.binding import binding_values, changes, data_settings, dump
     from llmtrain.config.load import load_config
     from llmtrain.data.survey import check
     from llmtrain.data.tokens.tokenizer import open_tokenizer
-    from llmtrain.training.start.claim import write_atomically
-    from llmtrain.training.start.prepare import MANIFEST, load_manifest, prepare
+    from llmtrain.training.start.prepare import load_manifest, prepare
 
-    record = work / "config.yaml"
-    begun = record.exists() and (work / MANIFEST).exists()
+    record = work / contents.CONFIG
+    begun = record.exists() and (work / contents.MANIFEST).exists()
     if begun:
         known = binding_values(load_config(record))
         _refuse(changes(known, binding_values(config)), out)
     else:
-        for entry in (work / TOKENIZER, work / PARTS):
+        for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
-        write_atomically(record, dump(config).encode())
+        contents.write_atomically(record, dump(config).encode())
         prepare(config, work, 1, config.model.revision)
     manifest = load_manifest(config, work)
-    tokenizer = open_tokenizer(work / TOKENIZER, manifest.tokenizer.backend)
+    tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
     tokens = [source.path for source in manifest.sources if source.cached]
     if tokens:
-        (work / MANIFEST).unlink()
+        (work / contents.MANIFEST).unlink()
         expected = "documents of text; a token cache is tokenized already"
         raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
     if begun:
         try:
-            check(manifest, config, tokenizer)
+            check(manifest, data_settings(config), tokenizer)
         except UserError as error:  # whose remedies are those of a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error
-    _copy(work / TOKENIZER, out / TOKENIZER)
+    _copy(work / contents.TOKENIZER, out / contents.TOKENIZER)
     return manifest, tokenizer
 
 
@@ -205,7 +205,7 @@ def _write(
 ) -> None:
     """Write the pairs of files that are not there yet."""
     from llmtrain.data.token_cache.file import dtype_code
-    from llmtrain.data.token_cache.source import described
+    from llmtrain.data.token_cache.source import describe_tokenizer
 
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
     missing = [k for k, path in enumerate(paths) if not path.exists()]
@@ -217,7 +217,7 @@ def _write(
         parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
         origin = {"source": source.label, "path": source.path, "revision": source.revision}
-        _join(parts, paths[k], code, described(tokenizer) | origin)
+        _join(parts, paths[k], code, describe_tokenizer(tokenizer) | origin)
 
 
 def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
@@ -229,7 +229,8 @@ def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[
         # Of the source only what the unit needs: each task is sent to a process.
         alone = replace(source, files=(source.files[unit.file],), units=())
         path = work / PARTS / f"{k}" / f"part-{u:08d}"
-        yield Task(alone, unit._replace(file=0), path, code, work / TOKENIZER, backend, reading)
+        tokenizer = work / contents.TOKENIZER
+        yield Task(alone, unit._replace(file=0), path, code, tokenizer, backend, reading)
 
 
 def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
@@ -249,10 +250,9 @@ def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
 def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:
     """Write a source's description and, behind it, its pair of files."""
     from llmtrain.data.token_cache.write import join, total
-    from llmtrain.training.start.claim import write_atomically
 
     description = origin | total(parts, code)._asdict()
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path.with_suffix(".json"), text.encode())
+    contents.write_atomically(path.with_suffix(".json"), text.encode())
     join(parts, path, code)
     shutil.rmtree(parts[0].parent)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import aside
@@ -102,19 +103,20 @@ def which(
     Raises UserError for a step that the run has not made, data that is gone or changed, and where
     the recomputed digest is not the logged one.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.documents.reader import Reader, reading_of
     from llmtrain.data.tokens.tokenizer import open_tokenizer
 
     _check_run(run_dir, overrides)
-    config = load_config(run_dir / "config.yaml", overrides)
+    config = load_config(run_dir / contents.CONFIG, overrides)
     start = _start_of(run_dir, step)
     manifest = _manifest(run_dir, config)
     state = _state_before(run_dir, step, manifest, start.blocks_per_step)
     manifest = _weighted(manifest, start.weights)
     with aside(run_dir) as directory:
-        tokenizer = open_tokenizer(directory / "tokenizer", manifest.tokenizer.backend)
+        tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
-        reader = Reader(reading_of(config, directory))
+        reader = Reader(reading_of(data_settings(config), directory))
         digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
         checked_at = _checked(start, digests)
         documents = _documents(manifest, reader, numbered, tokenizer if text else None)
@@ -129,9 +131,9 @@ def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
     ]
     if not run_dir.is_dir():
         problems.append(Problem("RUN", str(run_dir), "a run directory that exists"))
-    elif not (run_dir / "config.yaml").is_file():
+    elif not (run_dir / contents.CONFIG).is_file():
         problems.append(Problem("RUN", str(run_dir), "a run directory: it has no config.yaml"))
-    elif not (run_dir / "manifest.json").is_file():
+    elif not (run_dir / contents.MANIFEST).is_file():
         expected = "a run with a manifest.json: this one ended before its data was prepared"
         problems.append(Problem("RUN", str(run_dir), expected))
     if problems:
@@ -171,7 +173,7 @@ def _manifest(run_dir: Path, config: Config) -> Manifest:
     from llmtrain.data import manifest as manifests
 
     try:
-        return manifests.load(run_dir / "manifest.json", config)
+        return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
 
@@ -192,9 +194,9 @@ def _moved(problem: Problem) -> Problem:
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
     """The stream at the last save before the step; at the run's beginning if there is none."""
-    from llmtrain.data.state import DataState, carried_over
+    from llmtrain.data.state import DataState, carry_over
 
-    noted = _standing(jsonl.read(run_dir / "cursors.jsonl"), jsonl.record(run_dir))
+    noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
     if count:
@@ -203,7 +205,7 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     if others and others[-1] >= count:  # the step was saved with what is no more
         raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
-        state = carried_over(state, manifest)
+        state = carry_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
 
 

@@ -44,7 +44,7 @@ class Case:
     def run_dir(self) -> Path:
         """Where the run of the config would live."""
         assert self.config is not None
-        return Path(str(self.config.run.dir))
+        return self.config.run_dir
 
     @property
     def machines(self) -> int:
@@ -110,4 +110,4 @@ def joined(verdicts: Iterable[Verdict]) -> Verdict:
 
 def _in_a_line(problem: Problem) -> str:
     head = problem.key if problem.value is None else f"{problem.key} = {problem.value}"
-    return f"{head} (expected: {problem.expected})"
+    return f"{head} ({problem.reason})"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.errors import UserError
+from llmtrain.rundir import contents
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
 
 _FORGETFUL = {
@@ -104,7 +105,7 @@ def _probes(folder: Path) -> Iterator[Verdict]:
         yield ok(f"a durable write and rename take {milliseconds:.1f} ms")
     else:
         yield error("a rename does not replace the file", "run.dir=DIR on another file system")
-    yield _lock(folder / "lock")
+    yield _lock(folder / contents.LOCK)
 
 
 def _lock(path: Path) -> Verdict:
@@ -134,7 +135,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     from llmtrain.config.binding import binding_values, changes
     from llmtrain.config.binding import refused as not_accepted
     from llmtrain.config.load import load_config
-    from llmtrain.rundir import contents, lock
+    from llmtrain.rundir import lock
 
     assert case.config is not None
     try:
@@ -142,14 +143,15 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     except UserError as strange:
         yield refused(strange.problems)
         return
-    holder = lock.read(case.run_dir / lock.NAME)
+    holder = lock.read(case.run_dir / contents.LOCK)
     if holder and lock.lives_here(holder):
         found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
-    began, record = case.run_dir / "config.yaml", case.run_dir / "metrics.jsonl"
+    began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS
     if began.is_file() and record.is_file():
         found_changes = changes(binding_values(load_config(began)), binding_values(case.config))
-        if problems := not_accepted(found_changes, case.config, f"with which {case.run_dir} began"):
+        accepted = case.config.checkpoint.accept_changes
+        if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
             yield refused(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
 
@@ -70,6 +71,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     seconds: how long the Hub may stay silent. Raises UserError for what is wrong with a source,
     RunError if the Hub does not answer.
     """
+    from llmtrain.config.binding import data_settings
     from llmtrain.data.survey import survey
 
     assert case.config is not None
@@ -78,7 +80,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
     with aside(case.run_dir) as folder, warned() as heard:
         try:
-            found = survey(case.config, ranks, folder, stop=deadline)
+            found = survey(data_settings(case.config), ranks, folder, stop=deadline)
         except RunError:
             if not deadline.wait(0):
                 raise
@@ -144,8 +146,8 @@ def disk(case: Case, describe: Describe) -> Verdict:
         return warning("a checkpoint's size is not known: the model is not", "see the line model")
     spec = there.spec
     keep, steps = case.config.checkpoint, case.config.training.steps
-    policy = Policy(keep.keep_last, keep.keep_every, keep.keep_best)
-    root, once = case.run_dir / "checkpoints", bytes_of(spec)
+    policy = Policy.of(keep)
+    root, once = case.run_dir / contents.CHECKPOINTS, bytes_of(spec)
     check_space(root, policy, steps or 0, once, len(spec) + _SMALL_FILES)
     needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
@@ -161,11 +163,11 @@ def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> 
     run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
     Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
     """
-    from llmtrain.data.remote.request import AttemptError, awaited
+    from llmtrain.data.remote.request import AttemptError, wait_for
 
     _quiet_hub()
     try:
-        return awaited(lambda: _described(config, run_dir), seconds, None)
+        return wait_for(lambda: _described(config, run_dir), seconds, None)
     except UserError as wrong:
         raise UserError(*map(_with_remedy, wrong.problems)) from wrong
     except AttemptError as late:

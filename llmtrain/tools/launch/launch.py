@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO
 
 from llmtrain import processes
-from llmtrain.config.load import load_config
+from llmtrain.config.load import load_checked
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
 from llmtrain.distributed.launch.environment import (
@@ -34,12 +34,14 @@ from llmtrain.distributed.launch.environment import (
     family,
     launcher_problems,
 )
-from llmtrain.distributed.launch.named import unsupported
+from llmtrain.distributed.launch.named import unsupported, with_variables
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
-from llmtrain.rundir.status import FILE_NAME, read_status
+from llmtrain.rundir.contents import STATUS
+from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
+from llmtrain.training.start.preflight import rules_of_a_launch
 from llmtrain.training.stop.signals import LAUNCHED
 
 _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
@@ -75,7 +77,7 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_nested(env)
-    config = load_config(config_file, overrides)
+    config = load_checked(config_file, overrides, rules_of_a_launch(config_file, processes))
     file = _launch_file(accelerate_file, processes, env, config)
     run_dir = Path(config.run.dir or "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
@@ -140,8 +142,11 @@ def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> 
 
 
 def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> list[Problem]:
-    env = {**env, **file.environment}
-    return [*unsupported(env, file.processes), *contradictions(env, config)]
+    told = file.environment
+    there = {**env, **told}
+    found = [*unsupported(there, file.processes), *contradictions(there, config)]
+    exported = {name: value for name, value in env.items() if name not in told}
+    return list(with_variables(found, exported))
 
 
 def _check_deepspeed(file: LaunchFile) -> None:
@@ -284,7 +289,7 @@ def children() -> set[int]:
 def identity(run_dir: Path) -> tuple[int, int] | None:
     """Which version of `status.json` lies there."""
     try:
-        found = (run_dir / FILE_NAME).stat()
+        found = (run_dir / STATUS).stat()
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.config.secrets import hider
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.rundir import contents
 from llmtrain.tools.launch.command import checked_run_dir, shown
 
 if TYPE_CHECKING:
@@ -249,9 +250,9 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
     """
     import psutil
 
-    from llmtrain.rundir.lock import NAME, lives_here, read
+    from llmtrain.rundir.lock import lives_here, read
 
-    holder = read(run_dir / NAME)
+    holder = read(run_dir / contents.LOCK)
     locker = holder.pid if holder is not None and lives_here(holder) else None
     found = []
     for child in psutil.Process().children():
@@ -298,7 +299,7 @@ def _committed(run_dir: Path) -> frozenset[str]:
     """The names of all complete checkpoints."""
     from llmtrain.checkpoint import format as form
 
-    return frozenset(form.complete_names(run_dir / "checkpoints"))
+    return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
 
 
 def _grace(environ: Mapping[str, str]) -> float:

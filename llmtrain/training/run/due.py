@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from llmtrain.config.schema import Config
-from llmtrain.distributed.ranks import ControlGroup
-from llmtrain.types import STOPS, Flags, Numbers
+from llmtrain.types import STOPS, Flags, Numbers, Ranks
 
 
 class Due:
@@ -106,7 +105,7 @@ class Due:
         return step == self._steps or self.data_ended
 
 
-def agreed_stop(ranks: ControlGroup, flags: Flags) -> tuple[str, ...]:
+def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
     """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
     said = asdict(flags)
     levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]

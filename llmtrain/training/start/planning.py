@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +30,6 @@ from llmtrain.distributed.plan.memory import (
     Count,
     Hardware,
     Layout,
-    MemoryPlan,
     Work,
     arithmetic_of,
     memory,
@@ -40,17 +40,21 @@ from llmtrain.distributed.plan.strategy import described as layout_in_words
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.build import model_config, stored_config
-from llmtrain.model.count import CannotCountError, count_saved
+from llmtrain.model.count import CannotCountError, count_saved, shortened
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
+from llmtrain.rundir import contents
+from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status
-from llmtrain.training.start.claim import Auto
+from llmtrain.training.run.opened import Planned
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
 
 # Tokens of one forward where the micro-batch is `auto`: more is no faster.
 MOST_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+_MANY_BLOCKS = 1_000  # more than any model has; they are built in a few seconds
+_BYTES_OF_FP32 = 4
 FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
 
 
@@ -62,38 +66,16 @@ class Described:
     count: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What a start takes. reason: of the layout · memory: None where it could not be planned.
-
-    decided_anew: what an earlier start of this kind froze does not fit any more.
-    """
-
-    layout: Layout
-    shape: ModelShape
-    hardware: Hardware
-    memory: MemoryPlan | None
-    reason: str
-    decided_anew: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """For the `start` line."""
-        parts = dict(self.memory.parts) if self.memory else None
-        total = self.memory.total_bytes if self.memory else None
-        device = {"device_bytes": self.hardware.device_bytes}
-        said = {"reason": self.reason, "parts": parts, "total_bytes": total}
-        return asdict(self.layout) | said | device
-
-
-def described(config: Config, run_dir: Path | None = None) -> Described:
+def described(config: Config, hardware: Hardware, run_dir: Path | None = None) -> Described:
     """The model that a config asks for, without its weights.
 
     run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
-    model or tokenizer that cannot be read.
+    model or tokenizer that cannot be read, and for far more blocks than `hardware` could hold.
     """
     found = config_of_newest_checkpoint(config, run_dir)
     if found is None:
         found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
+    _check_depth(found, hardware)
     counted: dict[tuple[str, str], Saved] = {}
 
     def count(arithmetic: str, checkpointing: str) -> Saved:
@@ -105,6 +87,29 @@ def described(config: Config, run_dir: Path | None = None) -> Described:
         return counted[key]
 
     return Described(census(found, config.model.freeze), count)
+
+
+def _check_depth(model_config: Any, hardware: Hardware) -> None:
+    """Refuse very many blocks by what one of them weighs: to build them all takes minutes.
+
+    A host whose memory is not known counts as one without any.
+    """
+    number = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
+    if number <= _MANY_BLOCKS:
+        return
+    one = census(shortened(model_config, number, 1))
+    block = sum(math.prod(each.shape) for each in one.parameters if each.block == 0)
+    needed = number * block * _BYTES_OF_FP32
+    host = hardware.nodes * (hardware.host_bytes or 0)
+    there = host if hardware.cpu else host + hardware.devices * hardware.device_bytes
+    if needed > there:
+        expected = (
+            f"a model that fits: its weights alone, {block:,} parameters in each block, are "
+            f"{gib(needed)}; devices and hosts have {gib(there)}"
+        )
+        most = there // (block * _BYTES_OF_FP32)
+        remedy = f"fewer blocks; the weights of {most:,} would fill all of the memory"
+        raise UserError(Problem("model.config.num_hidden_layers", number, expected, remedy))
 
 
 def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
@@ -145,8 +150,8 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
     Offloading, which is the last resort, is reckoned only where nothing else fits: what it would
     keep costs as much to count as the rest of the plan, and at each start.
     """
-    model = described(config, run_dir)
     hardware = this_machine(config, os.environ)
+    model = described(config, hardware, run_dir)
     asked = work(config, precision, cpu=hardware.cpu)
     allowed, without = _possible(allowed_strategies(os.environ, config), cpu=hardware.cpu)
     resident = tuple(name for name in allowed if name not in OFFLOADS)
@@ -265,7 +270,7 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
     """
     if run_dir is None or config.model.from_ is None:
         return None
-    root, run_id = run_dir / "checkpoints", read_status(run_dir).get("run_id")
+    root, run_id = run_dir / contents.CHECKPOINTS, read_status(run_dir).get("run_id")
     for name in form.complete_names(root):
         if _is_of_another_run(root / name, run_id):
             continue
@@ -292,8 +297,8 @@ def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
     """Of the tokenizer that the run has, will train, or finds in this package; else None."""
     asked = config.model.tokenizer
     # Only then is it final: what a refused start left behind is deleted while ranks look.
-    if run_dir is not None and (run_dir / "auto.json").exists():
-        return special_tokens(run_dir / "tokenizer")
+    if run_dir is not None and (run_dir / contents.AUTO).exists():
+        return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
         return SpecialTokens(asked.train, 0, 0, 0)  # its one special token is its first entry
     if asked == "sample":

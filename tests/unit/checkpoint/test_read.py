@@ -395,6 +395,7 @@ print([name for name in ("torch", "transformers", "accelerate") if name in sys.m
 """
 
 
+@pytest.mark.launches
 def test_searching_verifying_and_clearing_need_no_torch(root):
     command = [sys.executable, "-c", TORCH_FREE, str(root)]
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
@@ -425,6 +426,7 @@ print("unpickled:", opened)
 """
 
 
+@pytest.mark.launches
 def test_nothing_is_unpickled_by_the_load_of_a_checkpoint_and_of_a_model(root, tmp_path):
     command = [sys.executable, "-c", NOTHING_UNPICKLED, str(root), str(tmp_path / "base")]
     paths = os.pathsep.join([str(PACKAGE.parent), str(PACKAGE.parent / "tests")])

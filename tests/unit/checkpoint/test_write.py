@@ -21,6 +21,7 @@ from helpers.checkpoints import (
     tensors,
     whole,
 )
+from helpers.rings import dear
 from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -72,7 +73,8 @@ def test_the_manifest_names_every_file_but_itself(tmp_path):
     assert (manifest["format"], manifest["run_id"], manifest["step"]) == (1, RUN, 300)
 
 
-@settings(deadline=None)
+@pytest.mark.deeper
+@settings(dear(20), deadline=None)
 @given(divided())
 def test_the_bytes_do_not_depend_on_how_tensors_are_split(tmp_path_factory, case):
     spec, values, ranks = case
@@ -284,6 +286,7 @@ print(save(root, 4, large).failures[0].errno)
 """
 
 
+@pytest.mark.launches
 def test_a_file_that_the_system_refuses_to_grow_is_a_failed_save(tmp_path):
     helpers = str(Path(__file__).parents[2])
     done = subprocess.run(

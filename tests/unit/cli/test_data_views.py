@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from llmtrain.cli.data_views import inspection, step_documents
-from llmtrain.cli.escapes import clipped, columns, harmless, show, wrapped
+from llmtrain.cli.escapes import clipped, columns, show, wrapped
 from llmtrain.cli.main import main
+from llmtrain.errors import harmless
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
 from llmtrain.tools.data.which import Found, StepDocuments
 

@@ -22,6 +22,7 @@ def run(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=own, check=False)
 
 
+@pytest.mark.launches
 def test_the_quickstart_is_ready_to_start(tmp_path):
     done = run(str(ROOT / "configs" / "quickstart.yaml"), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -34,6 +35,7 @@ def test_the_quickstart_is_ready_to_start(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.launches
 def test_json_is_alone_on_stdout_and_an_error_is_code_2(tmp_path):
     path = str(written(tmp_path))
     done = run(path, "run.dir=/proc/run", "--json", *FAST, env={"PMI_SIZE": "2"})
@@ -44,6 +46,7 @@ def test_json_is_alone_on_stdout_and_an_error_is_code_2(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.launches
 def test_people_get_lines_of_80_columns_and_a_count(tmp_path):
     done = run(str(tmp_path / "none.yaml"), *FAST)
     assert done.returncode == 2
@@ -55,6 +58,7 @@ def test_people_get_lines_of_80_columns_and_a_count(tmp_path):
     assert "\033" not in done.stdout
 
 
+@pytest.mark.launches
 def test_an_unknown_name_is_code_2_with_the_names():
     done = run("--skip", "memori")
     assert done.returncode == 2
@@ -63,6 +67,7 @@ def test_an_unknown_name_is_code_2_with_the_names():
     assert done.stdout == ""
 
 
+@pytest.mark.launches
 def test_what_is_skipped_has_no_line():
     done = run("--json", *FAST, "--skip", "rendezvous")
     names = {check["name"] for check in json.loads(done.stdout)["checks"]}

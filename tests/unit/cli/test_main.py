@@ -36,6 +36,7 @@ def imported_by(*arguments: str) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in lines}
 
 
+@pytest.mark.launches
 def test_help_shows_the_commands_in_groups():
     shown = run("--help")
     assert shown.returncode == 0
@@ -55,15 +56,18 @@ def test_help_shows_the_commands_in_groups():
     )
 
 
+@pytest.mark.launches
 def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
 @pytest.mark.parametrize("command", ["train", "supervise", "doctor", "plan", *DATA, *CHECKPOINTS])
+@pytest.mark.launches
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
 
 
+@pytest.mark.launches
 def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
     for launched in ([], ["--processes", "2"]):
@@ -75,12 +79,14 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
     "command",
     ["quickstart", "doctor", "plan", "train", "supervise", "report", *DATA, *CHECKPOINTS],
 )
+@pytest.mark.launches
 def test_every_command_explains_itself(command):
     shown = run(*command.split(), "--help")
     assert shown.returncode == 0
     assert f"Usage: llmtrain {command}" in shown.stdout
 
 
+@pytest.mark.launches
 def test_the_version_is_that_of_the_package():
     assert re.fullmatch(r"llmtrain \d+\.\d+\.\d+\n", run("--version").stdout)
 
@@ -95,6 +101,7 @@ def test_the_version_is_that_of_the_package():
         (["report"], "Missing argument 'RUN'"),
     ],
 )
+@pytest.mark.launches
 def test_a_wrong_command_line_is_one_message_and_code_2(arguments, message):
     done = run(*arguments)
     assert done.returncode == 2
@@ -104,6 +111,7 @@ def test_a_wrong_command_line_is_one_message_and_code_2(arguments, message):
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
+@pytest.mark.launches
 def test_looking_at_checkpoints_imports_no_torch(tmp_path, command):
     run_dir = saved_run(tmp_path)
     assert not {"torch", "transformers", "accelerate"} & imported_by(
@@ -112,6 +120,7 @@ def test_looking_at_checkpoints_imports_no_torch(tmp_path, command):
 
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+@pytest.mark.launches
 def test_a_config_error_is_one_message_and_code_2(tmp_path, more):
     path = written(tmp_path, "training: {lerning_rate: 1}\n")
     done = run("train", str(path), "run.sed=3", *more)
@@ -123,6 +132,7 @@ def test_a_config_error_is_one_message_and_code_2(tmp_path, more):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.launches
 def test_the_script_says_the_same(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), path]
@@ -130,6 +140,7 @@ def test_the_script_says_the_same(tmp_path):
     assert (done.returncode, done.stderr) == (2, run("train", path).stderr)
 
 
+@pytest.mark.launches
 def test_a_config_error_is_said_by_rank_0_alone(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
     done = run("train", path, env={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
@@ -137,12 +148,14 @@ def test_a_config_error_is_said_by_rank_0_alone(tmp_path):
 
 
 @pytest.mark.parametrize("option", [["--processes", "2"], ["--accelerate", "x.yaml"]])
+@pytest.mark.launches
 def test_a_launch_inside_a_launch_is_refused(tmp_path, option):
     done = run("train", str(written(tmp_path)), *option, env={"LOCAL_RANK": "0"})
     assert done.returncode == 2
     assert "LOCAL_RANK" in done.stderr
 
 
+@pytest.mark.launches
 def test_a_report_of_no_run_is_refused(tmp_path):
     done = run("report", str(tmp_path))
     assert done.returncode == 2

@@ -131,6 +131,7 @@ def test_the_launcher_of_torch_hears_of_an_error_without_a_traceback(
     assert "Traceback" in heard.read_text(encoding="utf-8")
 
 
+@pytest.mark.launches
 def test_nothing_comes_behind_the_last_line_while_semaphores_are_still_held():
     program = (
         "import multiprocessing\n"

@@ -176,3 +176,11 @@ def test_a_config_made_in_python_is_checked_alike():
         {"data": {"sources": [{"path": "sample"}]}, "training": {"steps": 1}}
     )
     assert {problem.key for problem in check(config)} == {"model", "model.tokenizer"}
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size", "n_layer"])
+@pytest.mark.parametrize("value", ["-3", "0", "abc", "true", "1.5"])
+def test_sizes_of_a_model_are_whole_numbers(tmp_path, name, value):
+    found = problems(tmp_path, f"model.config.{name}={value}")
+    assert list(found) == [f"model.config.{name}"]
+    assert "a whole number ≥ 1" in found[f"model.config.{name}"]

@@ -123,7 +123,7 @@ def test_rules_between_keys_hold_beside_a_mistake_elsewhere(tmp_path):
         ("optimizer.betas=[0.9]", "a list of 2"),
         ("optimizer.betas=[0.9, '0.95']", "a list of 2"),
         ("training=3", "a mapping"),
-        ("run.dir=''", "a text (not blank)"),
+        ("run.dir=''", "a string or null\n    try:      one that is not blank"),
         ("run.seed=9223372036854775808", "≤ 9223372036854775807"),
         ("model.config.rope_theta=.inf", "a finite number"),
         ("logging.trackers=[mlflow]", "tensorboard or wandb"),
@@ -150,6 +150,26 @@ def test_an_unknown_key_is_told_with_the_key_that_was_meant(tmp_path):
     found = problems(tmp_path, "training.lerning_rate=1e-3", "per_device_train_batch_size=4")
     assert "unknown key; did you mean optimizer.learning_rate?" in found["training.lerning_rate"]
     assert "did you mean training.micro_batch_size?" in found["per_device_train_batch_size"]
+
+
+def test_an_unknown_key_is_called_one_and_not_expected(tmp_path):
+    found = problems(tmp_path, "training.lerning_rate=1e-3", "foo=3")
+    lines = found["training.lerning_rate"].splitlines()
+    assert lines[1] == "    unknown key; did you mean optimizer.learning_rate?"
+    assert found["foo"].splitlines()[1] == "    unknown key"
+
+
+@pytest.mark.parametrize("name", ["data", "training", "model"])
+def test_a_misspelt_section_is_the_only_problem(tmp_path, name):
+    found = problems(tmp_path, text=SMALLEST.replace(f"{name}:", f"{name}e:"))
+    assert list(found) == [f"{name}e"]
+    assert found[f"{name}e"].splitlines()[1] == f"    unknown key; did you mean {name}?"
+
+
+@pytest.mark.parametrize("override", ["trainig.steps=3", "trainig=3"])
+def test_an_override_of_a_misspelt_section_is_told_the_section(tmp_path, override):
+    found = problems(tmp_path, override)
+    assert found["trainig"].splitlines()[1:] == ["    unknown key; did you mean training?"]
 
 
 def test_a_file_that_does_not_exist_is_told_with_its_neighbours(tmp_path):
@@ -223,3 +243,17 @@ def test_accept_changes_takes_names_of_keys_and_sections(tmp_path):
     assert not problems(tmp_path, f"checkpoint.accept_changes={names}")
     wrong = problems(tmp_path, "checkpoint.accept_changes=[optimizer.learning_rat]")
     assert "optimizer.learning_rate" in wrong["checkpoint.accept_changes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("model:\n\tconfig: {}\n", "line 2, column 1"),
+        ("a: 1\n---\nb: 2\n", "line 2, column 1"),
+        ("- model\n- data\n", "the file"),
+        ("a: &a [1, *a]\n", "nesting"),
+        ("!!set {a, b}\n", "the file (line 1)"),
+    ],
+)
+def test_of_a_file_that_is_no_mapping_of_sections_only_that_is_reported(tmp_path, text, key):
+    assert list(problems(tmp_path, "training.steps=", "nonsense=3", text=text)) == [key]

@@ -317,6 +317,7 @@ def test_data_under_the_name_of_a_secret_is_hidden_too():
     assert config["hf_token"] == "abc"
 
 
+@pytest.mark.launches
 def test_bad_input_34_the_command_ends_with_2_and_shows_no_secret(tmp_path):
     path = written(tmp_path, SMALLEST)
     command = [sys.executable, "-m", "llmtrain", "train", str(path), f"model.config.hub_token={HF}"]

@@ -1,7 +1,7 @@
 import pytest
 
 from llmtrain.config.keys import ITEM, all_keys, sections
-from llmtrain.config.suggestions import FOREIGN, guess
+from llmtrain.config.suggestions import FOREIGN, guess, near_section
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,32 @@ from llmtrain.config.suggestions import FOREIGN, guess
 )
 def test_what_was_meant_is_found(name, meant):
     assert guess(name).key == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("trainig", "training"),
+        ("modle", "model"),
+        ("dta", "data"),
+        ("optim", "optimizer"),
+        ("eval", "evaluation"),
+        ("checkpoints", "checkpoint"),
+        ("distributed.dddp", "distributed.ddp"),
+    ],
+)
+def test_a_misspelt_section_is_a_section(name, section):
+    assert guess(name, is_section=True).key == section
+
+
+@pytest.mark.parametrize("name", ["streaming", "chat", "foo", "distributed.fsdp", "lr"])
+def test_what_is_like_no_section_is_none(name):
+    assert near_section(name) == ""
+
+
+@pytest.mark.parametrize("name", ["trainig", "training.stream", "run.time", "data.sampling"])
+def test_a_name_of_other_trainers_has_to_be_nearly_the_same(name):
+    assert not set(guess(name).advice.splitlines()) & {advice for _, advice in FOREIGN.values()}
 
 
 @pytest.mark.parametrize("name", ["lora_r", "chat", "training.foo", "optimizer.name", "bar.baz"])

@@ -42,7 +42,7 @@ from llmtrain.data.manifest import load
 from llmtrain.data.documents.reader import Reader, Reading
 
 place = Path(sys.argv[1])
-manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]))
+manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]).data.sources)
 (source,) = manifest.sources
 reader = Reader(Reading(60))
 
@@ -63,7 +63,7 @@ from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import open_stream
 
 place = Path(sys.argv[1])
-manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]))
+manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]).data.sources)
 stream = open_stream(manifest, place / "tokenizer", blocks_per_step=24, rank=0, world_size=1,
                      workers=0, reading=Reading(60))
 cursors = {}
@@ -123,10 +123,12 @@ def prepared(place, name, **data):
     folder = place / name
     (folder / "tokenizer").symlink_to("../tokenizer")
     path = folder / "data.parquet"
-    corpus.manifest_of(place / "tokenizer", path, **data).save(folder / "manifest.json")
+    manifest = corpus.manifest_of(place / "tokenizer", path, **data)
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
     return folder, corpus.config(path, **data).model_dump_json(by_alias=True)
 
 
+@pytest.mark.launches
 def test_df_35_memory_does_not_grow_with_the_units_read(place):
     folder = place / "large"
     folder.mkdir()
@@ -140,6 +142,7 @@ def test_df_35_memory_does_not_grow_with_the_units_read(place):
     assert growth(READ, folder, config) < 4 * MIB
 
 
+@pytest.mark.launches
 def test_df_35_memory_does_not_grow_over_an_epoch_of_the_stream(place):
     folder = place / "small"
     corpus.write_parquet(folder / "data.parquet", corpus.letters([20] * 20) * 100, group=1)
@@ -148,6 +151,7 @@ def test_df_35_memory_does_not_grow_over_an_epoch_of_the_stream(place):
 
 
 @pytest.mark.parametrize("backend", ["tokenizers", "tiktoken"])
+@pytest.mark.launches
 def test_df_34_memory_does_not_grow_with_words_never_seen_before(place, backend):
     # 180,000 words; with one entry each a cache of theirs would be 20 MiB and more.
     assert growth(ENCODED, place, backend) < 2 * MIB

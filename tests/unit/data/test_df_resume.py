@@ -111,6 +111,7 @@ def ahead(single, place, straight):
     return run, steps
 
 
+@pytest.mark.launches
 def test_df_03_persistent_workers_do_not_shorten_the_epoch_after_a_resume(single, tokenizer, ahead):
     run, steps = ahead
     behind = (steps[0] + steps[1]) * BLOCKS  # from the middle of epoch 0 on with one worker
@@ -172,6 +173,7 @@ def test_df_13_a_checkpoint_where_a_lane_rolls_over_is_as_right_as_any(straight)
             assert run.rows == straight.after(at, 2)
 
 
+@pytest.mark.launches
 def test_df_14_the_saved_state_has_every_lane_and_workers_share_none(single, tokenizer, ahead):
     run, steps = ahead
     spread = Run(single, run.place).start(3, 8)
@@ -187,6 +189,7 @@ def test_df_14_the_saved_state_has_every_lane_and_workers_share_none(single, tok
     assert not documents[0] & documents[1]
 
 
+@pytest.mark.launches
 def test_df_17_what_was_read_ahead_is_not_lost_with_a_killed_worker(place, single, straight):
     run = Run(single, place)
     with ExitStack() as stack:
@@ -286,6 +289,7 @@ def test_df_20_a_resume_within_an_epoch_of_two_sources_resets_neither(mixed, pla
     assert np.array_equal(run.states[-1].cursors, state[-1].cursors)
 
 
+@pytest.mark.launches
 def test_df_22_resumes_with_none_one_and_two_workers_go_on_alike(straight, ahead):
     run, steps = ahead
     assert run.rows == straight.rows[: sum(steps) * BLOCKS]

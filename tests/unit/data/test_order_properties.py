@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from helpers import corpus, reference_stream
+from helpers.rings import dear
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def compare(batch, numbers, expected, manifest):
 STARTS = st.builds(Start, st.integers(1, 8), st.integers(0, 2), st.integers(1, 4))
 
 
-@settings(deadline=None)
+@settings(dear(40), deadline=None)
 @given(data=st.data())
 def test_any_number_of_processes_and_three_resumes_give_the_blocks_of_one(frozen, place, data):
     made = data.draw(manifests(frozen, all_end=False), "manifest")

@@ -71,6 +71,7 @@ def test_the_package_carries_these_files_and_no_others():
 
 
 @pytest.mark.parametrize("name", PARQUET)
+@pytest.mark.launches
 def test_a_rebuild_gives_the_same_articles(rebuilt, name):
     assert content_digest(rebuilt / name) == content_digest(SAMPLE / name)
     if written_by(rebuilt / name) == written_by(SAMPLE / name):
@@ -78,6 +79,7 @@ def test_a_rebuild_gives_the_same_articles(rebuilt, name):
 
 
 @pytest.mark.parametrize("name", TOKENIZER)
+@pytest.mark.launches
 def test_a_rebuild_gives_the_same_tokenizer(rebuilt, name):
     assert digest(rebuilt / name) == digest(SAMPLE / name)
 

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
@@ -127,6 +128,7 @@ def test_the_back_end_that_the_manifest_names_is_opened_and_gives_the_same_block
     assert [next(stream).ids.tolist() for _ in range(STEPS)] == expected
 
 
+@pytest.mark.launches
 def test_workers_refuse_a_back_end_that_gives_other_ids(mixed, place):
     facts = replace(mixed.tokenizer, backend="tiktoken", probe="0" * 16)
     stream = opened(replace(mixed, tokenizer=facts), place, workers=1)
@@ -159,6 +161,7 @@ def test_what_was_met_is_counted_once_whatever_the_world_size(mixed, place):
 
 
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 2), (2, 1)])
+@pytest.mark.launches
 def test_batches_do_not_depend_on_workers(mixed, place, world_size, workers):
     plain = all_ranks(mixed, place, world_size)
     ahead = all_ranks(mixed, place, world_size, workers=workers)
@@ -347,6 +350,7 @@ def test_opening_far_into_the_run_reads_no_more_units_than_at_its_start(single, 
     assert many <= few + single.lanes
 
 
+@pytest.mark.launches
 def test_a_bad_line_ends_the_workers_stream_with_the_same_error(tmp_path):
     corpus.write_tokenizer(tmp_path / "tokenizer")
     lines = [*[b'{"text": "fine words in a line of the first range"}'] * 400, b"[1]"]
@@ -362,6 +366,7 @@ def test_a_bad_line_ends_the_workers_stream_with_the_same_error(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.launches
 def test_a_worker_that_was_killed_ends_the_stream_at_once_with_its_unit(single, place, killed):
     stream = opened(single, place, workers=2)
     processes = stream._items.processes
@@ -380,6 +385,7 @@ def test_a_worker_that_was_killed_ends_the_stream_at_once_with_its_unit(single, 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks how much lies in a pipe")
+@pytest.mark.launches
 def test_a_worker_that_was_killed_while_it_wrote_leaves_nobody_waiting(single, place):
     long = replace(single, seq_len=100_000)  # an item is larger than the pipe
     stream = opened(long, place, workers=2, blocks_per_step=2)
@@ -398,6 +404,7 @@ def test_a_worker_that_was_killed_while_it_wrote_leaves_nobody_waiting(single, p
         stream.close()
 
 
+@pytest.mark.launches
 def test_a_worker_that_sends_nothing_is_a_failure_that_a_restart_cures(single, place):
     stream = opened(single, place, workers=1)
     worker = stream._items.processes[0]
@@ -416,10 +423,10 @@ def test_a_worker_that_sends_nothing_is_a_failure_that_a_restart_cures(single, p
 
 
 def test_whatever_is_raised_names_the_unit_that_was_read(single, place, monkeypatch):
-    def broken(self, source, unit):
+    def broken(self, source, unit, left_out):
         raise ZeroDivisionError("by a test")
 
-    monkeypatch.setattr(Reader, "_kept", broken)
+    monkeypatch.setattr(Units, "_rows_kept", broken)
     with pytest.raises(ZeroDivisionError) as raised:
         next(opened(single, place))
     assert any(
@@ -440,6 +447,7 @@ def test_the_cost_of_a_world_size_that_does_not_divide_the_lanes_is_known():
     assert discard_factor(9, 0, 24) == 3
 
 
+@pytest.mark.launches
 def test_a_data_worker_needs_neither_transformers_nor_accelerate():
     code = (
         "import sys, llmtrain.data.stream as s\n"
@@ -468,6 +476,7 @@ def test_memory_does_not_grow_over_ten_thousand_steps(mixed, place):
     assert pa.total_allocated_bytes() - arrow < 1 << 20
 
 
+@pytest.mark.launches
 def test_workers_ignore_signals_and_end_when_the_stream_is_closed(single, place):
     stream = opened(single, place, workers=1)
     workers = stream._items.processes
@@ -498,6 +507,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("last_line", ["", "raise SystemExit(3)"])
+@pytest.mark.launches
 def test_a_process_that_forgot_to_close_its_stream_ends_all_the_same(place, tmp_path, last_line):
     script = tmp_path / "forgetful.py"
     script.write_text(ORPHAN.replace("sys.stdin.read()", last_line or "pass"))
@@ -520,6 +530,7 @@ def is_running(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.launches
 def test_a_rank_that_is_killed_leaves_no_worker(place, tmp_path):
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)

@@ -93,6 +93,7 @@ def test_the_unit_that_each_worker_asked_for_is_kept_whatever_its_length():
     assert (asked.read(0), asked.read(1)) == ("no unit yet", "b.jsonl")
 
 
+@pytest.mark.launches
 def test_no_signal_of_a_stop_ends_a_worker_not_even_before_it_can_ignore_it():
     """A launcher signals its rank and all that the rank has started, maybe a moment ago."""
     program = (

@@ -54,6 +54,33 @@ def test_a_misspelt_field_is_refused_instead_of_ignored() -> None:
     assert "did you mean hidden_size?" in message
 
 
+def test_a_field_of_the_wrong_type_is_named_with_its_value() -> None:
+    message = refusal({**LLAMA, "attention_bias": "perhaps"})
+    assert 'model.config.attention_bias = "perhaps"' in message
+    assert "expected bool, got str" in message
+
+
+def test_a_division_by_zero_within_transformers_is_refused() -> None:
+    assert "llama accepts" in refusal({**LLAMA, "num_attention_heads": 0})
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ({"hidden_size": "abc"}, "hidden_size = abc"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
+        ({"vocab_size": None}, "vocab_size = null"),
+        ({"model_type": ["llama"]}, "model_type = ['llama']"),
+    ],
+)
+def test_a_wrong_field_of_weights_from_elsewhere_is_named(tmp_path, changed, value) -> None:
+    fields = {**LLAMA, "vocab_size": 300, **changed}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError) as raised:
+        model_config(ModelConfig.model_validate({"from": str(tmp_path)}), TOKENS, 16)
+    assert f"{tmp_path / 'config.json'}: {value}" in str(raised.value)
+
+
 def test_an_encoder_is_no_causal_language_model() -> None:
     assert "causal" in refusal({"model_type": "t5"})
 

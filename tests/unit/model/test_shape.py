@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
-from llmtrain.model.shape import census
+from llmtrain.model.shape import census, on_meta
 from llmtrain.types import ModelShape
 
 SMALL = {
@@ -151,3 +151,10 @@ def test_a_model_of_any_size_takes_no_memory() -> None:
     )
     layer = 8192 * (8192 * 2 + 1024 * 2 + 28672 * 3) + 2 * 8192
     assert shape.count == 80 * layer + 2 * 32000 * 8192 + 8192
+
+
+def test_a_value_that_transformers_looks_up_in_vain_is_named():
+    config = LlamaConfig(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4})
+    with pytest.raises(UserError) as caught:
+        on_meta(config)
+    assert "model.config.rope_parameters.rope_type = nonsense" in str(caught.value)

@@ -52,3 +52,11 @@ def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path: Path) -> 
     PreTrainedTokenizerFast(tokenizer_object=bare).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="end-of-text"):
         special_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("read", [special_tokens, open_tokenizer])
+def test_a_tokenizer_nested_without_end_is_refused(tmp_path, read):
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        read(tmp_path)

@@ -222,6 +222,7 @@ def start(run_dir: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="ranks are looked up in /proc")
+@pytest.mark.launches
 def test_a_rank_that_is_gone_without_a_word_is_named(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_rank_that_is_gone_without_a_word_is_named(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="ranks are looked up in /proc")
+@pytest.mark.launches
 def test_ranks_that_live_are_not_missed(start: Callable[..., subprocess.Popen[str]]) -> None:
     first, second, third = start(0), start(1), start(2)
     said, _ = first.communicate("")

@@ -52,6 +52,7 @@ def left_by(run_dir, **fields):
     (run_dir / "lock").write_text(json.dumps(said | fields))
 
 
+@pytest.mark.launches
 def test_bad_input_26_a_run_directory_in_use_names_host_pid_and_since_when(tmp_path, holder):
     with pytest.raises(UserError) as caught, RunLock(tmp_path, "ours"):
         pass
@@ -67,6 +68,7 @@ def test_bad_input_26_a_run_directory_in_use_names_host_pid_and_since_when(tmp_p
         assert held.takeover is None
 
 
+@pytest.mark.launches
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, holder):
     holder.kill()
     # Not waited for: a process that has ended but is still listed counts as ended.
@@ -103,12 +105,14 @@ def test_the_lock_is_freed_when_the_run_fails(tmp_path):
         ({"pid": os.getpid()}, "this process or an earlier one"),
     ],
 )
+@pytest.mark.launches
 def test_a_lock_left_on_this_host_is_taken_over(tmp_path, fields, reason):
     left_by(tmp_path, **fields)
     with RunLock(tmp_path, "ours") as held:
         assert reason in held.takeover.reason
 
 
+@pytest.mark.launches
 def test_a_live_process_that_does_not_hold_the_flock_keeps_the_lock(tmp_path):
     parent = os.getppid()
     left_by(tmp_path, pid=parent, started=processes.start_time(parent))
@@ -116,6 +120,7 @@ def test_a_live_process_that_does_not_hold_the_flock_keeps_the_lock(tmp_path):
         pass
 
 
+@pytest.mark.launches
 def test_a_still_beat_of_another_host_is_taken_over_after_three_beats(tmp_path):
     left_by(tmp_path, host="elsewhere", pid=12)
     times = []
@@ -125,6 +130,7 @@ def test_a_still_beat_of_another_host_is_taken_over_after_three_beats(tmp_path):
         assert "15 s" in held.takeover.reason
 
 
+@pytest.mark.launches
 def test_a_moving_beat_of_another_host_is_in_use(tmp_path):
     left_by(tmp_path, host="elsewhere", pid=12)
     beats = iter([7, 8])
@@ -182,6 +188,7 @@ def test_a_file_that_names_nobody_is_no_obstacle(tmp_path, body):
         assert held.takeover is None
 
 
+@pytest.mark.launches
 def test_a_system_without_proc_goes_by_the_pid_alone(tmp_path, monkeypatch):
     real = Path.read_text
 
@@ -266,6 +273,7 @@ def test_a_disk_that_takes_no_lock_is_told_in_one_message(tmp_path, monkeypatch,
         pass
 
 
+@pytest.mark.launches
 def test_a_check_refuses_what_taking_would_and_changes_nothing(tmp_path, holder):
     with pytest.raises(UserError, match=f"pid {holder.pid}"):
         RunLock(tmp_path, "ours").check()
@@ -284,6 +292,7 @@ def test_a_directory_without_a_lock_is_not_held(tmp_path):
     assert not lock.is_held(tmp_path / "nowhere")
 
 
+@pytest.mark.launches
 def test_without_flock_a_lock_is_held_while_its_process_lives(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -297,6 +306,7 @@ def test_without_flock_a_lock_is_held_while_its_process_lives(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("fields", [{"host": "third"}, {"pid": 13}, {"run_id": "another"}])
+@pytest.mark.launches
 def test_a_lock_that_another_took_while_it_was_watched_is_in_use(tmp_path, fields):
     left_by(tmp_path, host="elsewhere", pid=12)
 
@@ -307,6 +317,7 @@ def test_a_lock_that_another_took_while_it_was_watched_is_in_use(tmp_path, field
         pass
 
 
+@pytest.mark.launches
 def test_a_holder_elsewhere_that_ends_while_it_is_watched_is_waited_for_no_longer(tmp_path):
     left_by(tmp_path, host="elsewhere", pid=12)
     waits = []
@@ -339,6 +350,7 @@ def test_a_lock_that_is_removed_is_made_again_and_keeps_others_out(tmp_path, cap
     assert (tmp_path / "lock").read_bytes() == b""
 
 
+@pytest.mark.launches
 def test_a_lock_that_is_removed_and_taken_by_another_process_is_lost(tmp_path, request):
     with RunLock(tmp_path, "ours", beat_seconds=60) as held:
         (tmp_path / "lock").unlink()

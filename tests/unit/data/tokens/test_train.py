@@ -82,6 +82,7 @@ def test_each_merge_is_a_most_frequent_pair():
 
 
 @pytest.mark.parametrize("threads", ["1", "4"])
+@pytest.mark.launches
 def test_another_process_with_any_number_of_threads_gives_the_same_bytes(threads):
     environment = os.environ | {
         "TOKENIZERS_PARALLELISM": "true",
@@ -122,6 +123,7 @@ def test_fewer_entries_than_bytes_are_refused():
     assert len(json.loads(train_bpe([], 257))["model"]["vocab"]) == 257
 
 
+@pytest.mark.launches
 def test_importing_the_module_does_not_import_tokenizers():
     program = "import sys, llmtrain.data.tokens.train; sys.exit('tokenizers' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -129,6 +129,7 @@ def test_di_22_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(
     assert f"rm '{lock}'" in str(raised.value)
 
 
+@pytest.mark.launches
 def test_a_lock_that_a_builder_holds_is_not_stale(tmp_path: Path) -> None:
     """As torch's FileBaton holds it; it goes with its process."""
     lock = tmp_path / "cpu_adam" / "lock"

@@ -144,6 +144,28 @@ def test_all_problems_of_a_launch_are_told_at_once(tmp_path):
     assert set(refused(env, config)) == keys
 
 
+@pytest.mark.parametrize(
+    ("env", "key", "variable"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision", "ACCELERATE_MIXED_PRECISION"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend", "ACCELERATE_DYNAMO_BACKEND"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version", "ACCELERATE_USE_FSDP"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "4"},
+            "zero_stage",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        ),
+    ],
+)
+def test_a_problem_that_a_variable_causes_names_it(tmp_path, env, key, variable):
+    alone = refused(env, loaded(tmp_path))[key]
+    assert f"it comes from the variable {variable}" in alone
+    assert f"unset {variable}" in alone
+    launched = refused(TORCHRUN | env, loaded(tmp_path))[key]
+    assert f"it comes from the variable {variable}" in launched
+    assert "unset" not in launched  # it may be the launcher's own
+
+
 def test_every_process_thinks_it_is_alone_is_refused(tmp_path):
     with pytest.raises(UserError, match="thinks it is alone"):
         verify_launch(TORCHRUN, loaded(tmp_path), 1, "NO", "ddp")

@@ -311,6 +311,7 @@ def test_a_disk_that_does_not_answer_proves_nothing(run, monkeypatch):
     assert caught.value.exit_code == 74
 
 
+@pytest.mark.launches
 def test_nothing_of_it_needs_torch_or_writes_and_a_live_run_is_no_hindrance(run):
     """Names, bytes and times of the whole directory are what they were."""
     code = (

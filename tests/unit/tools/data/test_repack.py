@@ -180,6 +180,7 @@ def contents(out):
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
+@pytest.mark.launches
 def test_several_processes_write_the_same_bytes(mixed, tmp_path):
     one = repacked(mixed, tmp_path / "one")
     assert (one.files, one.rows) == (("a.parquet", "deep/b.jsonl.gz.parquet"), 100)
@@ -204,6 +205,7 @@ def test_what_is_complete_is_kept_and_what_changed_is_written_anew(mixed, tmp_pa
     assert len(groups(tmp_path / "third" / "a.parquet")) > 1
 
 
+@pytest.mark.launches
 def test_killed_at_any_point_the_same_command_ends_with_the_same_bytes(mixed, tmp_path, server):
     repacked(mixed, tmp_path / "straight", group_mb=8)
     point = 0
@@ -220,6 +222,7 @@ def test_killed_at_any_point_the_same_command_ends_with_the_same_bytes(mixed, tm
     assert point >= 4
 
 
+@pytest.mark.launches
 def test_a_full_disk_is_one_message_and_code_74(mixed, tmp_path, server):
     out = tmp_path / "out"
     arguments = ["data", "repack", str(mixed), "--out", str(out), "--jobs", "1"]
@@ -232,6 +235,7 @@ def test_a_full_disk_is_one_message_and_code_74(mixed, tmp_path, server):
     assert contents(out) == {}
 
 
+@pytest.mark.launches
 def test_the_command_tells_scripts_what_it_wrote(mixed, tmp_path):
     command = [sys.executable, "-m", "llmtrain", "data", "repack", str(mixed)]
     done = subprocess.run(
@@ -302,6 +306,7 @@ def test_a_data_set_of_the_hub_is_told_how_to_download(tmp_path):
         repacked("wikimedia/wikipedia", tmp_path / "out")
 
 
+@pytest.mark.launches
 def test_memory_does_not_grow_with_a_row_group(tmp_path):
     """A group of 192 MB is rewritten by a process that never holds a third of it."""
     texts = [f"{n:06d} " + "abcdefgh" * 1500 for n in range(16_000)]

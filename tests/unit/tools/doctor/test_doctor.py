@@ -30,6 +30,7 @@ def test_without_a_config_the_machine_alone_is_looked_at():
     assert list(checks) == [name for name in module.OF_MACHINE if name not in SLOW]
 
 
+@pytest.mark.launches
 def test_with_a_config_everything_is_looked_at_and_the_run_is_left_alone(tmp_path):
     path = written(tmp_path, SMALL)
     checks = looked(str(path), [f"run.dir={tmp_path / 'run'}"])
@@ -66,12 +67,14 @@ def test_a_file_that_is_not_there_is_an_error_and_the_others_are_looked_at(tmp_p
     assert checks["rendezvous"].state == "ok"
 
 
+@pytest.mark.launches
 def test_a_good_file_is_looked_at_with_the_config(tmp_path):
     file = launch_file(tmp_path, "distributed_type: MULTI_GPU\nuse_cpu: true\nnum_processes: 2\n")
     checks = looked(str(written(tmp_path)), [f"run.dir={tmp_path / 'run'}"], file)
     assert (checks["launch"].state, checks["environment"].state) == ("ok", "ok")
 
 
+@pytest.mark.launches
 def test_a_file_that_contradicts_the_config_is_an_error(tmp_path):
     file = launch_file(tmp_path, "distributed_type: MULTI_GPU\nuse_cpu: true\nnum_processes: 3\n")
     assert looked(accelerate_file=file)["launch"].state == "ok"

@@ -152,6 +152,7 @@ def test_a_date_before_this_code_is_an_error():
     assert place._date(0.0).state == "error"
 
 
+@pytest.mark.launches
 def test_the_lock_is_asked_for_by_another_process(tmp_path):
     """The little program itself, against a lock that is held and one that is free."""
     import fcntl

@@ -20,6 +20,7 @@ def python_that(tmp_path: Path, body: str) -> str:
     return str(path)
 
 
+@pytest.mark.launches
 def test_ux_28_two_real_processes_sum_and_say_how_fast():
     looked = reduce.all_reduce(case(env=QUIET))
     assert looked.state == "ok", looked.found
@@ -33,6 +34,7 @@ def test_traces_of_a_launcher_do_not_reach_the_processes():
     assert not reduce._environment(case(env=stale)).keys() & stale.keys()
 
 
+@pytest.mark.launches
 def test_a_network_that_is_not_there_is_an_error_with_what_gloo_says():
     looked = reduce.all_reduce(case(env={**QUIET, "GLOO_SOCKET_IFNAME": "nowhere0"}))
     assert looked.state == "error"
@@ -40,6 +42,7 @@ def test_a_network_that_is_not_there_is_an_error_with_what_gloo_says():
     assert "GLOO_SOCKET_IFNAME" in looked.remedy
 
 
+@pytest.mark.launches
 def test_processes_that_hang_are_ended_and_said(tmp_path, monkeypatch):
     pids = tmp_path / "pids"
     hanging = python_that(tmp_path, f"echo $$ >> {pids}; exec sleep 600")
@@ -52,6 +55,7 @@ def test_processes_that_hang_are_ended_and_said(tmp_path, monkeypatch):
             os.kill(pid, 0)
 
 
+@pytest.mark.launches
 def test_a_process_that_dies_is_said_with_its_last_words(tmp_path, monkeypatch):
     dying = python_that(tmp_path, "echo 'no CUDA-capable device is detected' >&2; exit 1")
     monkeypatch.setattr(sys, "executable", dying)

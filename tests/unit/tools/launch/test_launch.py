@@ -171,6 +171,7 @@ def started(monkeypatch, tmp_path):
     return seen
 
 
+@pytest.mark.launches
 def test_several_processes_on_cpus(tmp_path, started):
     config = written(tmp_path)
     launch(str(config), ["training.steps=3"], processes=2, env={})

@@ -288,6 +288,7 @@ def outliving(run_dir: Path, how: int, rank: str = "RANK=0") -> str:
     return f"{rank} while [ ! -e holding ]; do sleep 0.02; done; touch launcher-gone; kill -9 $$"
 
 
+@pytest.mark.launches
 def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir: Path) -> None:
     ended, said = run(run_dir, outliving(run_dir, 0), ends("finished", 0))
     assert (ended.exit_code, ended.starts) == (0, 2)
@@ -295,6 +296,7 @@ def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", ["RANK=0", ""])
+@pytest.mark.launches
 def test_ranks_that_never_end_are_killed(run_dir: Path, rank: str) -> None:
     patience = Patience(first=0.0, leave=0.5)
     ended, said = run(run_dir, outliving(run_dir, 1, rank), ends("finished", 0), patience=patience)
@@ -336,6 +338,7 @@ def supervising(run_dir: Path):
     ("sent", "heard"),
     [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT"), (signal.SIGUSR1, "TERM")],
 )
+@pytest.mark.launches
 def test_a_signal_reaches_the_command_and_nothing_is_started_again(
     run_dir: Path, supervising, sent: int, heard: str
 ) -> None:
@@ -364,6 +367,7 @@ with RunLock(run, "r"):
 """
 
 
+@pytest.mark.launches
 def test_a_run_behind_a_shell_hears_the_signal_and_is_waited_for(
     run_dir: Path, supervising
 ) -> None:
@@ -377,6 +381,7 @@ def test_a_run_behind_a_shell_hears_the_signal_and_is_waited_for(
     assert not is_held(run_dir)
 
 
+@pytest.mark.launches
 def test_a_run_that_was_interrupted_twice_is_not_started_again(run_dir: Path, supervising) -> None:
     started = ends("running", "null")
     again = "trap 'touch twice; exit 75' INT; touch once"
@@ -393,6 +398,7 @@ def test_a_run_that_was_interrupted_twice_is_not_started_again(run_dir: Path, su
     assert "ended as rank 0 died without a word with code 75: asked to stop" in said
 
 
+@pytest.mark.launches
 def test_a_signal_ends_the_wait_for_a_restart(run_dir: Path, supervising) -> None:
     process = supervising(ends("failed", 75))
     assert process.stdout is not None
@@ -402,6 +408,7 @@ def test_a_signal_ends_the_wait_for_a_restart(run_dir: Path, supervising) -> Non
     assert process.wait() == 75
 
 
+@pytest.mark.launches
 def test_a_supervisor_that_is_killed_tells_the_command_to_stop(run_dir: Path, supervising) -> None:
     process = supervising("trap 'touch told; exit' TERM; touch ready; while :; do sleep 0.05; done")
     until((run_dir / "ready").exists, "the command runs")
@@ -409,6 +416,7 @@ def test_a_supervisor_that_is_killed_tells_the_command_to_stop(run_dir: Path, su
     until((run_dir / "told").exists, "the command is told to stop")
 
 
+@pytest.mark.launches
 def test_importing_it_imports_nothing_heavy() -> None:
     program = (
         "import sys, llmtrain.tools.launch.supervise\n"

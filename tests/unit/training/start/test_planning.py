@@ -214,3 +214,23 @@ def test_what_cannot_be_counted_is_said_and_trained_all_the_same(
     assert found.layout.micro_batch_size == 12
     assert "experts run in a loop" in found.reason
     assert found.to_json()["total_bytes"] is None
+
+
+def test_ten_million_blocks_are_refused_by_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2}
+    deep |= {"num_hidden_layers": 10_000_000, "intermediate_size": 352}
+    built: list[int] = []
+    census = planning.census
+
+    def watched(found: Any, *freeze: Any) -> Any:
+        built.append(found.num_hidden_layers)
+        return census(found, *freeze)
+
+    monkeypatch.setattr(planning, "census", watched)
+    with pytest.raises(UserError) as refused:
+        planned(config(tmp_path, model__config=deep))
+    assert built == [1]
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.value) == ("model.config.num_hidden_layers", 10_000_000)

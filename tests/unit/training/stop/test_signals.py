@@ -41,6 +41,7 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.launches
 def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
     program = (
         "import os, signal, threading\n"
@@ -55,6 +56,7 @@ def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
     assert ended.stdout == "stopped by SIGTERM\n"
 
 
+@pytest.mark.launches
 def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None:
     program = (
         "import ctypes, os, signal, threading\n"
@@ -80,6 +82,7 @@ STUCK = (
 )
 
 
+@pytest.mark.launches
 def test_a_second_interrupt_ends_a_process_whose_main_thread_hangs_outside_of_python() -> None:
     program = STUCK + (
         "stop._SECOND_INTERRUPT_SECONDS = 0.2\n"
@@ -119,6 +122,7 @@ def test_usr2_writes_the_stacks_of_all_threads_into_the_log_and_nothing_stops(
     assert (tmp_path / "log").read_text() == stacks
 
 
+@pytest.mark.launches
 def test_usr2_shows_where_a_main_thread_hangs_outside_of_python() -> None:
     program = STUCK + (
         "stop.install()\n"
@@ -133,6 +137,7 @@ def test_usr2_shows_where_a_main_thread_hangs_outside_of_python() -> None:
     assert "in wait_for_ever" in ended.stderr
 
 
+@pytest.mark.launches
 def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
     """`train | tee log`: Ctrl-C has ended tee when the handler speaks."""
     program = (
@@ -151,6 +156,7 @@ def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
         os.close(write)
 
 
+@pytest.mark.launches
 def test_who_cannot_record_a_stop_ends_with_1_and_says_why() -> None:
     program = (
         "import os, signal, threading\n"
@@ -198,6 +204,7 @@ def test_a_run_that_is_over_is_not_stopped_any_more() -> None:
         assert signals.reason is None
 
 
+@pytest.mark.launches
 def test_it_needs_the_standard_library_alone() -> None:
     program = (
         "import sys; before = set(sys.modules)\n"

@@ -1,0 +1,37 @@
+"""What can be said of a model's own fields without transformers, which takes seconds to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmtrain.errors import Problem
+
+# Sizes that every architecture that has them needs. Null and lists mean something in some of them.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_embd",
+    "n_layer",
+    "n_head",
+)
+
+
+def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
+    """Sizes that are no whole number above 0. prefix: of the keys, such as `model.config.`."""
+    for name in _SIZES:
+        value = fields.get(name)
+        if value is None or isinstance(value, list | dict):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield Problem(f"{prefix}{name}", value, "a whole number ≥ 1")
+
+
+def type_problems(model_type: object, key: str) -> Iterator[Problem]:
+    """A `model_type` that names nothing."""
+    if not (isinstance(model_type, str) and model_type.strip()):
+        yield Problem(key, model_type, "a model type as transformers names it, such as llama")

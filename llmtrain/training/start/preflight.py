@@ -1,0 +1,113 @@
+"""What a first start needs that can be seen without torch: reported with all else that is wrong.
+
+A run that has begun has its own tokenizer and its manifest of the data; its start checks those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from llmtrain.config.checks import check_micro_batch, check_split
+from llmtrain.config.load import Rule
+from llmtrain.config.schema import (
+    DataConfig,
+    DocumentsConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
+from llmtrain.distributed.launch.environment import launcher_problems, world_size
+from llmtrain.distributed.launch.named import number
+from llmtrain.errors import Problem, UserError
+from llmtrain.model import untrusted
+from llmtrain.rundir import contents
+
+
+def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule]:
+    """The rules for a process that trains, as its launcher started it.
+
+    Of several machines not all may have a file that is missing on this one: their ranks find that
+    out together.
+    """
+    if launcher_problems(env):  # the number of processes is not to be trusted
+        return _on_disk(config_file)
+    processes = world_size(env)
+    one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
+    return [_batch(processes), *(_on_disk(config_file) if one_machine else ())]
+
+
+def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
+    """The rules for a launch on this machine. processes: None where a file has the number."""
+    return [_batch(processes or 1), *_on_disk(config_file)]
+
+
+def _batch(processes: int) -> Rule:
+    return partial(_split_problems, processes), ("training",)
+
+
+def _on_disk(config_file: str) -> list[Rule]:
+    default = f"runs/{Path(config_file).stem}"
+    return [
+        (partial(_source_problems, default), ("run", "data", "evaluation")),
+        (partial(_model_problems, default), ("run", "model")),
+    ]
+
+
+def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
+    """The batch over the processes, where it can be split over one."""
+    return [] if check_micro_batch(training) else check_split(training, processes)
+
+
+def _source_problems(
+    default: str, run: RunConfig, data: DataConfig, evaluation: EvaluationConfig
+) -> list[Problem]:
+    if _has_begun(run, default):
+        return []
+    return [
+        *_missing(data.sources, "data.sources"),
+        *_missing(evaluation.sources, "evaluation.sources"),
+    ]
+
+
+def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
+    """Paths on this machine where nothing is."""
+    for index, source in enumerate(sources):
+        if source.path == SAMPLE or on_hub(source.path):
+            continue
+        name = f"{key}.{index}.path"
+        try:
+            root = Path(locate(source, name))
+            if is_glob(source.path):
+                list_files(source.path, root, name)
+        except UserError as error:
+            yield from error.problems
+
+
+def _model_problems(default: str, run: RunConfig, model: ModelConfig) -> Iterator[Problem]:
+    """The tokenizer's directory, and that of weights to start from."""
+    if _has_begun(run, default):
+        return
+    path = model.tokenizer
+    if isinstance(path, str) and path not in ("auto", SAMPLE) and _is_missing(path):
+        yield Problem("model.tokenizer", path, "a tokenizer directory that exists, or a Hub id")
+    if model.from_ is None:
+        return
+    if _is_missing(model.from_):
+        yield Problem("model.from", model.from_, "a model directory that exists, or a Hub id")
+    else:
+        try:
+            untrusted.check(model.from_)
+        except UserError as error:
+            yield from error.problems
+
+
+def _is_missing(path: str) -> bool:
+    return is_local(path) and not Path(path).exists()
+
+
+def _has_begun(run: RunConfig, default: str) -> bool:
+    return (Path(run.dir or default) / contents.AUTO).exists()
