@@ -48,7 +48,7 @@ def start_time(pid: int) -> str | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists; one that has ended but was not waited for does not."""
+    """Whether a process exists; a zombie does not count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -60,9 +60,9 @@ def is_alive(pid: int) -> bool:
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin `work` in a daemon thread. Its result or its exception is raised by who waits for it.
+    """Begin `work` in a daemon thread. Whoever waits for the future gets its result or exception.
 
-    Not an executor's thread: at exit, Python would wait for one that hangs.
+    It is not a thread of an executor: at exit, Python would wait for one that hangs.
     """
     future: Future[T] = Future()
 
@@ -87,7 +87,7 @@ def adopt_orphans(adopt: bool) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; the name before may hold anything."""
+    """Return the fields of /proc/<pid>/stat after the name, which can be anything."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

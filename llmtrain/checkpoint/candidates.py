@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class Renamed:
     """A checkpoint that was renamed: its old name, its new name, and why."""
 
     name: str
@@ -54,7 +54,7 @@ class Candidate:
     newer: tuple[str, ...] = ()
 
 
-def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | None:
+def newest(root: Path, run_id: str | None, renamed: list[Renamed]) -> Candidate | None:
     """Return the newest candidate of this run (None: of any run); rename damaged ones on the way.
 
     Raises UserError for a format that is not ours, and if only damaged ones are left.
@@ -65,7 +65,7 @@ def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | No
         try:
             return Candidate(name, *_outside(root / name))
         except DamagedError as error:
-            aside.append(set_aside(root, name, DAMAGED, str(error)))
+            renamed.append(rename(root, name, DAMAGED, str(error)))
     _refuse_all_damaged(root, run_id)
     return None
 
@@ -91,7 +91,7 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
     return Candidate(name, manifest, state, newer)
 
 
-def set_aside(root: Path, name: str, suffix: str, reason: str) -> Aside:
+def rename(root: Path, name: str, suffix: str, reason: str) -> Renamed:
     """Rename a checkpoint to `.damaged`, `.damaged-2`, … and leave the reason in it."""
     taken = set(form.names(root))
     target, count = f"{name}{suffix}", 1
@@ -102,12 +102,12 @@ def set_aside(root: Path, name: str, suffix: str, reason: str) -> Aside:
     logger.warning("renamed %s to %s: %s", name, target, reason)
     durable.sync_directory(root)
     if (root / target).is_symlink():  # what it leads to may be undamaged under its own name
-        return Aside(name, target, reason)
+        return Renamed(name, target, reason)
     try:
         (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
     except OSError as error:  # the new name says enough
         logger.warning("could not write into %s why it was renamed: %s", target, error)
-    return Aside(name, target, reason)
+    return Renamed(name, target, reason)
 
 
 def is_foreign(path: Path, run_id: str | None) -> bool:

@@ -22,14 +22,13 @@ from llmtrain import faults, heartbeat
 from llmtrain.agreement import attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.candidates import Aside, Candidate
+from llmtrain.checkpoint.candidates import Candidate, Renamed
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
-Renamed = list[Aside]
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
 READ_BYTES = form.EXTENT_BYTES
@@ -171,7 +170,7 @@ def _offer(
     run_id: str | None,
     resume: str,
     damaged: tuple[str, str] | None,
-    aside: Renamed,
+    renamed: list[Renamed],
     *,
     supersede: bool,
 ) -> dict[str, Any]:
@@ -182,16 +181,16 @@ def _offer(
             raise UserError(candidates.unusable(*damaged))
         return _as_json(candidates.find_named(root, resume, run_id, supersede=supersede))
     if damaged and (root / damaged[0]).exists():
-        aside.append(candidates.set_aside(root, damaged[0], candidates.DAMAGED, damaged[1]))
-    return _as_json(candidates.newest(root, run_id, aside))
+        renamed.append(candidates.rename(root, damaged[0], candidates.DAMAGED, damaged[1]))
+    return _as_json(candidates.newest(root, run_id, renamed))
 
 
-def _make_way(root: Path, newer: list[str], used: str, aside: Renamed) -> dict[str, Any]:
+def _make_way(root: Path, newer: list[str], used: str, renamed: list[Renamed]) -> dict[str, Any]:
     """Rename what is newer than the checkpoint that was named (rank 0)."""
     reason = f"a start was told to resume from {used}"
     for name in newer:
         if (root / name).exists():
-            aside.append(candidates.set_aside(root, name, candidates.SUPERSEDED, reason))
+            renamed.append(candidates.rename(root, name, candidates.SUPERSEDED, reason))
     return {}
 
 
@@ -217,7 +216,7 @@ def _verify_together(
     return "; ".join(damage) or None
 
 
-def _find_tensors(path: Path, _aside: Renamed) -> dict[str, Any]:
+def _find_tensors(path: Path, _renamed: list[Renamed]) -> dict[str, Any]:
     """Return where each tensor of a checkpoint is, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
@@ -301,14 +300,14 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
 
 
 def _from_rank_0(
-    ranks: Ranks, patience: Patience, log: Log, work: Callable[[Renamed], dict[str, Any]]
+    ranks: Ranks, patience: Patience, log: Log, work: Callable[[list[Renamed]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return what rank 0's work returned, as JSON keeps it; if it failed, raise on all ranks.
 
     The work appends what it renames to the list that it is given. `log` is called for that even if
     the work fails afterwards.
     """
-    renamed: Renamed = []
+    renamed: list[Renamed] = []
     outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else {})
     said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
     _tell(log, said[0])
@@ -318,7 +317,7 @@ def _from_rank_0(
 
 
 def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
-    for one in (Aside(**fields) for fields in renamed):
+    for one in (Renamed(**fields) for fields in renamed):
         damaged = candidates.DAMAGED in one.now
         event = "checkpoint_quarantined" if damaged else "checkpoint_superseded"
         log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})

@@ -177,8 +177,8 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     remove_partials(root)
     final = root / form.directory_name(step)
     if os.path.lexists(final):  # renaming onto it would fail, after all the writing
-        said = "something has this checkpoint's name, and it is not overwritten"
-        raise FileExistsError(errno.EEXIST, said, str(final))
+        text = "something has this checkpoint's name, and it is not overwritten"
+        raise FileExistsError(errno.EEXIST, text, str(final))
     partial = root / form.partial_name(step)
     partial.mkdir()
     faults.hit("save.mkdir", step=step, path=partial)

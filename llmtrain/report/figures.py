@@ -1,7 +1,7 @@
 """The figures of a report, as data for BokehJS: loss, learning rate, gradient norm, speed.
 
 All figures share one range of steps, so zooming one zooms all. Backgrounds are transparent and axes
-mid-grey: they lie on a light page and on a dark one.
+mid-grey, so that they fit a light page and a dark one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A figure before it is drawn. unit: of the vertical axis · from_zero: it starts at 0."""
+    """A figure before it is drawn.
+
+    unit: of the vertical axis
+    from_zero: whether that axis starts at 0
+    """
 
     name: str
     title: str
@@ -52,7 +56,7 @@ class Drawn:
 
 
 def plan_figures(tables: Tables) -> list[Plan]:
-    """The figures that the run has numbers for."""
+    """Return the figures for which the run has numbers."""
 
     def curve(name: str, lines: tuple[Line, ...] = tables.train) -> Curve:
         return thin(column(lines, name))
@@ -73,7 +77,7 @@ def plan_figures(tables: Tables) -> list[Plan]:
 
 
 def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
-    """Draw the figures; a dashed line stands where a later start went on."""
+    """Draw the figures; a dashed line marks the step from which a later start resumed."""
     from bokeh.document import Document
     from bokeh.models import Range1d
 
@@ -170,7 +174,7 @@ def _colour(drawn: Figure) -> None:
 
 
 def _tick_formatter(top: float) -> Any:
-    """By the range of the values: 12k, 3.5, 0.0005, 2.0e-05."""
+    """Choose a format by the range of the values: 12k, 3.5, 0.0005, 2.0e-05."""
     from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
 
     if top >= 10_000:

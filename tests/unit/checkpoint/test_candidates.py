@@ -169,7 +169,7 @@ def test_bad_input_32_a_manifest_that_names_a_file_outside_is_refused(root, name
     files = json.loads((directory / form.MANIFEST).read_bytes())["files"]
     sign(directory, files={**files, name: {"size": 0, "extents": []}})
     (problem,) = refusal(root, resume="step-00000012").problems
-    assert f"{name!r} is no plain path inside the directory" in problem.expected
+    assert f"{name!r} is not a plain path inside the directory" in problem.expected
 
 
 def test_bad_input_32_a_link_out_of_a_checkpoint_is_refused(root):
