@@ -8,6 +8,7 @@ from llmtrain.errors import (
     RunError,
     UserError,
     exit_code_of,
+    first_line,
     harmless,
     precedence,
 )
@@ -57,3 +58,16 @@ def test_an_error_has_the_exit_code_of_what_it_is_and_a_defect_1():
 def test_a_cause_comes_before_its_consequences():
     assert sorted([75, 1, 74, 2], key=precedence) == [2, 74, 1, 75]
     assert precedence(137) == precedence(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (OSError("\n  spaced  \nmore"), "spaced  "),
+        (RuntimeError(), "RuntimeError"),
+        (KeyError(""), "''"),
+    ],
+)
+def test_an_error_in_one_line_is_never_empty(error, expected):
+    assert first_line(error) == expected

@@ -95,8 +95,9 @@ def _precision(config: Config) -> tuple[str, str]:
 def _verify(config: Config, launched: Launched) -> None:
     world_size = launched.accelerator.num_processes
     kind = launched.accelerator.distributed_type.value
-    verify_launch(os.environ, config, world_size, kind, launched.strategy)
-    problems = check_batch(config, world_size)
+    asked = config.distributed.strategy
+    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
+    problems = check_batch(config.training, world_size)
     if problems:
         raise UserError(*problems)
 
