@@ -257,7 +257,7 @@ def read(path: Path) -> Holder | None:
 
 
 def boot_id() -> str | None:
-    """Return an id that changes when this machine starts; None where there is none (macOS)."""
+    """Return an id that changes when this machine starts; None on macOS, which has no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
