@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,7 +101,7 @@ def alive(doing: str) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Allocate a file's bytes, so that a full disk shows before anything is written."""
-    if sys.platform == "linux":
+    if hasattr(os, "posix_fallocate"):
         try:
             return os.posix_fallocate(descriptor, 0, size)
         except OSError as error:

@@ -96,7 +96,7 @@ class _Formatter(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A log file that is made again in a run directory that is there, if somebody deletes it.
+    """A log file that is made again if somebody deletes it, while the run directory exists.
 
     Under the same descriptor, since stack dumps are written to that without Python's help.
     """
@@ -112,7 +112,7 @@ class _File(logging.FileHandler):
             path.parent.mkdir(exist_ok=True)  # without parents: the next save makes the directory
             new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError:
-            return  # the lines go on into the deleted file
+            return  # later lines go to the deleted file
         try:
             self.flush()
             os.dup2(new, descriptor, inheritable=False)
