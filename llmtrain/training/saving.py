@@ -108,7 +108,7 @@ def open_saves(config: Config, launched: Launched, run_dir: Path) -> Saves:
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a directory sees a disk: all must come to the same answer.
     network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
-    writers = filesystem.resolved(keep.writers, kind, nodes, network)
+    writers = filesystem.choose_writers(keep.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
     wanted = launched.device.type == "cuda" if keep.background == "auto" else keep.background
     return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")

@@ -26,6 +26,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from llmtrain.agreement import Alone
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
@@ -34,7 +35,7 @@ from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import Group
-from llmtrain.types import Alone, Ranks
+from llmtrain.types import Ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,10 @@ that all ranks received.
 
 from __future__ import annotations
 
-from llmtrain.config.schema import Config
-from llmtrain.types import Flags, Numbers, Ranks
+from dataclasses import asdict
 
-# A lost launcher comes first: ranks are reparented one after another, each with a signal.
-STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
+from llmtrain.config.schema import Config
+from llmtrain.types import STOPS, Flags, Numbers, Ranks
 
 
 class Due:
@@ -41,7 +40,7 @@ class Due:
 
     def ask(self, stops: tuple[str, ...]) -> None:
         """Take up a stop that all ranks know of."""
-        for reason in STOP_REASONS:
+        for reason in STOPS:
             if reason in stops and self.stop_reason is None:
                 self.stop_reason = reason
 
@@ -108,12 +107,7 @@ class Due:
 
 def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
     """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
-    said = {
-        "launcher_lost": flags.lost_launcher,
-        "signal": flags.signal,
-        "stop_file": flags.stop_file,
-        "stop_after": flags.stop_after,
-    }
-    levels = [len(STOP_REASONS) - k for k, reason in enumerate(STOP_REASONS) if said[reason]]
+    said = asdict(flags)
+    levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))
-    return (STOP_REASONS[-highest],) if highest else ()
+    return (STOPS[-highest],) if highest else ()
