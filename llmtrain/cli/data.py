@@ -45,9 +45,11 @@ def inspect(
     from llmtrain.cli.data_views import inspection
     from llmtrain.cli.escapes import show
     from llmtrain.config.load import load_config
-    from llmtrain.tools.data.inspect import inspect as look
 
-    found = look(load_config(config, overrides or []), blocks=blocks, documents=documents)
+    loaded = load_config(config, overrides or [])
+    from llmtrain.tools.data.inspect import inspect as look  # imports torch
+
+    found = look(loaded, blocks=blocks, documents=documents)
     show([json.dumps(found.to_json())] if as_json else inspection(found))
 
 
@@ -87,9 +89,11 @@ def tokenize(
     with _interruptible():
         from llmtrain.config.load import load_config
         from llmtrain.processes import cores
-        from llmtrain.tools.data.tokenize import tokenize as write
 
-        result = write(load_config(config, overrides or []), out, jobs or cores(), told)
+        loaded = load_config(config, overrides or [])
+        from llmtrain.tools.data.tokenize import tokenize as write  # imports torch
+
+        result = write(loaded, out, jobs or cores(), told)
     values = {
         "files": list(result.files),
         "documents": result.documents,

@@ -40,9 +40,11 @@ def show_plan(
 ) -> int:
     """Reckon, print, write; the exit code. asked: devices, nodes, GiB of a device and of a host."""
     from llmtrain.config.load import load_config
-    from llmtrain.tools.plan import launch_file, plan
 
-    found = plan(load_config(config, overrides), *asked)
+    loaded = load_config(config, overrides)
+    from llmtrain.tools.plan import launch_file, plan  # imports torch
+
+    found = plan(loaded, *asked)
     show([json.dumps(found.to_json())] if as_json else planned(found))
     if found.chosen is None:
         print(f"error: {found.choice.reason}", file=sys.stderr)

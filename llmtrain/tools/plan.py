@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llmtrain.config.checks import check_batch
+from llmtrain.checkpoint.retention import Policy, most_at_once
+from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
+from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
+from llmtrain.distributed.launch.environment import allowed_strategies
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan.memory import (
     Hardware,
@@ -26,11 +29,11 @@ from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
 from llmtrain.errors import Problem, UserError
-from llmtrain.types import Saved
-
-if TYPE_CHECKING:
-    from llmtrain.training.start.planning import Described
-    from llmtrain.types import ModelShape
+from llmtrain.model.count import CannotCountError
+from llmtrain.tools.plan_file import launch_values, write_launch_file
+from llmtrain.training.start import planning
+from llmtrain.training.start.planning import Described
+from llmtrain.types import ModelShape, Saved
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
 # Where a forward cannot be counted: what it keeps, its casts, and the share of all that is reserve.
@@ -129,7 +132,6 @@ def plan(
     problems = list(_problems(config, devices, nodes, device_memory_gb, host_memory_gb))
     if problems:
         raise UserError(*problems)
-    from llmtrain.training.start import planning  # imports torch and transformers
 
     hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
     problems = [*check_batch(config, hardware.devices), *_mesh(config, hardware)]
@@ -145,10 +147,6 @@ def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: boo
     assumed: whether the device was named after its memory. Where activations cannot be counted, the
     rest is reckoned, and `uncounted` says why.
     """
-    from llmtrain.distributed.launch.environment import allowed_strategies
-    from llmtrain.model.count import CannotCountError
-    from llmtrain.training.start import planning
-
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
     allowed, uncounted = allowed_strategies({}, config), None
     try:
@@ -176,8 +174,6 @@ def _without_count(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
 ) -> Choice:
     """What is known of each strategy; a start takes the first, whatever it needs."""
-    from llmtrain.training.start import planning
-
     candidates = []
     for name in possible(shape, work, hardware, allowed):
         layout = planning.layout_by_tokens(name, work, hardware)
@@ -230,8 +226,6 @@ def _problems(
     device_memory_gb: float | None,
     host_memory_gb: float | None,
 ) -> Iterator[Problem]:
-    from llmtrain.config.checks import check
-
     yield from check(config)
     for name, count in (("devices", devices), ("nodes", nodes)):
         if count is not None and count < 1:
@@ -255,8 +249,6 @@ def _hardware(
     host_memory_gb: float | None,
 ) -> Hardware:
     """This machine's devices, with what was asked for in their place."""
-    from llmtrain.training.start import planning
-
     local = devices or _devices_here()
     here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
     hardware = replace(here, nodes=nodes or 1)
@@ -272,15 +264,11 @@ def _hardware(
 def _devices_here() -> int:
     import torch
 
-    from llmtrain.distributed.engines.accelerator import on_cpu
-
     return 1 if on_cpu() else torch.cuda.device_count()
 
 
 def _precision(config: Config, hardware: Hardware) -> str:
     """bf16 or fp32: as a run would decide, and bf16 on a device that is not here."""
-    from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
-
     asked = config.training.precision
     if asked == "auto" and hardware.cpu == on_cpu():
         return resolve_precision(asked)[0]
@@ -289,8 +277,6 @@ def _precision(config: Config, hardware: Hardware) -> str:
 
 def _kept(config: Config, steps: int | None) -> int:
     """How many checkpoints are there at once."""
-    from llmtrain.checkpoint.retention import Policy, most_at_once
-
     keep = config.checkpoint
     return most_at_once(Policy(keep.keep_last, keep.keep_every, keep.keep_best), steps or 0)
 
@@ -340,8 +326,6 @@ def launch_file(found: Plan, path: Path) -> bool:
 
     Only for a plan that fits. Raises UserError where the file cannot be written.
     """
-    from llmtrain.tools.plan_file import launch_values, write_launch_file
-
     assert found.chosen is not None
     values = launch_values(found.chosen.layout.strategy, found.hardware, found.work.precision)
     try:

@@ -10,19 +10,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.config.schema import Config
+from llmtrain.data.audit.census import Census, census
+from llmtrain.data.audit.epochs import Epoch, epoch
+from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
+from llmtrain.data.batches import IGNORED, batch_of
+from llmtrain.data.documents.reader import Reader, Reading, reading_of
+from llmtrain.data.lanes import Block
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.state import DataState
+from llmtrain.data.survey import check
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.tools.data.scratch import aside_unless_other
-
-if TYPE_CHECKING:
-    from llmtrain.data.audit.census import Census
-    from llmtrain.data.audit.epochs import Epoch
-    from llmtrain.data.audit.ledger import Document
-    from llmtrain.data.documents.reader import Reader, Reading
-    from llmtrain.data.lanes import Block
-    from llmtrain.data.manifest import Manifest
-    from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
@@ -114,11 +116,6 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     UserError for what is wrong with the data, and for a config of the same sources with which that
     run would refuse to go on.
     """
-    from llmtrain.data.documents.reader import reading_of
-    from llmtrain.data.survey import check
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
-    from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
-
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
         prepare(config, directory, max(1, workers), config.model.revision)
@@ -137,9 +134,6 @@ def _inspection(
     blocks: int,
     documents: int,
 ) -> Inspection:
-    from llmtrain.data.audit.census import census
-    from llmtrain.data.documents.reader import Reader
-
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
     found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
@@ -168,8 +162,6 @@ def _epoch(
     manifest: Manifest, tokenizer: Tokenizer, reading: Reading, found: Sequence[Census]
 ) -> Epoch:
     """One pass over the training documents, reckoned as a run does for `training.epochs`."""
-    from llmtrain.data.audit.epochs import Epoch, epoch
-
     if manifest.packing == "bestfit" or not all(one.exact for one in found):
         return epoch(manifest, tokenizer, reading)
     documents = sum(one.documents - one.heldout for one in found)
@@ -207,9 +199,6 @@ def _pack(
     manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
 ) -> _Packed:
     """Make the first blocks, an epoch of them at most, and keep those that are wanted."""
-    from llmtrain.data.audit.ledger import replay
-    from llmtrain.data.state import DataState
-
     enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
     count = max(wanted, manifest.lanes, enough)
     cursors = DataState.fresh(manifest).cursors
@@ -242,8 +231,6 @@ def _note_documents(
 
     A document that begins with the last id, begins the lane's next block once more.
     """
-    from llmtrain.data.audit.ledger import document_of, is_whole
-
     for span in block.spans:
         if span.start == 0 and span.at < manifest.seq_len:
             document = document_of(manifest, g, block, span)
@@ -259,8 +246,6 @@ def _padding(manifest: Manifest, block: Block) -> int:
 
 def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
     """A block as text, document by document, so that no border falls inside a character."""
-    from llmtrain.data.batches import IGNORED, batch_of
-
     batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
     targets = [False, *(batch.labels[0] != IGNORED).tolist()]
     text = ""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain.config.schema import Config
+from llmtrain.data.manifest import has_other_sources
 
 FILES = ("manifest.json", "skipped-units.jsonl")
 
@@ -31,8 +32,6 @@ def aside_unless_other(config: Config) -> Iterator[Path]:
 
     A look at data is not part of a run, so a run that is there does not limit what it may look at.
     """
-    from llmtrain.data.manifest import has_other_sources
-
     run_dir = Path(str(config.run.dir))
     manifest = run_dir / "manifest.json"
     if manifest.exists() and has_other_sources(manifest, config):

@@ -21,18 +21,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from llmtrain.config.binding import Change, binding_values, changes, dump
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config, DataConfig, RunConfig, TrainingConfig, TrainTokenizer
+from llmtrain.data.documents.reader import Reading, reading_of
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.survey import check
+from llmtrain.data.token_cache.file import dtype_code
+from llmtrain.data.token_cache.source import described
+from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.data.pool import each
-
-if TYPE_CHECKING:
-    from llmtrain.config.binding import Change
-    from llmtrain.config.schema import Config
-    from llmtrain.data.documents.reader import Reading
-    from llmtrain.data.manifest import Manifest
-    from llmtrain.data.token_cache.write import Task
-    from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.training.start.claim import write_atomically
+from llmtrain.training.start.prepare import MANIFEST, load_manifest, prepare
 
 WORK = ".tokenize"
 PARTS = "parts"
@@ -65,10 +69,6 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
     jobs: processes. The files are the same for any number of them and after any interruption.
     Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.
     """
-    from llmtrain.data.documents.reader import reading_of
-    from llmtrain.data.token_cache.write import room_needed
-    from llmtrain.rundir.lock import RunLock
-
     began = time.perf_counter()
     wanted = _what_counts(config)
     work = out / WORK
@@ -100,8 +100,6 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _what_counts(config: Config) -> Config:
     """The config with all that cannot change a token as if it were not set."""
-    from llmtrain.config.schema import Config, DataConfig, RunConfig, TrainingConfig, TrainTokenizer
-
     kept = ("path", "name", "split", "revision", "text_column")
     sources = tuple(
         type(source)(**{key: getattr(source, key) for key in kept if _is_set(source, key)})
@@ -145,13 +143,6 @@ def _make(out: Path, work: Path) -> None:
 
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     """Manifest and tokenizer: made now, or those of the command that began here."""
-    from llmtrain.config.binding import binding_values, changes, dump
-    from llmtrain.config.load import load_config
-    from llmtrain.data.survey import check
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
-    from llmtrain.training.start.claim import write_atomically
-    from llmtrain.training.start.prepare import MANIFEST, load_manifest, prepare
-
     record = work / "config.yaml"
     begun = record.exists() and (work / MANIFEST).exists()
     if begun:
@@ -204,9 +195,6 @@ def _write(
     progress: Progress,
 ) -> None:
     """Write the pairs of files that are not there yet."""
-    from llmtrain.data.token_cache.file import dtype_code
-    from llmtrain.data.token_cache.source import described
-
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
     missing = [k for k, path in enumerate(paths) if not path.exists()]
     for left_over in [*work.glob(f"{PARTS}/*/.*.partial"), *paths[0].parent.glob(".*.partial")]:
@@ -221,8 +209,6 @@ def _write(
 
 
 def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
-    from llmtrain.data.token_cache.write import Task
-
     source, backend = manifest.sources[k], manifest.tokenizer.backend
     work = Path(str(reading.run_dir))
     for u, unit in enumerate(source.units):
@@ -233,8 +219,6 @@ def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[
 
 
 def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
-    from llmtrain.data.token_cache.write import counts_of, write_part
-
     for folder in {task.path.parent for task in tasks}:
         folder.mkdir(parents=True, exist_ok=True)
     there = [counts_of(task.path, task.code) for task in tasks]
@@ -248,9 +232,6 @@ def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
 
 def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:
     """Write a source's description and, behind it, its pair of files."""
-    from llmtrain.data.token_cache.write import join, total
-    from llmtrain.training.start.claim import write_atomically
-
     description = origin | total(parts, code)._asdict()
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     write_atomically(path.with_suffix(".json"), text.encode())

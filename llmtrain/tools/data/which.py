@@ -16,23 +16,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
+from llmtrain.data import manifest as manifests
+from llmtrain.data.audit.ledger import Origin, document_of, origins, replay, text_of
+from llmtrain.data.batches import batch_of
+from llmtrain.data.documents.reader import Reader, reading_of
+from llmtrain.data.lanes import Block
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.packing import Span
+from llmtrain.data.state import DataState, carried_over
+from llmtrain.data.survey import changed_files, differing_tokenizer
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import aside
-
-if TYPE_CHECKING:
-    from llmtrain.data.audit.ledger import Origin
-    from llmtrain.data.documents.reader import Reader
-    from llmtrain.data.lanes import Block
-    from llmtrain.data.manifest import Manifest
-    from llmtrain.data.packing import Span
-    from llmtrain.data.state import DataState
-    from llmtrain.data.tokens.tokenizer import Tokenizer
 
 MAX_BLOCKS_TO_CHECK = 16_384  # made beyond the step, to reach one whose digest was logged
 _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
@@ -102,9 +103,6 @@ def which(
     Raises UserError for a step that the run has not made, data that is gone or changed, and where
     the recomputed digest is not the logged one.
     """
-    from llmtrain.data.documents.reader import Reader, reading_of
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
-
     _check_run(run_dir, overrides)
     config = load_config(run_dir / "config.yaml", overrides)
     start = _start_of(run_dir, step)
@@ -168,8 +166,6 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
 
 def _manifest(run_dir: Path, config: Config) -> Manifest:
     """The run's manifest, its sources where they lie now."""
-    from llmtrain.data import manifest as manifests
-
     try:
         return manifests.load(run_dir / "manifest.json", config)
     except UserError as error:
@@ -192,8 +188,6 @@ def _moved(problem: Problem) -> Problem:
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
     """The stream at the last save before the step; at the run's beginning if there is none."""
-    from llmtrain.data.state import DataState, carried_over
-
     noted = _standing(jsonl.read(run_dir / "cursors.jsonl"), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
@@ -239,8 +233,6 @@ def _changed_since(step: int, last: int) -> UserError:
 
 
 def _check_data(manifest: Manifest, tokenizer: Tokenizer) -> None:
-    from llmtrain.data.survey import changed_files, differing_tokenizer
-
     problems = [*differing_tokenizer(manifest, tokenizer), *map(_moved, changed_files(manifest))]
     if problems:
         raise UserError(*problems)
@@ -258,9 +250,6 @@ def _replayed(
 
     The digests are in order of steps; one step if there is no other to check with.
     """
-    from llmtrain.data.audit.ledger import replay
-    from llmtrain.data.batches import batch_of
-
     size = start.blocks_per_step
     digests: dict[int, int] = {}
     kept: list[tuple[int, Block]] = []
@@ -315,8 +304,6 @@ def _documents(
     tokenizer: Tokenizer | None,
 ) -> tuple[Found, ...]:
     """What stands in these blocks; with a tokenizer as text, too."""
-    from llmtrain.data.audit.ledger import document_of, origins
-
     placed = [
         (g, block, span, document_of(manifest, g, block, span))
         for g, block in numbered
@@ -349,8 +336,6 @@ def _found(source: str, g: int, span: Span, origin: Origin, text: str | None) ->
 
 def _text(block: Block, span: Span, tokenizer: Tokenizer | None) -> str | None:
     """The document's own tokens in the block as text."""
-    from llmtrain.data.audit.ledger import text_of
-
     if tokenizer is None:
         return None
     return text_of(tokenizer, block.ids[span.at : span.at + span.stop - span.start])

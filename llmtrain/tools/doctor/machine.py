@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from llmtrain import processes
 from llmtrain.checkpoint.retention import size
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
+from llmtrain.metrics.trackers import check_installed
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, tried, warning
 from llmtrain.tools.doctor.place import room
 from llmtrain.tools.launch.launch import has_gpu
@@ -205,8 +206,6 @@ def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
 
 def versions(case: Case) -> Verdict:
     """The libraries against the releases that were tried, and what the config needs besides."""
-    from llmtrain.metrics.trackers import check_installed
-
     if case.config:
         check_installed(case.config.logging.trackers)
     python = ".".join(map(str, sys.version_info[:3]))

@@ -16,7 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain import durable
+from llmtrain.config.binding import binding_values, changes
+from llmtrain.config.binding import refused as not_accepted
+from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
+from llmtrain.rundir import contents, lock
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
 
 _FORGETFUL = {
@@ -116,8 +121,6 @@ def _shared(system: FileSystem, found: str, case: Case) -> Verdict:
 
 def _probes(folder: Path) -> Iterator[Verdict]:
     """In an empty directory. Raises OSError if the disk refuses."""
-    from llmtrain import durable
-
     start = time.perf_counter()
     for content in (b"one", b"two"):
         durable.write(folder / "file", content)
@@ -153,11 +156,6 @@ def _lock(path: Path) -> Verdict:
 
 def _run_there(case: Case) -> Iterator[Verdict]:
     """A run that lives in the directory already: another config's, or alive."""
-    from llmtrain.config.binding import binding_values, changes
-    from llmtrain.config.binding import refused as not_accepted
-    from llmtrain.config.load import load_config
-    from llmtrain.rundir import contents, lock
-
     assert case.config is not None
     try:
         contents.check(case.run_dir)

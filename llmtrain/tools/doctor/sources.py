@@ -14,14 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
 from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.data.remote.request import AttemptError, awaited
+from llmtrain.data.survey import survey
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
+from llmtrain.tools.doctor.place import existing, room
+from llmtrain.types import Spec
 
 if TYPE_CHECKING:
     from llmtrain.model.tokenizer import SpecialTokens
-    from llmtrain.types import Spec
 
 ANSWER_SECONDS = 30.0
 _MODEL_SECONDS = 60.0  # transformers asks several times by itself, and imports take a while
@@ -70,8 +74,6 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     seconds: how long the Hub may stay silent. Raises UserError for what is wrong with a source,
     RunError if the Hub does not answer.
     """
-    from llmtrain.data.survey import survey
-
     assert case.config is not None
     _quiet_hub()
     workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
@@ -134,9 +136,7 @@ def model(describe: Describe) -> Verdict:
 
 def disk(case: Case, describe: Describe) -> Verdict:
     """Room for the checkpoints that the run keeps. Raises UserError if there is too little."""
-    from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
     from llmtrain.distributed.engines.state import bytes_of
-    from llmtrain.tools.doctor.place import existing, room
 
     assert case.config is not None
     there, _ = describe()
@@ -161,8 +161,6 @@ def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> 
     run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
     Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
     """
-    from llmtrain.data.remote.request import AttemptError, awaited
-
     _quiet_hub()
     try:
         return awaited(lambda: _described(config, run_dir), seconds, None)

@@ -20,9 +20,13 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.checkpoint import format as form
 from llmtrain.config.secrets import hider
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.rundir.lock import NAME, RunLock, is_held, lives_here, read
+from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.command import checked_run_dir, shown
+from llmtrain.training.stop.signals import GRACE
 
 if TYPE_CHECKING:
     import psutil
@@ -107,7 +111,6 @@ def supervise(
     and nothing is started any more. Raises UserError before the first start if the config is wrong,
     says another run directory, or that is in use.
     """
-    from llmtrain.rundir.lock import RunLock
     from llmtrain.tools.launch.launch import passing_signals_on
 
     patience = patience or Patience(leave=_grace(os.environ) + 30.0)
@@ -165,14 +168,14 @@ def judge(
     changed: this start has written `status.json` · new_marks: what its ranks have left. Where no
     rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's failure.
     """
-    from llmtrain.rundir.failures import worst
+    from llmtrain.rundir import failures
 
     state, reason = status.get("state"), status.get("reason")
     if changed and state in ("finished", "stopped", "failed"):
         said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
         lost = (state, reason) == ("stopped", "launcher_lost")
         return Outcome(int(status.get("exit_code") or 0), said, lost)
-    left = worst(new_marks)
+    left = failures.worst(new_marks)
     if left is not None and left.is_cause:
         return Outcome(left.code, f"failed on rank {left.rank} ({_line(left.reason)})")
     if changed and state == "running":
@@ -195,8 +198,6 @@ def _start(
 ) -> Outcome:
     """Run the command once, and say how it ended when no rank of it is left."""
     from llmtrain.rundir import failures
-    from llmtrain.rundir.lock import RunLock
-    from llmtrain.rundir.status import read_status
     from llmtrain.tools.launch.launch import children, follow_parent, identity
 
     status, left, others = identity(run_dir), failures.seen(run_dir), children()
@@ -228,8 +229,6 @@ def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> 
     """
     import psutil
 
-    from llmtrain.rundir.lock import is_held
-
     def gone() -> bool:
         return not _ranks(run_dir, others) and not is_held(run_dir)
 
@@ -248,8 +247,6 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
     A run of one process has no RANK in its environment. Zombies are put to rest.
     """
     import psutil
-
-    from llmtrain.rundir.lock import NAME, lives_here, read
 
     holder = read(run_dir / NAME)
     locker = holder.pid if holder is not None and lives_here(holder) else None
@@ -296,15 +293,11 @@ def _spread(seconds: float) -> float:
 
 def _committed(run_dir: Path) -> frozenset[str]:
     """The names of all complete checkpoints."""
-    from llmtrain.checkpoint import format as form
-
     return frozenset(form.complete_names(run_dir / "checkpoints"))
 
 
 def _grace(environ: Mapping[str, str]) -> float:
     """What torch's launcher gives its ranks before it kills them."""
-    from llmtrain.training.stop.signals import GRACE
-
     said = environ.get(GRACE, "")
     return float(said) if said.isdigit() else 30.0
 

@@ -76,7 +76,7 @@ def test_another_failure_of_reading_passes(tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise RunError("the disk is gone", 75, "look")
 
-    monkeypatch.setattr("llmtrain.data.survey.survey", fail)
+    monkeypatch.setattr(sources, "survey", fail)
     with pytest.raises(RunError, match="the disk is gone"):
         sources.data(case(tmp_path))
 
