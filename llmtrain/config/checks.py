@@ -9,45 +9,36 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtrain.config import secrets
 from llmtrain.config.duration import GRAMMAR, seconds
+from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.model_fields import field_problems, type_problems
+from llmtrain.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from llmtrain.errors import Problem
 
-if TYPE_CHECKING:
-    from llmtrain.config.schema import (
-        CheckpointConfig,
-        Config,
-        DataConfig,
-        EvaluationConfig,
-        ModelConfig,
-        OptimizerConfig,
-        TrainingConfig,
-    )
-
+# What is wrong with some sections, and the names of these sections.
+Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
 
 
 def check(config: Config) -> list[Problem]:
     """Everything that a valid schema leaves open, for a Config that was not read from a file."""
-    return [
-        *secrets.problems(secrets.in_config(config.model_dump(by_alias=True))),
-        *check_model(config.model),
-        *check_length(config.model, config.data),
-        *check_packing(config.data),
-        *check_duration(config.training),
-        *check_micro_batch(config.training),
-        *check_warmup(config.optimizer),
-        *check_retention(config.checkpoint),
-        *check_best(config.checkpoint, config.data, config.evaluation),
-        *check_stop_after(config.checkpoint),
-        *check_resume(config.checkpoint),
-        *check_accepted(config.checkpoint),
-    ]
+    found = secrets.problems(secrets.in_config(config.model_dump(by_alias=True)))
+    section = dict(config)
+    for rule, names in RULES:
+        found += rule(*(section[name] for name in names))
+    return found
 
 
 def check_model(model: ModelConfig) -> list[Problem]:
@@ -193,8 +184,6 @@ def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
 
 def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:
     """Names that are no keys would accept nothing, silently."""
-    from llmtrain.config.keys import ITEM, all_keys
-
     known = {key.name for key in all_keys()}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2, 3)}
     problems = []
@@ -223,3 +212,18 @@ def _not_finite(key: str, value: object) -> Iterator[Problem]:
             yield from _not_finite(f"{key}.{index}", inner)
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(key, value, "a finite number")
+
+
+RULES: tuple[Rule, ...] = (
+    (check_model, ("model",)),
+    (check_length, ("model", "data")),
+    (check_packing, ("data",)),
+    (check_duration, ("training",)),
+    (check_micro_batch, ("training",)),
+    (check_warmup, ("optimizer",)),
+    (check_retention, ("checkpoint",)),
+    (check_best, ("checkpoint", "data", "evaluation")),
+    (check_stop_after, ("checkpoint",)),
+    (check_resume, ("checkpoint",)),
+    (check_accepted, ("checkpoint",)),
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +17,13 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from llmtrain.config import checks, secrets, yaml12
+from llmtrain.config.checks import Rule
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
 from llmtrain.config.schema import Config, Section
 from llmtrain.config.suggestions import guess, near_section
 from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 
 Tree = dict[str, Any]
-# What is wrong with some sections, and the names of these sections.
-Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 
 _INDEX = re.compile(r"[0-9]+")
 _HALF = {"fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"}
@@ -199,21 +198,7 @@ def _validate(
 
 def _partly(tree: Tree, broken: set[str | int], further: Sequence[Rule]) -> Iterator[Problem]:
     """The rules between keys, over those sections that are valid by themselves."""
-    rules: list[Rule] = [
-        (checks.check_model, ("model",)),
-        (checks.check_length, ("model", "data")),
-        (checks.check_packing, ("data",)),
-        (checks.check_duration, ("training",)),
-        (checks.check_micro_batch, ("training",)),
-        (checks.check_warmup, ("optimizer",)),
-        (checks.check_retention, ("checkpoint",)),
-        (checks.check_best, ("checkpoint", "data", "evaluation")),
-        (checks.check_stop_after, ("checkpoint",)),
-        (checks.check_resume, ("checkpoint",)),
-        (checks.check_accepted, ("checkpoint",)),
-        *further,
-    ]
-    for rule, names in rules:
+    for rule, names in (*checks.RULES, *further):
         if broken.isdisjoint(names):
             yield from rule(*(_section(tree, name) for name in names))
 
