@@ -53,9 +53,9 @@ def ran(path: Path) -> dict[str, Any]:
     """The run in a process of its own, twice; what it said and its lines of checkpoints."""
     command = [sys.executable, __file__, str(path)]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    from llmtrain.rundir import record
+    from llmtrain.rundir import contents, record
 
-    lines = record.read(path.parent / "run" / record.FILE_NAME)
+    lines = record.read(path.parent / "run" / contents.METRICS)
     saves = [line for line in lines if line["kind"] == "checkpoint"]
     steps = [line["seconds"] for line in lines if line["kind"] == "train"]
     return {"saves": saves, "step_seconds": steps, **json.loads(told.splitlines()[-1])}
@@ -83,7 +83,7 @@ def main() -> None:
     """Two starts of one config: the second has one more step to make, so it resumes."""
     from llmtrain import load_config, train
     from llmtrain.checkpoint import read
-    from llmtrain.training.run.run import Run
+    from llmtrain.training import loop
 
     path = Path(sys.argv[1])
     steps = json.loads(path.read_text())["training"]["steps"]
@@ -92,14 +92,14 @@ def main() -> None:
         train(load_config(path))
         for name in ("find", "fill"):
             setattr(read, name, timed(getattr(read, name), told))
-        begin, began = Run.begin, (time.perf_counter(), time.process_time())
+        begin, began = loop.begin, (time.perf_counter(), time.process_time())
 
-        def noted(run: Run, step: int) -> None:
+        def noted(run: Any, step: int) -> None:
             told.setdefault("start", time.perf_counter() - began[0])
             told.setdefault("start_cpu", time.process_time() - began[1])
             begin(run, step)
 
-        Run.begin = noted  # type: ignore[method-assign]  # the only place that knows
+        loop.begin = noted  # the only place that knows
         train(load_config(path, [f"training.steps={steps + 1}"]))
     print(json.dumps({"resumed": told}))
 

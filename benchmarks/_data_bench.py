@@ -35,7 +35,8 @@ class Bench:
     """A prepared run: its tokenizer, and manifests of it in several forms."""
 
     def __init__(self, data: Path, tokenizer: Path, folder: Path, sizes: Sizes) -> None:
-        from llmtrain.training.start.prepare import TOKENIZER, prepare
+        from llmtrain.rundir.contents import TOKENIZER
+        from llmtrain.training.start.prepare import prepare
 
         self.data, self.gpt2, self.folder, self.sizes = data, tokenizer, folder, sizes
         prepare(self.config(), folder, 1, None)

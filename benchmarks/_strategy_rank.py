@@ -15,11 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
-from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run.run import Run
 from llmtrain.training.step import update
 from llmtrain.types import Batch, Flags, StepVector
 
@@ -98,7 +96,7 @@ def train(case: Case, output: Path) -> None:
     run = run_of(case, launched, sent)
     for step in range(STEPS):
         world = launched.ranks.world_size
-        vocabulary = run.unwrapped.config.vocab_size
+        vocabulary = run.built.bare.config.vocab_size
         update(run, share(step, launched.ranks.rank, world, vocabulary), min(1.0, (step + 1) / 5))
     if launched.ranks.rank == 0:
         output.write_text(json.dumps({"case": asdict(case), "steps": sent}))
@@ -115,25 +113,22 @@ def run_of(case: Case, launched: Launched, sent: list[tuple[float, float]]) -> A
     def send(sums: StepVector, norm: torch.Tensor) -> None:
         sent.append((float(sums["loss_sum"] / sums.tokens), float(norm)))
 
-    run = SimpleNamespace(
+    manifest = SimpleNamespace(always_full=False, labels=("all",))
+    micro_batch_size = ROWS // launched.ranks.world_size // case.micro
+    return SimpleNamespace(
         ranks=launched.ranks,
         device=launched.device,
         engine=launched.engine,
         model=prepared,
-        unwrapped=bare,
-        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
-        micro_batch_size=ROWS // launched.ranks.world_size // case.micro,
+        data=SimpleNamespace(manifest=manifest),
+        built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size),
         max_grad_norm=1.0,
-        labels=("all",),
-        data_failed=False,
-        flags=Flags,
+        feed=SimpleNamespace(failed=False),
+        signals=SimpleNamespace(reason=None),
+        requests=SimpleNamespace(flags=lambda reason: Flags()),
         meter=SimpleNamespace(send=send),
-        checkpoints=SimpleNamespace(wait_snapshot=lambda: None),
-        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
+        checkpoints=SimpleNamespace(wait_snapshot=lambda: None, flags=dict),
     )
-    run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
-    run.micro_batches = lambda batch: Run.micro_batches(run, batch)
-    return run
 
 
 def accumulate(output: Path) -> None:

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import llmtrain
-from llmtrain.rundir import record
+from llmtrain.rundir import contents, record
 
 SEQ_LEN, BATCH, WARMUP, PEAK, FLOOR = 256, 32, 30, 2e-3, 0.1
 SHAPE = {
@@ -174,7 +174,7 @@ def main() -> None:
 
 def compare(run_dir: Path, losses: list[float], held: dict[int, float]) -> dict[str, Any]:
     """Both curves side by side."""
-    lines = record.read(run_dir / record.FILE_NAME)
+    lines = record.read(run_dir / contents.METRICS)
     ours = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
     evals = {line["step"]: line for line in lines if line["kind"] == "eval"}
     gaps = [abs(ours[step] - loss) for step, loss in enumerate(losses, 1)]

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import llmtrain
 from llmtrain.hashing import mix, permutation
+from llmtrain.training import loop
 from llmtrain.training.run.run import Run
 
 SHAPE = {
@@ -106,7 +107,7 @@ def bare(turns: Turns, name: str, model: Any, batches: Iterator[torch.Tensor], s
 
 def ours(turns: Turns, name: str, config: Any) -> float:
     """llmtrain's own `train`; a step lasts from one `begin` to the next."""
-    original, finish = Run.begin, Run.finish
+    original, finish = loop.begin, loop.finish
 
     def begin(run: Run, step: int) -> None:
         if step > 1:
@@ -118,7 +119,7 @@ def ours(turns: Turns, name: str, config: Any) -> float:
         turns.done(name)
         return finish(run)
 
-    Run.begin, Run.finish = begin, end  # type: ignore[method-assign]
+    loop.begin, loop.finish = begin, end
     llmtrain.train(config)
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines if '"train"' in line][-1]

@@ -7,7 +7,6 @@ errors do not wait for torch.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def train(config: Config) -> Result:
         try:
             return run(config)
         except StoppedEarlyError as stopped:
-            return Result(Path(str(config.run.dir)), "stopped", 0, stopped.reason, stopped.step)
+            return Result(config.run_dir, "stopped", 0, stopped.reason, stopped.step)
 
 
 def _take_up_faults() -> list[Problem]:

@@ -275,6 +275,27 @@ class StepVector:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """loss: nats per scored token · bits_per_byte over the UTF-8 bytes of the scored documents."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    documents: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the text that follows it."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers:
     """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`).
 

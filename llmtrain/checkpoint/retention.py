@@ -19,6 +19,7 @@ from typing import Any
 
 from llmtrain import durable, faults, heartbeat
 from llmtrain.checkpoint import format as form
+from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError
 
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
@@ -33,6 +34,11 @@ class Policy:
     keep_last: int
     keep_every: int
     keep_best: int
+
+    @staticmethod
+    def of(asked: CheckpointConfig) -> Policy:
+        """What a config keeps."""
+        return Policy(asked.keep_last, asked.keep_every, asked.keep_best)
 
 
 def clean(root: Path) -> list[str]:

@@ -34,14 +34,15 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     try:
         import llmtrain
         from llmtrain.config.load import load_checked
+        from llmtrain.rundir import contents
         from llmtrain.training.start import preflight
         from llmtrain.training.stop.signals import install
 
         install()  # until the end: a signal while the report is written finds the run ended
         rules = preflight.rules_of_this_process(config_file, os.environ)
         config = load_checked(config_file, overrides, rules)
-        run_dir = Path(config.run.dir or "")
-        log = run_dir / "logs" / f"rank-{_rank()}.log"
+        run_dir = config.run_dir
+        log = contents.log_file(run_dir, _rank())
         _end_again(run_dir, config)
         with _marked(run_dir, config):
             result = llmtrain.train(config)

@@ -6,6 +6,7 @@ Defaults stand here and nowhere else. The sentences feed the help and the refere
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -317,3 +318,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run lives; `load_config` always fills `run.dir` in."""
+        assert self.run.dir is not None
+        return Path(self.run.dir)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer updates of the whole run; `training.epochs` has become steps by then."""
+        assert self.training.steps is not None
+        return self.training.steps

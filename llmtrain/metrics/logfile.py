@@ -24,8 +24,7 @@ _BUFFERED_LINES = 10_000
 class LogFile:
     """Takes over the root logger from its making until `close`."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._hide = secrets.hider(os.environ)
         self._root = logging.getLogger()
         self._ours = logging.getLogger("llmtrain")
@@ -41,11 +40,10 @@ class LogFile:
         logging.captureWarnings(True)
         _quiet_libraries()
 
-    def open(self, run_dir: Path) -> None:
-        """Write to `run_dir`/logs from now on, what was kept in memory first."""
-        directory = run_dir / "logs"
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = logging.FileHandler(directory / f"rank-{self._rank}.log", encoding="utf-8")
+    def open(self, path: Path) -> None:
+        """Write to `path` from now on, what was kept in memory first."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(_Formatter(self._hide))
         self._buffer.setTarget(self._file)
         self._buffer.flush()

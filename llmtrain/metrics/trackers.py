@@ -21,7 +21,6 @@ from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError, needed_on_disk
 
-FILE_NAME = "trackers.json"
 RETRY_EVERY = 100
 
 Name = Literal["tensorboard", "wandb"]
@@ -128,17 +127,19 @@ def check_installed(names: Iterable[Name]) -> None:
 
 
 def open_trackers(
-    names: Sequence[Name], run_dir: Path, config: Mapping[str, Any], step: int, report: Report
+    names: Sequence[Name], ids_file: Path, config: Mapping[str, Any], step: int, report: Report
 ) -> Trackers:
     """Open the trackers of a run, or go on with those that an earlier start opened.
 
-    step: the last finished one; TensorBoard forgets what an earlier start wrote after it.
+    ids_file: in the run directory, into which they write, too
+    step: the last finished one; TensorBoard forgets what an earlier start wrote after it
+
     report(event, detail) is called for a failure and for a recovery. After `Accelerator()` only:
     accelerate's trackers ask its process state. Raises UserError for a missing package or a broken
-    `trackers.json`, RunError (74) when that cannot be written.
+    `ids_file`, RunError (74) when that cannot be written.
     """
     check_installed(names)
-    ids = _ids(names, run_dir)
+    ids, run_dir = _ids(names, ids_file), ids_file.parent
     hide = secrets.hider(os.environ)
     secretless = secrets.hidden(config, hide)
     trackers = [
@@ -150,12 +151,11 @@ def open_trackers(
     return Trackers(trackers, hide)
 
 
-def _ids(names: Sequence[Name], run_dir: Path) -> dict[str, str]:
+def _ids(names: Sequence[Name], path: Path) -> dict[str, str]:
     """One id a tracker. Written before the first use: a kill in between opens no second run.
 
     Raises UserError for a file that is not ours, RunError (74) when the disk refuses.
     """
-    path = run_dir / FILE_NAME
     kept = _kept(path)
     ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
     if ids != kept:

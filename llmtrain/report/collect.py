@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, UserError
-from llmtrain.rundir import record, status
+from llmtrain.rundir import contents, record, status
 
 Line = Mapping[str, Any]
 
@@ -66,17 +66,17 @@ class Curve:
 
 def collect(run_dir: Path) -> Tables:
     """Read a run directory. Raises UserError if it holds no `metrics.jsonl`."""
-    path = run_dir / record.FILE_NAME
+    path = run_dir / contents.METRICS
     if not path.is_file():
         problem = Problem(
             "RUN",
             run_dir,
-            f"a run directory, with {record.FILE_NAME} in it",
+            f"a run directory, with {contents.METRICS} in it",
             "give the directory that the config names as run.dir",
         )
         raise UserError(problem)
     lines = record.record(run_dir)
-    config = _text(run_dir / "config.yaml")
+    config = _text(run_dir / contents.CONFIG)
     history = final_history(lines)
     return Tables(
         name=run_dir.resolve().name,
@@ -154,7 +154,7 @@ def _end(lines: Sequence[Line]) -> Line | None:
 
 
 def _checkpoints(run_dir: Path, lines: Sequence[Line]) -> tuple[Checkpoint, ...]:
-    root = run_dir / "checkpoints"
+    root = run_dir / contents.CHECKPOINTS
     return tuple(Checkpoint(line, (root / str(line.get("name"))).is_dir()) for line in lines)
 
 

@@ -19,8 +19,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.progress import duration
 from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
 from llmtrain.report.figures import Drawn, Plan, draw, plan_figures
-
-FILE_NAME = "report.html"
+from llmtrain.rundir import contents
 
 _TABLE_ROWS = 60
 _SAMPLES = 40
@@ -44,7 +43,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises UserError if the directory holds no run or the file cannot be written.
     """
-    path = out or run_dir / FILE_NAME
+    path = out or run_dir / contents.REPORT
     page = render(collect(run_dir))
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -1,4 +1,4 @@
-"""What lies in a run directory, and of which kind each name must be.
+"""Every name in a run directory, and of which kind each must be.
 
 A directory in place of a file, or the other way round, would end a start with an error of the
 operating system, or let it train what it can never save. So a start looks at all names first.
@@ -11,7 +11,23 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.errors import Problem, UserError
+from llmtrain import durable
+from llmtrain.errors import Problem, UserError, needed_on_disk
+
+CONFIG = "config.yaml"
+AUTO = "auto.json"
+MANIFEST = "manifest.json"
+STATUS = "status.json"
+TRACKERS = "trackers.json"
+METRICS = "metrics.jsonl"
+CURSORS = "cursors.jsonl"
+HELDOUT = "eval.safetensors"
+REPORT = "report.html"
+LOCK = "lock"
+SHARED = ".shared"  # one name, so that a killed start leaves at most one file
+STOP, SAVE = "STOP", "SAVE"
+TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
+ANEW = "anew"  # the tokenizer and manifest that take the place of the run's, until they do
 
 _FOLDER, _FILE = "a directory", "a regular file"
 # Folder, names in it, what they are. Where nothing lies there is nothing to say.
@@ -64,3 +80,17 @@ def _what(path: Path) -> str | None:
     if stat.S_ISDIR(mode):
         return _FOLDER
     return _FILE if stat.S_ISREG(mode) else "neither: a pipe, a device or the like"
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """The log of one rank."""
+    return run_dir / LOGS / f"rank-{rank}.log"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file: it is there as a whole or not at all, after a kill too.
+
+    Raises RunError 74 when the disk refuses.
+    """
+    with needed_on_disk(path):
+        durable.write(path, data)

@@ -29,6 +29,7 @@ from llmtrain.config import secrets
 from llmtrain.config.binding import config_digest_values
 from llmtrain.config.schema import Config
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, UserError
+from llmtrain.rundir.contents import LOGS
 from llmtrain.rundir.lock import start_time
 
 LOOK_SECONDS = 2.0
@@ -203,11 +204,11 @@ def _others(run_dir: Path, world_size: int) -> Mark | None:
 
 
 def _path(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"rank-{rank}.failed"
+    return run_dir / LOGS / f"rank-{rank}.failed"
 
 
 def _ranks(run_dir: Path) -> list[int]:
-    names = [path.name for path in (run_dir / "logs").glob("rank-*.failed")]
+    names = [path.name for path in (run_dir / LOGS).glob("rank-*.failed")]
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 

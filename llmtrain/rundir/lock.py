@@ -31,10 +31,10 @@ from typing import Self
 
 from llmtrain import durable, faults
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.rundir.contents import LOCK
 
 BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
-NAME = "lock"
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -87,7 +87,7 @@ class RunLock:
         self.takeover: Takeover | None = None
         self.lost: str | None = None
         self.made_again = 0
-        self._path = run_dir / NAME
+        self._path = run_dir / LOCK
         self._holder = Holder(socket.gethostname(), boot_id(), os.getpid(), None, run_id)
         self._beat_seconds = beat_seconds
         self._wait = wait
@@ -235,7 +235,7 @@ class RunLock:
 def is_held(run_dir: Path) -> bool:
     """Whether a process has the lock now, as far as this machine can tell; nothing is changed."""
     try:
-        descriptor = os.open(run_dir / NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
@@ -245,7 +245,7 @@ def is_held(run_dir: Path) -> bool:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        holder = read(run_dir / NAME)
+        holder = read(run_dir / LOCK)
         return holder is not None and lives_here(holder)
     finally:
         os.close(descriptor)

@@ -22,8 +22,7 @@ from typing import Any
 from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.errors import RunError, needed_on_disk
-
-FILE_NAME = "metrics.jsonl"
+from llmtrain.rundir.contents import METRICS
 
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 16
@@ -37,7 +36,7 @@ class Lines:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / FILE_NAME
+        self._path = run_dir / METRICS
         self._hide = secrets.hider(os.environ)
         self._unwritten = b""
         self._start = b""  # this start's line of kind `start`
@@ -125,7 +124,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def record(run_dir: Path) -> list[dict[str, Any]]:
     """As `read`, the record of a run: a line without its kind, time and step is left out too."""
-    path, found = run_dir / FILE_NAME, []
+    path, found = run_dir / METRICS, []
     for line in read(path):
         if _is_of_record(line):
             found.append(line)

@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain import durable
+from llmtrain.rundir import contents
 
 # In the order in which they are written: the manifest is the last, since it rests on the others.
 _NEEDED = (
-    "config.yaml",
-    "auto.json",
-    "trackers.json",
-    "tokenizer",
-    "eval.safetensors",
-    "manifest.json",
+    contents.CONFIG,
+    contents.AUTO,
+    contents.TRACKERS,
+    contents.TOKENIZER,
+    contents.HELDOUT,
+    contents.MANIFEST,
 )
 _CHUNK_BYTES = 1 << 24
 

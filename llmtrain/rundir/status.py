@@ -13,11 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import needed_on_disk
-
-FILE_NAME = "status.json"
+from llmtrain.rundir.contents import STATUS, write_atomically
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -76,7 +73,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     nothing of the run depends on it.
     """
     try:
-        value = json.loads((run_dir / FILE_NAME).read_bytes())
+        value = json.loads((run_dir / STATUS).read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return {}
     found = value if isinstance(value, dict) else {}
@@ -95,7 +92,6 @@ def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
         **secrets.hidden(fields, secrets.hider(os.environ)),
         "updated": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
-    path = run_dir / FILE_NAME
-    with needed_on_disk(path):
-        durable.write(path, (json.dumps(fields, indent=2) + "\n").encode())
+    path = run_dir / STATUS
+    write_atomically(path, (json.dumps(fields, indent=2) + "\n").encode())
     return fields

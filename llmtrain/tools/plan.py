@@ -278,7 +278,7 @@ def _precision(config: Config, hardware: Hardware) -> str:
 def _kept(config: Config, steps: int | None) -> int:
     """How many checkpoints are there at once."""
     keep = config.checkpoint
-    return most_at_once(Policy(keep.keep_last, keep.keep_every, keep.keep_best), steps or 0)
+    return most_at_once(Policy.of(keep), steps or 0)
 
 
 def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:

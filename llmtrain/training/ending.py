@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.distributed.ranks import ControlGroup, lost_peer, peer_lost, refuse
@@ -20,11 +19,11 @@ from llmtrain.rundir import failures
 from llmtrain.training import saving
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.journal import Journal
+from llmtrain.training.run.run import Run
+from llmtrain.training.run_state import documents_met
+from llmtrain.training.step import flags
 from llmtrain.training.stop.signals import Signals
 from llmtrain.types import Flags
-
-if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +48,20 @@ class StoppedEarlyError(Exception):
         self.step = step
 
 
+def finish(run: Run) -> Result:
+    """The end line and the last status."""
+    finished = run.due.finished(run.step)
+    state = "finished" if finished else "stopped"
+    ended = "data_ended" if run.due.data_ended else None
+    reason = ended if finished else run.due.stop_reason
+    for label, met in documents_met(run).items():
+        tell_of_documents(run.journal, run.step, label, met)
+    run.requests.stopped()
+    run.journal.end(state, 0, reason)
+    _log.info("%s at step %d%s", state, run.step, f" ({reason})" if reason else "")
+    return Result(run.run_dir, state, 0, reason, run.step)
+
+
 def tell_of_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
     """Events for what was left out of a source, and for documents with characters that are no
     UTF-8: those were trained on, with U+FFFD in their place. met: as in `Block.counts`.
@@ -67,17 +80,18 @@ def end_without_data(run: Run, step: int) -> None:
     document is lost; behind a bad unit or a defect nothing is. Where a stop had cut the waiting
     short, that is the reason.
     """
-    vote = run.ranks.vote(run.data_error)
-    run.put_back(step)
+    vote = run.ranks.vote(run.feed.error)
+    run.feed.put_back(step)
+    run.journal.step = run.step
     curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
-    stops = agreed_stop(run.ranks, run.flags())
+    stops = agreed_stop(run.ranks, flags(run))
     saving.commit(run)  # of an earlier step, which no failure of this one can harm
     if curable and run.due.unsaved(run.step):
         saving.begin(run, run.step, stops[0] if stops else "data_failed", last=True)
     if curable and stops:
         run.requests.stopped()
         raise StoppedEarlyError(stops[0], run.step)
-    refuse(vote, run.data_error)
+    refuse(vote, run.feed.error)
 
 
 def asked_to_stop(signals: Signals) -> str | None:
@@ -86,8 +100,8 @@ def asked_to_stop(signals: Signals) -> str | None:
     return reason if reason in (None, "launcher_lost") else "signal"
 
 
-def heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None:
-    """Between the stages of a start, which take their time: a stop that any rank was asked for."""
+def _heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None:
+    """Raise StoppedEarlyError if any rank was asked to stop."""
     reason = signals.reason
     lost = reason == "launcher_lost"
     stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
@@ -97,18 +111,21 @@ def heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None
 
 @contextmanager
 def stoppable(ranks: ControlGroup, signals: Signals, journal: Journal) -> Iterator[None]:
-    """Where a stop cut short the waiting for the Hub, or the reading of a checkpoint, it is why.
+    """A stage of a start, which takes its time: a stop that any rank was asked for ends it.
 
-    Either failure is one of all ranks, so all of them can say whether they were stopped.
+    Either in front of the stage, or as the reason why the waiting for the Hub or the reading of a
+    checkpoint was cut short: either failure is one of all ranks, so all of them can say whether
+    they were stopped.
     """
+    _heed_a_stop(ranks, signals, journal)
     try:
         yield
     except StoppedError as stopped:
-        heed_a_stop(ranks, signals, journal)  # which of several reasons outranks the others
+        _heed_a_stop(ranks, signals, journal)  # which of several reasons outranks the others
         raise StoppedEarlyError(stopped.reason, journal.step) from stopped
     except RunError as error:
         if error.exit_code == RESTARTABLE:
-            heed_a_stop(ranks, signals, journal)
+            _heed_a_stop(ranks, signals, journal)
         raise
 
 
@@ -145,7 +162,7 @@ def _why_gone(run_dir: Path) -> tuple[int, str] | None:
 
 
 @contextmanager
-def recorded(journal: Journal, config: str) -> Iterator[None]:
+def record_end(journal: Journal, config: str) -> Iterator[None]:
     """Whatever ends the run stands in its log, its record and its status.
 
     config: its digest. First of all a rank that fails leaves its mark.

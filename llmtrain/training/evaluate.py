@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from llmtrain import faults, heartbeat
+from llmtrain.data.heldout import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
-
-if TYPE_CHECKING:
-    from llmtrain.data.heldout import HeldOut
-    from llmtrain.training.run.run import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """loss: nats per scored token · bits_per_byte over the UTF-8 bytes of the scored documents."""
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    tokens: int
-    bytes: int
-    documents: int
-    seconds: float
+from llmtrain.training.run.run import Run
+from llmtrain.training.step import flags, hide
+from llmtrain.types import Evaluation
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -47,14 +32,14 @@ def evaluate(run: Run) -> Evaluation | None:
         for round_ in range(rounds(heldout, run)):
             faults.hit("eval.batch", step=run.step)
             heartbeat.beat("a batch of the evaluation")
-            stops = agreed_stop(run.ranks, run.flags())
+            stops = agreed_stop(run.ranks, flags(run))
             if stops:
                 run.due.ask(stops)
                 return None
             ids, labels, starts = round_blocks(heldout, run, round_)
             inputs = on(run.device, ids[:, :-1].astype(np.int64))
             targets = on(run.device, labels)
-            hidden = run.documents(starts) if run.data.manifest.document_mask else {}
+            hidden = hide(run, starts) if run.data.manifest.document_mask else {}
             scored[0] += run.model(inputs, targets, **hidden)
             scored[1] += (targets != -100).sum()
     nll, tokens = sum_over_ranks(scored).tolist()
@@ -71,19 +56,16 @@ def evaluate(run: Run) -> Evaluation | None:
 
 def rounds(heldout: HeldOut, run: Run) -> int:
     """Forwards that every rank makes."""
-    return math.ceil(
-        heldout.num_blocks(run.config.data.seq_len) / (run.ranks.world_size * run.micro_batch_size)
-    )
+    at_once = run.ranks.world_size * run.built.micro_batch_size
+    return math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
 
 
 def round_blocks(
     heldout: HeldOut, run: Run, round_: int
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """This rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of one round."""
-    first = round_ * run.micro_batch_size
-    mine = [
-        run.ranks.rank + run.ranks.world_size * (first + k) for k in range(run.micro_batch_size)
-    ]
+    size = run.built.micro_batch_size
+    mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
     blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]
     ids, labels, starts = zip(*blocks, strict=True)
     return np.stack(ids), np.stack(labels), list(starts)

@@ -6,12 +6,13 @@ Order at a boundary: receive numbers, log what has arrived, evaluate, save, stop
 from __future__ import annotations
 
 from llmtrain.config.schema import Config
-from llmtrain.training.ending import Result
+from llmtrain.training.ending import Result, finish
 from llmtrain.training.evaluate import evaluate
-from llmtrain.training.run.run import open_run
 from llmtrain.training.sample import sample
+from llmtrain.training.saving import save
 from llmtrain.training.schedule import learning_rate_factor
-from llmtrain.training.step import update
+from llmtrain.training.start.open import start_run
+from llmtrain.training.step import begin, update
 
 
 def train(config: Config) -> Result:
@@ -21,17 +22,17 @@ def train(config: Config) -> Result:
     a step without trained tokens, in a bad unit or row), RunError for what the machine did. Returns
     once the last checkpoint is on disk.
     """
-    with open_run(config) as run:  # everything built, state resumed
+    with start_run(config) as run:  # everything built, state resumed
         if run.due.evaluation(run.step):  # the base line, or one that a stop left out
             run.log.evaluation(run.step, evaluate(run))
             run.log.samples(run.step, sample(run))
         for step in range(run.step + 1, run.steps + 1):
             if run.due.stop(run.step):  # signal, STOP file, lost launcher: the same on all ranks
                 break
-            run.begin(step)  # the clock
-            batch = run.next_batch()  # this rank's blocks of one step
+            begin(run, step)  # the clock; the state to return to if data fails
+            batch = run.feed.next_batch()  # this rank's blocks of one step
             update(run, batch, learning_rate_factor(config.optimizer, run.steps, step))
-            run.advance(step, batch)  # only now do these blocks count as consumed
+            run.feed.advance(step, batch)  # only now do these blocks count as consumed
 
             for numbers in run.meter.receive(step, run.due):
                 run.log.training(numbers)  # of step - 1, which may make a stop due;
@@ -40,5 +41,5 @@ def train(config: Config) -> Result:
                 run.log.evaluation(step, evaluate(run))  # still due if a stop cut it off;
                 run.log.samples(step, sample(run))  # then there are no samples either
             if run.due.checkpoint(step):  # at a stop and at the last step too
-                run.save(step)
-        return run.finish()  # end line and status; nothing is left to do
+                save(run, step)
+        return finish(run)  # end line and status; nothing is left to do

@@ -8,17 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from llmtrain.config.binding import binding_values
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
+from llmtrain.rundir import contents
 from llmtrain.training.run import rng
-
-if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
+from llmtrain.training.run.run import Run
 
 FORMAT = 1
 
@@ -27,7 +26,7 @@ def gathered(run: Run, step: int) -> list[dict[str, Any]]:
     """What only each rank knows, at rank 0; an empty list elsewhere."""
     before = run.data.state
     cursors = contribution(
-        run.cursors,
+        run.feed.cursors,
         before.cursors.shape[:2],
         first_block=before.next_block,
         next_block=step * run.config.training.global_batch_size,
@@ -35,7 +34,7 @@ def gathered(run: Run, step: int) -> list[dict[str, Any]]:
         world_size=run.ranks.world_size,
     )
     states = rng.capture(run.device).to_json()
-    mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.counts}
+    mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.feed.counts}
     return [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
 
 
@@ -62,7 +61,7 @@ def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
 def note_cursors(run: Run, step: int, line: bytes) -> None:
     """The stream's state at every save, which outlives the checkpoints that are deleted."""
     try:
-        with (run.run_dir / "cursors.jsonl").open("ab") as file:
+        with (run.run_dir / contents.CURSORS).open("ab") as file:
             file.write(line)
     except OSError as error:  # the checkpoint itself is complete
         run.journal.event("cursors_not_noted", step, reason=str(error))
@@ -73,7 +72,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
     bound = binding_values(run.config)
     trainer_state = {
         "format": FORMAT,
-        "run_id": run.run_id,
+        "run_id": run.processes.run_id,
         "step": step,
         "tokens": run.meter.tokens,
         "sources": dict(run.meter.sources),
@@ -81,7 +80,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "weights": run.data.manifest.weights,
         "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
         "config": bound,
-        "strategy": run.strategy,
+        "strategy": run.processes.launched.strategy,
         "world_size": run.ranks.world_size,
         "device": run.device.type,
         "rng": [one["rng"] for one in heard],
@@ -90,14 +89,14 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "skipped_in_a_row": run.guards.skipped_in_a_row,
         "patience": None,
         "ended": run.due.data_ended,
-        "auto": json.loads(run.auto.to_bytes()),
-        "versions": run.versions,
+        "auto": json.loads(run.processes.auto.to_bytes()),
+        "versions": run.processes.versions,
     }
     return {
         "trainer_state.json": _encoded(trainer_state),
-        **state.index(run.spec),
-        **model_files(run.unwrapped),
-        **_tokenizer_files(run.run_dir / "tokenizer"),
+        **state.index(run.built.spec),
+        **model_files(run.built.bare),
+        **_tokenizer_files(run.run_dir / contents.TOKENIZER),
     }
 
 
@@ -121,7 +120,7 @@ def _encoded(value: Any) -> bytes:
 
 def documents_met(run: Run) -> dict[str, dict[str, int]]:
     """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
-    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.counts).encode())]
+    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.feed.counts).encode())]
     return _added(run.data.state.counts, heard) if heard else {}
 
 

@@ -6,30 +6,18 @@ that it also works where each of them holds only a part of the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from llmtrain import heartbeat
 from llmtrain.hashing import mix
-
-if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
+from llmtrain.training.run.run import Run
+from llmtrain.types import Sample
 
 _NEW_TOKENS = 64
 _TEMPERATURE = 0.5  # a model that is still learning says little that is likely
 _SEED_STREAM = 8  # of `mix`
 _NOTHING = -1  # no token's id
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A prompt and the text that follows it."""
-
-    prompt: str
-    text: str
 
 
 def sample(run: Run) -> list[Sample]:

@@ -14,84 +14,44 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.checkpoint import collect, filesystem, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import Extents, complete_names
+from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import from_rank_zero, on_rank_zero
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.metrics import memory
+from llmtrain.rundir import contents
+from llmtrain.training.run.flight import Flight, Saves
 from llmtrain.training.run.guards import check_replicas
+from llmtrain.training.run.run import Run
 from llmtrain.training.run_state import cursors_line, gathered, note_cursors, small_files
-from llmtrain.training.start.announce import warn_of_grace
-from llmtrain.training.start.processes import policy
+from llmtrain.training.stop.signals import grace_warning
 from llmtrain.types import Failure, Piece
 
-if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
+_log = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW = 3
 _SPARE = 1.1  # of the host memory that a copy takes: the training goes on beside it
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A checkpoint between begin and commit.
-
-    cursors: the line of `cursors.jsonl`, at rank 0 · last: this start makes no step after it ·
-    blocked: seconds that the training has waited for it so far, but for those that its writer
-    counts · extents, error: of one written in line.
-    """
-
-    step: int
-    reason: str
-    begun: write.Begun
-    cursors: bytes
-    last: bool
-    blocked: float
-    beside: bool
-    extents: Extents = field(default_factory=dict)
-    error: BaseException | None = None
-
-
-@dataclass(slots=True)
-class Saves:
-    """How this start writes checkpoints, and the one that is in flight.
-
-    writer: None where all is written in line · sent: rank 0 writes what the others hold parts of,
-    which takes collectives and so is done in line · dealt: what all hold is shared out · kept: what
-    lay there after the last retention (rank 0).
-    """
-
-    writer: Writer | None
-    sent: bool
-    dealt: bool
-    flight: Flight | None = None
-    kept: set[str] = field(default_factory=set)
-    failed_in_a_row: int = 0
-    has_room: bool = False
-    grace_told: bool = False
-
-    def wait_snapshot(self) -> None:
-        """Until what is saved was copied: an update may not change it before."""
-        if self.writer is not None:
-            self.writer.wait_snapshot()
-
-    def flags(self) -> dict[str, bool]:
-        """What this rank's writer has to say in the step's vector."""
-        state = self.writer.state if self.writer and self.flight and self.flight.beside else "idle"
-        return {"writer_ready": state == "ready", "writer_failed": state == "failed"}
+def save(run: Run, step: int) -> None:
+    """Complete the checkpoint in flight, then save the state after `step` if that is due."""
+    commit(run)
+    if run.due.begins(step):
+        begin(run, step, run.due.reason(step), last=run.due.stop(step))
 
 
 def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
@@ -108,8 +68,9 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     begun, cursors = _begun(run, step, gathered(run, step))
     if isinstance(begun, write.Failed):
         run.due.ended(step, saved=False)
-        return _failed(run, step, begun.failures, last=last)
-    pieces = run.engine.pieces(run.spec, writing=True, dealt=run.checkpoints.dealt)
+        _tell_failure(run, step, begun.failures, last=last)
+        return
+    pieces = run.engine.pieces(run.built.spec, writing=True, dealt=run.checkpoints.dealt)
     writer = _writer(run, step)
     extents, error = ({}, None) if writer else _written(run, begun, pieces)
     blocked = time.perf_counter() - started
@@ -119,7 +80,6 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
         writer.submit(begun, pieces, _changed_by_forward(run))
     if last or not writer:
         commit(run)
-    return None
 
 
 def commit(run: Run) -> None:
@@ -127,7 +87,7 @@ def commit(run: Run) -> None:
     saves = run.checkpoints
     flight, saves.flight = saves.flight, None
     if flight is None:
-        return None
+        return
     if flight.beside:  # begun at an earlier step
         on_rank_zero(run.ranks, run.journal.check_directory)
     error, extents, blocked = flight.error, flight.extents, flight.blocked
@@ -139,12 +99,12 @@ def commit(run: Run) -> None:
     done = write.commit(flight.begun, extents, error, run.ranks)
     run.due.ended(flight.step, saved=isinstance(done, write.Committed))
     if isinstance(done, write.Failed):
-        return _failed(run, flight.step, done.failures, last=flight.last)
-    _saved(run, flight, done, blocked + time.perf_counter() - started)
-    return None
+        _tell_failure(run, flight.step, done.failures, last=flight.last)
+    else:
+        _saved(run, flight, done, blocked + time.perf_counter() - started)
 
 
-def opened(config: Config, launched: Launched, run_dir: Path) -> Saves:
+def open_saves(config: Config, launched: Launched, run_dir: Path) -> Saves:
     """How a start writes: by its config, its strategy and what its run lies on."""
     keep, kind = config.checkpoint, family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -174,7 +134,8 @@ def _begun(
         error = caught
     if failures := run.ranks.vote(error).failures:
         return write.Failed(failures), b""
-    begun = write.begin(run.checkpoint_dir, step, run.spec, small, run.ranks, run.run_id)
+    root = run.run_dir / contents.CHECKPOINTS
+    begun = write.begin(root, step, run.built.spec, small, run.ranks, run.processes.run_id)
     return begun, cursors
 
 
@@ -195,7 +156,7 @@ def _writer(run: Run, step: int) -> Writer | None:
     saves = run.checkpoints
     if saves.writer is None or saves.has_room:  # its buffers are used again
         return saves.writer
-    pieces = run.engine.pieces(run.spec, writing=True, dealt=saves.dealt)
+    pieces = run.engine.pieces(run.built.spec, writing=True, dealt=saves.dealt)
     needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
     mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
     heard = [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
@@ -217,7 +178,7 @@ def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
 
 def _changed_by_forward(run: Run) -> frozenset[str]:
     """Buffers, which unlike weights and moments are not safe until the next update."""
-    return frozenset(name for name, _ in run.unwrapped.named_buffers())
+    return frozenset(name for name, _ in run.built.bare.named_buffers())
 
 
 def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:
@@ -243,17 +204,19 @@ def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> N
 
 def _retain(run: Run, step: int, new: str) -> None:
     """Delete what the policy does not keep; say what somebody else has deleted."""
-    saves, root = run.checkpoints, run.checkpoint_dir
+    saves, root = run.checkpoints, run.run_dir / contents.CHECKPOINTS
+    resumed_from = run.found.name if run.found else None
     try:
         for name in sorted(saves.kept - set(complete_names(root))):
             run.journal.event("checkpoint_missing", step, checkpoint=name)
-        gone = retention.apply(root, policy(run.config), run.run_id, run.resumed_from)
+        policy = Policy.of(run.config.checkpoint)
+        gone = retention.apply(root, policy, run.processes.run_id, resumed_from)
         saves.kept = {*complete_names(root), new} - {*gone}
     except OSError as error:  # the new one is complete; the next commit deletes what this did not
         run.journal.event("retention_failed", step, reason=str(error))
 
 
-def _failed(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -> None:
+def _tell_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -> None:
     """An event; an error when it was the third in a row, or no later save can make up for it."""
     run.checkpoints.failed_in_a_row += 1
     texts = "; ".join(str(failure) for failure in failures)
@@ -266,3 +229,11 @@ def _failed(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -
             DISK_FAILED,
             f"{first}, then give the same command again: it resumes from the newest checkpoint",
         )
+
+
+def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
+    """Say once, on rank 0, that the launcher will not wait for the save of a stop."""
+    text = grace_warning(save_seconds, step_seconds, os.environ)
+    if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
+        run.checkpoints.grace_told = True
+        _log.warning(text)

@@ -1,20 +1,31 @@
-"""One optimizer update: the second half of the page that `loop.py` begins."""
+"""One optimizer update: the second half of the page that `loop.py` begins, and its parts."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llmtrain import faults, heartbeat
+from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.model.attention import backend
+from llmtrain.model.documents import document_tensors, on
+from llmtrain.training.run.run import Run
 from llmtrain.types import SLOTS, Batch, Flags, StepVector
 
-if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
-
 _FLAGS = tuple(one.name for one in fields(Flags))  # each has a slot of its name
+
+
+def begin(run: Run, step: int) -> None:
+    """Start the clock of a step, and keep the state to return to if its data fails."""
+    faults.hit("loop.step", step=step)
+    run.feed.begin(step)
+    run.meter.begin(step)
+    run.signals.begin()
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:
@@ -23,23 +34,59 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     The gradient is that of the mean loss over all trained tokens of the step on all ranks, however
     the blocks are dealt out. DDP averages gradients over ranks, hence `world_size`.
     """
-    tokens = run.trained_tokens(batch)  # () on the device; constant where all blocks are full
+    tokens = trained_tokens(run, batch)  # () on the device; constant where all blocks are full
     scale = run.ranks.world_size / tokens.clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
-    micro_batches = run.micro_batches(batch)  # device tensors, each (B, T)
-    for index, micro_batch in enumerate(micro_batches):
+    forwards = micro_batches(run, batch)  # device tensors, each (B, T)
+    for index, micro_batch in enumerate(forwards):
         faults.hit("loop.micro")
         heartbeat.beat("a micro-batch")
-        with run.engine.micro(last=index == len(micro_batches) - 1):  # which reduces gradients
+        with run.engine.micro(last=index == len(forwards) - 1):  # which reduces gradients
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)
         loss_sum += loss.detach()
     heartbeat.beat("the reduction of a step")
-    sums = run.sum(step_vector(run, batch, loss_sum))  # fp64, the one reduction
+    sums = sum_vector(step_vector(run, batch, loss_sum))  # fp64, the one reduction
     run.engine.clip(sums, run.max_grad_norm)  # on the device, as is the skip below
     run.checkpoints.wait_snapshot()  # what is saved may still be copied from these weights
     run.engine.step(factor, sums)  # a non-finite update is never applied
     run.meter.send(sums, run.engine.norm(sums))  # received at the next boundary
+
+
+def trained_tokens(run: Run, batch: Batch) -> Tensor:
+    """() fp32 on the device: trained tokens of the step over all ranks."""
+    if run.data.manifest.always_full:
+        full = run.config.training.global_batch_size * run.config.data.seq_len
+        return torch.full((), float(full), device=run.device)
+    mine = torch.tensor(float(batch.trained_tokens), device=run.device)
+    return sum_over_ranks(mine)
+
+
+def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
+    """The step's forwards: keywords of `LossModule.forward`, tensors on the device."""
+    ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
+    labels = on(run.device, batch.labels)
+    size = run.built.micro_batch_size
+    parts = [slice(first, first + size) for first in range(0, len(ids), size)]
+    rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
+    if batch.starts is None:  # documents see each other
+        return rows
+    return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+
+
+def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What hides the documents of a micro-batch from each other. starts: as in `Batch`."""
+    return document_tensors(starts, run.config.data.seq_len, backend(run.built.bare), run.device)
+
+
+def sum_vector(vector: StepVector) -> StepVector:
+    """The step's reduction."""
+    return StepVector(sum_over_ranks(vector.data))
+
+
+def flags(run: Run) -> Flags:
+    """What this rank has to say to the others."""
+    return replace(run.requests.flags(run.signals.reason), **run.checkpoints.flags())
 
 
 def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
@@ -47,7 +94,8 @@ def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
     squares = run.engine.squares()
     bad = ~(torch.isfinite(loss_sum) & torch.isfinite(squares))
     device = torch.stack([loss_sum, squares, bad.double()])
-    said = host_part(batch, run.flags(), run.ranks.world_size, run.labels, failed=run.data_failed)
+    labels = run.data.manifest.labels
+    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=run.feed.failed)
     host = torch.tensor(said, dtype=torch.float64)
     if run.device.type == "cuda":
         host = host.pin_memory().to(run.device, non_blocking=True)

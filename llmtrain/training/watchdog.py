@@ -1,7 +1,7 @@
 """Notices that this process comes no further, says where it stands, and ends it in time.
 
-A thread that compares `pulse.read()` once a second, from the start of a run to its end. It counts
-its own looks and no clock, so a machine or a process that was suspended is no hang.
+A thread that compares `heartbeat.read()` once a second, from the start of a run to its end. It
+counts its own looks and no clock, so a machine or a process that was suspended is no hang.
 
     no progress ──300 s or 20 steps──► stacks and phase in logs/rank-R.log, event `no_progress`
                 ──10 s before distributed.timeout_minutes──► status, mark, exit code 75
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from llmtrain import heartbeat
 from llmtrain.errors import RESTARTABLE
-from llmtrain.rundir import failures
+from llmtrain.rundir import contents, failures
 from llmtrain.training.run.journal import Journal
 
 _TICK_SECONDS = 1.0
@@ -111,7 +111,7 @@ class Watchdog:
         return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
 
     def _log_file(self) -> Path:
-        return self._journal.run_dir / "logs" / f"rank-{self._rank}.log"
+        return contents.log_file(self._journal.run_dir, self._rank)
 
 
 @contextmanager

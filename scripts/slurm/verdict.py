@@ -27,7 +27,7 @@ def where(config_file: str, *overrides: str) -> str:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    return str(Path(str(config.run.dir)).absolute())
+    return str(config.run_dir.absolute())
 
 
 def seen(run_dir: str) -> str:

@@ -12,7 +12,7 @@ from helpers.launcher import ACCELERATE, CONFIGS, SCRIPT
 from helpers.ranks import ROOT, until
 from helpers.tiny import write_config
 
-from llmtrain.rundir import record
+from llmtrain.rundir import contents, record
 
 # Seconds at the beginning of steps, in which a test can do something: for machines that are busy.
 SLOW = ";".join(f"loop.step@step={step}=delay:2" for step in range(6, 14))
@@ -28,7 +28,7 @@ def stopped(run: FaultyRun, codes: list[int], reason: str = "signal") -> int:
     assert run.left_over() == []
     trained = [
         line["step"]
-        for line in record.read(run.run_dir / record.FILE_NAME)
+        for line in record.read(run.run_dir / contents.METRICS)
         if line["kind"] == "train"
     ]
     assert trained == list(range(1, found["step"] + 1))  # each once, over all starts
@@ -84,7 +84,7 @@ def children(pid: int) -> list[int]:
 
 
 def has_trained(run: FaultyRun, step: int) -> bool:
-    logged = run.lines("train") if (run.run_dir / record.FILE_NAME).exists() else []
+    logged = run.lines("train") if (run.run_dir / contents.METRICS).exists() else []
     return bool(logged) and int(logged[-1]["step"]) >= step
 
 

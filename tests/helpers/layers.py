@@ -59,15 +59,14 @@ TOP_LEVEL: dict[str, set[str]] = {
 class Import:
     """One import of a module.
 
-    at_top: it runs when the importing module is imported · typing: it never runs, only type
-    checkers read it. Such an import has a direction, but closes no cycle.
+    at_top: it runs when the importing module is imported. One that only type checkers read does
+    not, but has a direction and closes cycles like any other.
     """
 
     importer: str
     imported: str
     line: int
     at_top: bool
-    typing: bool
 
     def __str__(self) -> str:
         return f"{self.importer}:{self.line} imports {self.imported}"
@@ -81,7 +80,7 @@ def violations(root: Path) -> list[str]:
     outer = [one for one in imports if not _is_inner(one.imported) and one.at_top]
     wrong = [reason for one in inner if (reason := _wrong_direction(one))]
     wrong += [reason for one in outer if (reason := _too_heavy(one))]
-    return wrong + _cycles([one for one in inner if not one.typing])
+    return wrong + _cycles(inner)
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
@@ -95,18 +94,18 @@ def _modules(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    for node, at_top, typing in _walk(tree, at_top=True, typing=False):
+    for node, at_top in _walk(tree, at_top=True):
         for imported in _names(node, name, path, modules):
-            yield Import(name, imported, node.lineno, at_top and not typing, typing)
+            yield Import(name, imported, node.lineno, at_top)
 
 
-def _walk(node: ast.AST, *, at_top: bool, typing: bool) -> Iterator[tuple[ast.stmt, bool, bool]]:
+def _walk(node: ast.AST, *, at_top: bool) -> Iterator[tuple[ast.stmt, bool]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
-            yield child, at_top, typing
+            yield child, at_top
         function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         checked = isinstance(child, ast.If) and _is_type_checking(child.test)
-        yield from _walk(child, at_top=at_top and not function, typing=typing or checked)
+        yield from _walk(child, at_top=at_top and not (function or checked))
 
 
 def _names(node: ast.stmt, name: str, path: Path, modules: dict[str, Path]) -> list[str]:

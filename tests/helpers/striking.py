@@ -14,9 +14,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from helpers import flipping
+
+if TYPE_CHECKING:
+    from llmtrain.training.run.run import Run
 
 HUNG = "hung"  # in the working directory of the run
 _TICK_SECONDS = 0.03
@@ -73,16 +76,16 @@ def leave_out(wanted: int) -> None:
 
 def flip(wanted: int) -> None:
     """A bit of the mantissa, high enough that no rounding takes it back."""
-    from llmtrain.training.run.run import Run
+    from llmtrain.training import loop
 
-    begin = Run.begin
+    begin = loop.begin
 
-    def flipped(self: Run, step: int) -> None:
+    def flipped(run: Run, step: int) -> None:
         if step == wanted:
-            flipping.flip(next(self.unwrapped.parameters()), bit=18)
-        begin(self, step)
+            flipping.flip(next(run.built.bare.parameters()), bit=18)
+        begin(run, step)
 
-    Run.begin = flipped
+    loop.begin = flipped
 
 
 def hurry() -> None:
@@ -108,13 +111,13 @@ def hurry() -> None:
 
 def _steps() -> list[int]:
     """The last is the step that has begun."""
-    from llmtrain.training.run.run import Run
+    from llmtrain.training.run.feed import Feed
 
-    seen, begin = [0], Run.begin
+    seen, begin = [0], Feed.begin
 
-    def noted(self: Run, step: int) -> None:
+    def noted(self: Feed, step: int) -> None:
         seen.append(step)
         begin(self, step)
 
-    Run.begin = noted
+    Feed.begin = noted
     return seen

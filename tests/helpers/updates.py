@@ -9,8 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from llmtrain.distributed.engines.accelerator import Launched
-from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.training.run.run import Run
 from llmtrain.types import Flags, StepVector
 
 
@@ -25,25 +23,20 @@ def run_of(
     max_grad_norm: float | None = 1.0,
 ) -> Any:
     """send: hears the summed vector and the norm of each update."""
-    run = SimpleNamespace(
+    manifest = SimpleNamespace(always_full=False, labels=("all",))
+    return SimpleNamespace(
         ranks=launched.ranks,
         device=launched.device,
         engine=launched.engine,
         model=prepared,
-        unwrapped=bare,
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
-        data=SimpleNamespace(manifest=SimpleNamespace(always_full=False)),
-        micro_batch_size=micro_batch_size,
+        data=SimpleNamespace(manifest=manifest),
+        built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size),
         max_grad_norm=max_grad_norm,
-        labels=("all",),
-        data_failed=False,
+        feed=SimpleNamespace(failed=False),
         step=0,
-        flags=Flags,
+        signals=SimpleNamespace(reason=None),
+        requests=SimpleNamespace(flags=lambda reason: Flags()),
         meter=SimpleNamespace(send=send),
-        checkpoints=SimpleNamespace(wait_snapshot=lambda: None),
-        sum=lambda vector: StepVector(sum_over_ranks(vector.data)),
+        checkpoints=SimpleNamespace(wait_snapshot=lambda: None, flags=dict),
     )
-    run.trained_tokens = lambda batch: Run.trained_tokens(run, batch)
-    run.micro_batches = lambda batch: Run.micro_batches(run, batch)
-    run.documents = lambda starts: Run.documents(run, starts)
-    return run

@@ -159,7 +159,7 @@ def train(case: Case) -> dict[str, Any]:
             continue
         bad = step == case.bad_step and case.forbid
         update(fake, forbidden(fake, batch, case.forbid) if bad else batch, factor(case, step))
-        fake.data_failed = False
+        fake.feed.failed = False
         if case.save_halfway and 2 * (step + 1 - case.start) == case.steps:
             save(launched, spec, Path(case.save_halfway), step + 1, case.writers)
     result = {
@@ -186,12 +186,12 @@ def forbidden(fake: Any, batch: Batch, why: str) -> Batch:
     if fake.ranks.rank == fake.ranks.world_size - 1 or why.endswith(" everywhere"):
         match why.removesuffix(" everywhere"):
             case "data":
-                fake.data_failed = True
+                fake.feed.failed = True
             case "gradient":
-                weight = fake.unwrapped.model.layers[1].mlp.up_proj.weight
+                weight = fake.built.bare.model.layers[1].mlp.up_proj.weight
                 handle = weight.register_hook(lambda g: (handle.remove(), g * float("nan"))[1])
             case "loss":
-                norm = fake.unwrapped.model.norm
+                norm = fake.built.bare.model.norm
                 handle = norm.register_forward_hook(
                     lambda _module, _inputs, out: (handle.remove(), out * float("nan"))[1]
                 )
@@ -214,9 +214,9 @@ def evaluate(fake: Any) -> list[float]:
     with fake.engine.evaluating():
         loss = fake.model(input_ids=ids[:, :-1], labels=labels)
         logits = [fake.model(ids[:1, :length]) for length in (3, 4)]
-        assert not fake.unwrapped.training
+        assert not fake.built.bare.training
         assert not loss.requires_grad
-    assert fake.unwrapped.training
+    assert fake.built.bare.training
     return [float(loss), *(float(one.sum()) for one in logits)]
 
 

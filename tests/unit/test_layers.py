@@ -92,9 +92,11 @@ def test_a_cycle_inside_a_room_is_found(tmp_path):
     assert {"llmtrain.data.lanes", "llmtrain.data.stream"} == set(found[7:].split(" → "))
 
 
-def test_an_annotation_closes_no_cycle(tmp_path):
+def test_an_annotation_closes_a_cycle_like_any_other_import(tmp_path):
     back = f"{IF_CHECKING}    from llmtrain.data.stream import Stream\n"
-    assert plant(tmp_path, llmtrain__data__lanes__py=back) == []
+    (found,) = plant(tmp_path, llmtrain__data__lanes__py=back)
+    assert found.startswith("cycle: ")
+    assert {"llmtrain.data.lanes", "llmtrain.data.stream"} == set(found[7:].split(" → "))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,8 @@ def test_help_loads_no_heavy_package():
 @pytest.mark.launches
 def test_reports_and_status_load_no_torch():
     code = (
-        "import sys, llmtrain.report.page, llmtrain.rundir.status, llmtrain.rundir.record\n"
+        "import sys, llmtrain.report.page\n"
+        "from llmtrain.rundir import auto, contents, failures, goodput, lock, record, status\n"
         "assert not {'torch', 'bokeh', 'numpy', 'accelerate'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from llmtrain.config.schema import SourceConfig
+from llmtrain.config.schema import DocumentsConfig, SourceConfig
 from llmtrain.errors import Problem, UserError, harmless
 
 SAMPLE = "sample"
@@ -95,7 +95,7 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     return Resolved(str(root), False, None, tuple(files))
 
 
-def locate(source: SourceConfig, key: str) -> str:
+def locate(source: DocumentsConfig, key: str) -> str:
     """The directory that the names of a local source's files are relative to."""
     path = source.path
     if path == SAMPLE:

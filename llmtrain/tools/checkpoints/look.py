@@ -23,7 +23,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.load import load_config
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
-from llmtrain.rundir import record
+from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
 
 COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
@@ -36,7 +36,7 @@ _KINDS = {
     re.compile(r"step-\d{8,18}\.superseded(-\d+)?"): "superseded",
     re.compile(r"\.trash-.+"): "trash",
 }
-_OF_A_RUN = ("config.yaml", "status.json", record.FILE_NAME)
+_OF_A_RUN = (contents.CONFIG, contents.STATUS, contents.METRICS)
 
 Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, bytes read so far
 
@@ -156,12 +156,12 @@ def place_of(path: Path) -> Place:
     """Tell a run from its `checkpoints/` and from one checkpoint."""
     here = path.absolute() if path.name else path.resolve()
     if here.is_dir():
-        inside = here / "checkpoints"
+        inside = here / contents.CHECKPOINTS
         if inside.is_dir() or _is_run(here):
             return Place(here, inside, None)
         if (here / form.STATE).is_file() or (here / form.MANIFEST).is_file() or _kind(here.name):
             return Place(_run_of(here.parent), here.parent, here.name)
-        if here.name == "checkpoints" or any(map(_kind, form.names(here))):
+        if here.name == contents.CHECKPOINTS or any(map(_kind, form.names(here))):
             return Place(_run_of(here), here, None)
     raise UserError(Problem("RUN", path, "a run directory, its checkpoints/, or one checkpoint"))
 
@@ -171,7 +171,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _run_of(root: Path) -> Path | None:
-    return root.parent if root.name == "checkpoints" and _is_run(root.parent) else None
+    return root.parent if root.name == contents.CHECKPOINTS and _is_run(root.parent) else None
 
 
 def _kind(name: str) -> str | None:
@@ -183,8 +183,7 @@ def _kind(name: str) -> str | None:
 
 def policy_of(run_dir: Path) -> Policy:
     """What the config of a run keeps. Raises UserError where there is none that loads."""
-    keep = load_config(run_dir / "config.yaml").checkpoint
-    return Policy(keep.keep_last, keep.keep_every, keep.keep_best)
+    return Policy.of(load_config(run_dir / contents.CONFIG).checkpoint)
 
 
 def _known_policy(run_dir: Path | None) -> Policy | None:

@@ -31,7 +31,7 @@ from llmtrain.config.checks import check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
-from llmtrain.rundir import record
+from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems
 
@@ -225,7 +225,7 @@ class _Kept:
 @contextmanager
 def _folder(config: Config) -> Iterator[_Kept]:
     """On the disk of the run's own directory; removed unless there is something to see."""
-    beside = _beside(Path(str(config.run.dir)).absolute())
+    beside = _beside(config.run_dir.absolute())
     try:
         place = _Kept(Path(tempfile.mkdtemp(prefix="rehearsal-", dir=beside)))
     except OSError as error:
@@ -342,7 +342,7 @@ def _is_share(value: object) -> bool:
 
 def _last(run_dir: Path) -> Path:
     """The newest checkpoint."""
-    root = run_dir / "checkpoints"
+    root = run_dir / contents.CHECKPOINTS
     return root / form.complete_names(root)[0]
 
 

@@ -23,8 +23,9 @@ from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
 from llmtrain.data.survey import check
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
-from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
+from llmtrain.training.start.prepare import load_manifest, prepare
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
@@ -120,7 +121,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     with aside_unless_other(config) as directory:
         prepare(config, directory, max(1, workers), config.model.revision)
         manifest = load_manifest(config, directory)
-        tokenizer = open_tokenizer(directory / TOKENIZER, manifest.tokenizer.backend)
+        tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         check(manifest, config, tokenizer)
         reading = reading_of(config, directory)
         return _inspection(config, manifest, tokenizer, reading, blocks, documents)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import has_other_sources
+from llmtrain.rundir import contents
 
-FILES = ("manifest.json", "skipped-units.jsonl")
+FILES = (contents.MANIFEST, "skipped-units.jsonl")
 
 
 @contextmanager
@@ -32,8 +33,8 @@ def aside_unless_other(config: Config) -> Iterator[Path]:
 
     A look at data is not part of a run, so a run that is there does not limit what it may look at.
     """
-    run_dir = Path(str(config.run.dir))
-    manifest = run_dir / "manifest.json"
+    run_dir = config.run_dir
+    manifest = run_dir / contents.MANIFEST
     if manifest.exists() and has_other_sources(manifest, config):
         with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
             (Path(folder) / "footers").mkdir()
@@ -47,8 +48,8 @@ def _copy(run_dir: Path, folder: Path) -> None:
     for name in FILES:
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, folder / name)
-    if (run_dir / "tokenizer").is_dir():
-        shutil.copytree(run_dir / "tokenizer", folder / "tokenizer")
+    if (run_dir / contents.TOKENIZER).is_dir():
+        shutil.copytree(run_dir / contents.TOKENIZER, folder / contents.TOKENIZER)
     (folder / "footers").mkdir()
     for footer in (run_dir / "footers").glob("*"):
         (folder / "footers" / footer.name).symlink_to(footer)

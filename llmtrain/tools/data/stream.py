@@ -9,8 +9,9 @@ from llmtrain.config.schema import Config
 from llmtrain.data.documents.reader import reading_of
 from llmtrain.data.stream import Stream
 from llmtrain.data.stream import open_stream as open_blocks
+from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
-from llmtrain.training.start.prepare import TOKENIZER, load_manifest, prepare
+from llmtrain.training.start.prepare import load_manifest, prepare
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
         prepare(config, directory, world_size * max(1, workers), config.model.revision)
         stream = open_blocks(
             load_manifest(config, directory),
-            directory / TOKENIZER,
+            directory / contents.TOKENIZER,
             blocks_per_step=config.training.global_batch_size,
             rank=rank,
             world_size=world_size,

@@ -33,14 +33,13 @@ from llmtrain.data.token_cache.source import described
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.data.pool import each
-from llmtrain.training.start.claim import write_atomically
-from llmtrain.training.start.prepare import MANIFEST, load_manifest, prepare
+from llmtrain.training.start.prepare import load_manifest, prepare
 
 WORK = ".tokenize"
 PARTS = "parts"
-TOKENIZER = "tokenizer"
 _PUT_BACK = "put it back, or take another --out"
 Progress = Callable[[int, int, int], None]  # units done, of how many, tokens so far
 
@@ -143,21 +142,21 @@ def _make(out: Path, work: Path) -> None:
 
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     """Manifest and tokenizer: made now, or those of the command that began here."""
-    record = work / "config.yaml"
-    begun = record.exists() and (work / MANIFEST).exists()
+    record = work / contents.CONFIG
+    begun = record.exists() and (work / contents.MANIFEST).exists()
     if begun:
         known = binding_values(load_config(record))
         _refuse(changes(known, binding_values(config)), out)
     else:
-        for entry in (work / TOKENIZER, work / PARTS):
+        for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
-        write_atomically(record, dump(config).encode())
+        contents.write_atomically(record, dump(config).encode())
         prepare(config, work, 1, config.model.revision)
     manifest = load_manifest(config, work)
-    tokenizer = open_tokenizer(work / TOKENIZER, manifest.tokenizer.backend)
+    tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
     tokens = [source.path for source in manifest.sources if source.cached]
     if tokens:
-        (work / MANIFEST).unlink()
+        (work / contents.MANIFEST).unlink()
         expected = "documents of text; a token cache is tokenized already"
         raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
     if begun:
@@ -166,7 +165,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         except UserError as error:  # whose remedies are those of a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error
-    _copy(work / TOKENIZER, out / TOKENIZER)
+    _copy(work / contents.TOKENIZER, out / contents.TOKENIZER)
     return manifest, tokenizer
 
 
@@ -215,7 +214,8 @@ def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[
         # Of the source only what the unit needs: each task is sent to a process.
         alone = replace(source, files=(source.files[unit.file],), units=())
         path = work / PARTS / f"{k}" / f"part-{u:08d}"
-        yield Task(alone, unit._replace(file=0), path, code, work / TOKENIZER, backend, reading)
+        tokenizer = work / contents.TOKENIZER
+        yield Task(alone, unit._replace(file=0), path, code, tokenizer, backend, reading)
 
 
 def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
@@ -234,6 +234,6 @@ def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object
     """Write a source's description and, behind it, its pair of files."""
     description = origin | total(parts, code)._asdict()
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path.with_suffix(".json"), text.encode())
+    contents.write_atomically(path.with_suffix(".json"), text.encode())
     join(parts, path, code)
     shutil.rmtree(parts[0].parent)

@@ -31,6 +31,7 @@ from llmtrain.data.state import DataState, carried_over
 from llmtrain.data.survey import changed_files, differing_tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import aside
@@ -104,13 +105,13 @@ def which(
     the recomputed digest is not the logged one.
     """
     _check_run(run_dir, overrides)
-    config = load_config(run_dir / "config.yaml", overrides)
+    config = load_config(run_dir / contents.CONFIG, overrides)
     start = _start_of(run_dir, step)
     manifest = _manifest(run_dir, config)
     state = _state_before(run_dir, step, manifest, start.blocks_per_step)
     manifest = _weighted(manifest, start.weights)
     with aside(run_dir) as directory:
-        tokenizer = open_tokenizer(directory / "tokenizer", manifest.tokenizer.backend)
+        tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
         reader = Reader(reading_of(config, directory))
         digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
@@ -127,9 +128,9 @@ def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
     ]
     if not run_dir.is_dir():
         problems.append(Problem("RUN", str(run_dir), "a run directory that exists"))
-    elif not (run_dir / "config.yaml").is_file():
+    elif not (run_dir / contents.CONFIG).is_file():
         problems.append(Problem("RUN", str(run_dir), "a run directory: it has no config.yaml"))
-    elif not (run_dir / "manifest.json").is_file():
+    elif not (run_dir / contents.MANIFEST).is_file():
         expected = "a run with a manifest.json: this one ended before its data was prepared"
         problems.append(Problem("RUN", str(run_dir), expected))
     if problems:
@@ -167,7 +168,7 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
 def _manifest(run_dir: Path, config: Config) -> Manifest:
     """The run's manifest, its sources where they lie now."""
     try:
-        return manifests.load(run_dir / "manifest.json", config)
+        return manifests.load(run_dir / contents.MANIFEST, config)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
 
@@ -188,7 +189,7 @@ def _moved(problem: Problem) -> Problem:
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
     """The stream at the last save before the step; at the run's beginning if there is none."""
-    noted = _standing(jsonl.read(run_dir / "cursors.jsonl"), jsonl.record(run_dir))
+    noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
     if count:

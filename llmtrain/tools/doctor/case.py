@@ -44,7 +44,7 @@ class Case:
     def run_dir(self) -> Path:
         """Where the run of the config would live."""
         assert self.config is not None
-        return Path(str(self.config.run.dir))
+        return self.config.run_dir
 
     @property
     def machines(self) -> int:

@@ -129,7 +129,7 @@ def _probes(folder: Path) -> Iterator[Verdict]:
         yield ok(f"a durable write and rename take {milliseconds:.1f} ms")
     else:
         yield error("a rename does not replace the file", "run.dir=DIR on another file system")
-    yield _lock(folder / "lock")
+    yield _lock(folder / contents.LOCK)
 
 
 def _lock(path: Path) -> Verdict:
@@ -162,12 +162,12 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     except UserError as strange:
         yield refused(strange.problems)
         return
-    holder = lock.read(case.run_dir / lock.NAME)
+    holder = lock.read(case.run_dir / contents.LOCK)
     alive = holder and holder.boot_id == lock.boot_id() and lock.start_time(holder.pid)
     if holder and alive and alive == holder.started:
         found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
-    began, record = case.run_dir / "config.yaml", case.run_dir / "metrics.jsonl"
+    began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS
     if began.is_file() and record.is_file():
         found_changes = changes(binding_values(load_config(began)), binding_values(case.config))
         if problems := not_accepted(found_changes, case.config, f"with which {case.run_dir} began"):

@@ -19,6 +19,7 @@ from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.remote.request import AttemptError, awaited
 from llmtrain.data.survey import survey
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
 from llmtrain.tools.doctor.place import existing, room
@@ -144,8 +145,8 @@ def disk(case: Case, describe: Describe) -> Verdict:
         return warning("a checkpoint's size is not known: the model is not", "see the line model")
     spec = there.spec
     keep, steps = case.config.checkpoint, case.config.training.steps
-    policy = Policy(keep.keep_last, keep.keep_every, keep.keep_best)
-    root, once = case.run_dir / "checkpoints", bytes_of(spec)
+    policy = Policy.of(keep)
+    root, once = case.run_dir / contents.CHECKPOINTS, bytes_of(spec)
     check_space(root, policy, steps or 0, once, len(spec) + _SMALL_FILES)
     needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"

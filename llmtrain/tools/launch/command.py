@@ -50,7 +50,7 @@ def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
         expected = "a command with the config (*.yaml) of the run, or --run DIR"
         raise UserError(Problem("COMMAND", shown(command), expected))
     config = load_config(*found)
-    named = Path(str(config.run.dir))
+    named = config.run_dir
     if run_dir is not None and run_dir.resolve() != named.resolve():
         expected = f"{named}, the run.dir of {found[0]} in the command"
         remedy = f"leave --run out, or put run.dir={run_dir} behind {found[0]}"

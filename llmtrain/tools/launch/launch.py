@@ -36,7 +36,8 @@ from llmtrain.distributed.launch.environment import (
 )
 from llmtrain.distributed.launch.named import unsupported, with_variables
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
-from llmtrain.rundir.status import FILE_NAME, read_status
+from llmtrain.rundir.contents import STATUS
+from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
@@ -288,7 +289,7 @@ def children() -> set[int]:
 def identity(run_dir: Path) -> tuple[int, int] | None:
     """Which version of `status.json` lies there."""
     try:
-        found = (run_dir / FILE_NAME).stat()
+        found = (run_dir / STATUS).stat()
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns

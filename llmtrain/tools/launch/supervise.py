@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.checkpoint import format as form
 from llmtrain.config.secrets import hider
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
-from llmtrain.rundir.lock import NAME, RunLock, is_held, lives_here, read
+from llmtrain.rundir import contents
+from llmtrain.rundir.lock import RunLock, is_held, lives_here, read
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.command import checked_run_dir, shown
 from llmtrain.training.stop.signals import GRACE
@@ -248,7 +249,7 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
     """
     import psutil
 
-    holder = read(run_dir / NAME)
+    holder = read(run_dir / contents.LOCK)
     locker = holder.pid if holder is not None and lives_here(holder) else None
     found = []
     for child in psutil.Process().children():
@@ -293,7 +294,7 @@ def _spread(seconds: float) -> float:
 
 def _committed(run_dir: Path) -> frozenset[str]:
     """The names of all complete checkpoints."""
-    return frozenset(form.complete_names(run_dir / "checkpoints"))
+    return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
 
 
 def _grace(environ: Mapping[str, str]) -> float:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,19 +24,14 @@ from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
 from llmtrain.metrics.trackers import Trackers, open_trackers
+from llmtrain.rundir import contents
 from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
-from llmtrain.rundir.record import FILE_NAME as RECORD
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.restore import Originals
-from llmtrain.rundir.status import FILE_NAME as STATUS
 from llmtrain.rundir.status import read_status, write_status
-from llmtrain.types import Numbers
-
-if TYPE_CHECKING:
-    from llmtrain.training.evaluate import Evaluation
-    from llmtrain.training.run.due import Due
-    from llmtrain.training.sample import Sample
+from llmtrain.training.run.due import Due
+from llmtrain.types import Evaluation, Numbers, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +79,7 @@ class Journal:
             values = config_digest_values(config)
             self._trackers = open_trackers(
                 config.logging.trackers,
-                self.run_dir,
+                self.run_dir / contents.TRACKERS,
                 values,
                 step,
                 lambda event, detail: self.event(event, self.step, **detail),
@@ -146,11 +141,11 @@ class Journal:
                 self.check_lock()
             restored = self._originals.restore() if self._originals else []
         names = [path.relative_to(self.run_dir).as_posix() for path in restored]
-        if durable.is_gone(self.run_dir / STATUS):
+        if durable.is_gone(self.run_dir / contents.STATUS):
             self._said = write_status(self.run_dir, self._said, step=self.step)
-            names.append(STATUS)
+            names.append(contents.STATUS)
         if self._lines.begin_again():
-            names.append(RECORD)
+            names.append(contents.METRICS)
         self.check_lock()
         if names:
             self.event("files_restored", self.step, files=names)

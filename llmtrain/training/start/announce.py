@@ -3,66 +3,56 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
-from typing import TYPE_CHECKING
 
 import torch
 
-from llmtrain.checkpoint.read import Found
 from llmtrain.config.binding import binding_values, changes
 from llmtrain.distributed.ranks import on_rank_zero
+from llmtrain.training.run.run import Run
+from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.start.claim import Place
-from llmtrain.training.start.processes import Processes
-from llmtrain.training.stop.signals import grace_warning
-
-if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
 
 _log = logging.getLogger(__name__)
 
 
 def announce(run: Run, seconds: float) -> None:
     """The start's line, and the same for people."""
-    on_rank_zero(run.ranks, run.auto.save)
-    journal, first = run.journal, run.first_step
+    processes, journal, first = run.processes, run.journal, run.first_step
+    resumed_from = run.found.name if run.found else None
+    on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
     on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
     on_rank_zero(run.ranks, journal.keep_files)
-    shape = run.planned.shape  # the model's own tensors may be a part of theirs
+    strategy = processes.launched.strategy
+    shape = processes.planned.shape  # the model's own tensors may be a part of theirs
     journal.write(
         "start",
         first,
-        run_id=run.run_id,
+        run_id=processes.run_id,
         world_size=run.ranks.world_size,
-        strategy=run.strategy,
+        strategy=strategy,
         device=_device_name(run.device),
-        micro_batch_size=run.micro_batch_size,
-        accumulation=run.accumulation,
+        micro_batch_size=run.built.micro_batch_size,
+        accumulation=_accumulation(run),
         parameters=shape.count,
         trainable_parameters=shape.trainable,
-        resumed_from=run.resumed_from,
+        resumed_from=resumed_from,
         weights=run.data.manifest.weights,
         steps=run.steps,
-        versions=run.versions,
-        plan=run.planned.to_json(),
+        versions=processes.versions,
+        plan=processes.planned.to_json(),
     )
-    journal.status(step=first, checkpoint=run.resumed_from, strategy=run.strategy)
+    journal.status(step=first, checkpoint=resumed_from, strategy=strategy)
     for line in _summary(run, shape.trainable, seconds):
         _log.info(line)
 
 
-def tell_what_changed(
-    run: Run,
-    place: Place | None,
-    processes: Processes,
-    found: Found | None,
-    *,
-    same_randomness: bool,
-) -> None:
+def tell_what_changed(run: Run, place: Place | None, *, same_randomness: bool) -> None:
     """Events for what is not as it was when the run began, or not as one would expect."""
     event, first = run.journal.event, run.first_step
+    processes, saved = run.processes, run.found.state if run.found else None
     if place is not None and place.lock.takeover is not None:
         event("lock_taken_over", first, reason=place.lock.takeover.reason)
     if place is not None and place.pace is not None:
@@ -70,12 +60,12 @@ def tell_what_changed(
     if not same_randomness:
         event("rng_reseeded", first, world_size=run.ranks.world_size)
     if processes.decided_anew:
-        event("auto_decided_anew", first, **run.auto.launch)
-    before: dict[str, str] = found.state["versions"] if found else {}
-    if other := {key: run.versions[key] for key in before if run.versions.get(key) != before[key]}:
+        event("auto_decided_anew", first, **processes.auto.launch)
+    now, before = processes.versions, saved["versions"] if saved else {}
+    if other := {key: now[key] for key in before if now.get(key) != before[key]}:
         event("other_versions", first, **other)
-    saved: dict[str, object] = found.state["config"] if found else binding_values(run.config)
-    keys = [change.key for change in changes(saved, binding_values(run.config))]
+    bound = binding_values(run.config)
+    keys = [change.key for change in changes(saved["config"] if saved else bound, bound)]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
     if place is not None and place.steps not in (None, run.steps):
@@ -107,22 +97,19 @@ def _tell_other_length(run: Run, before: int) -> None:
     )
 
 
-def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
-    """Say once, on rank 0, that the launcher will not wait for the save of a stop."""
-    text = grace_warning(save_seconds, step_seconds, os.environ)
-    if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
-        run.checkpoints.grace_told = True
-        _log.warning(text)
+def _accumulation(run: Run) -> int:
+    """Micro-batches of a step on one rank."""
+    return run.feed.rows // run.built.micro_batch_size
 
 
 def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
     manifest, training = run.data.manifest, run.config.training
     processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
-    rows = f"{processes} × {run.micro_batch_size} × {run.accumulation}"
+    rows = f"{processes} × {run.built.micro_batch_size} × {_accumulation(run)}"
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
     return [
-        f"model     {type(run.unwrapped).__name__}, {trainable:,} trainable parameters",
-        f"strategy  {run.strategy}: {run.planned.reason}",
+        f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
+        f"strategy  {run.processes.launched.strategy}: {run.processes.planned.reason}",
         f"memory    {_memory(run)}",
         f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
@@ -131,8 +118,9 @@ def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
 
 
 def _memory(run: Run) -> str:
-    plan, room = run.planned.memory, run.planned.hardware.device_bytes / 2**30
-    recompute = run.planned.layout.activation_checkpointing
+    chosen = run.processes.planned
+    plan, room = chosen.memory, chosen.hardware.device_bytes / 2**30
+    recompute = chosen.layout.activation_checkpointing
     planned = f"{plan.total_bytes / 2**30:.1f}" if plan else "an unknown part"
     return f"{planned} of {room:.1f} GiB planned, activation checkpointing: {recompute}"
 

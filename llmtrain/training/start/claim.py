@@ -1,13 +1,11 @@
 """The run directory, claimed by rank 0 before anything else is built.
 
-A directory belongs to the config that began it and to one live process at a time. What `auto`
-became stands in `auto.json`: values frozen for the run, and values frozen for a launch of one kind.
+A directory belongs to the config that began it and to one live process at a time.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import uuid
@@ -17,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import durable
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
 from llmtrain.config.binding import binding_values, changes, dump, refused
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
-from llmtrain.errors import Problem, UserError, needed_on_disk
+from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.lock import RunLock
@@ -58,7 +55,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
     For rank 0. Raises UserError when the directory cannot be written, holds what no run leaves
     there, is in use by a live process or belongs to another config; nothing of it is changed then.
     """
-    run_dir = Path(str(config.run.dir))
+    run_dir = config.run_dir
     _make_writable(run_dir)
     known, run_id = read_status(run_dir), _run_of(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
@@ -116,10 +113,10 @@ def check(config: Config) -> None:
 
     For who starts the ranks of a run.
     """
-    run_dir = Path(str(config.run.dir))
+    run_dir = config.run_dir
     contents.check(run_dir)
     record = jsonl.record(run_dir)
-    if (run_dir / "config.yaml").exists() and _has_begun(run_dir, record):
+    if (run_dir / contents.CONFIG).exists() and _has_begun(run_dir, record):
         _compare(run_dir, config)
 
 
@@ -129,7 +126,7 @@ def _has_begun(run_dir: Path, record: list[dict[str, Any]]) -> bool:
 
 def _run_of_checkpoints(run_dir: Path) -> str | None:
     """The run that the newest intact manifest names, for when `status.json` is lost."""
-    root = run_dir / "checkpoints"
+    root = run_dir / contents.CHECKPOINTS
     for name in form.complete_names(root):
         try:
             return form.load(root / name).run_id
@@ -140,7 +137,7 @@ def _run_of_checkpoints(run_dir: Path) -> str | None:
 
 def _stored(run_dir: Path) -> list[str]:
     """Checkpoints of any kind: complete ones and those that were set aside."""
-    return [name for name in form.names(run_dir / "checkpoints") if name.startswith("step-")]
+    return [name for name in form.names(run_dir / contents.CHECKPOINTS) if name.startswith("step-")]
 
 
 def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[str]) -> None:
@@ -190,82 +187,25 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
     A start that was refused has begun nothing: the config of this one takes its place, and what
     was decided for it goes.
     """
-    path = run_dir / "config.yaml"
+    path = run_dir / contents.CONFIG
     if not begun:
         _forget_decisions(run_dir)
-        write_atomically(path, dump(config).encode())
+        contents.write_atomically(path, dump(config).encode())
         return
     if not path.exists():
-        write_atomically(path, dump(config).encode())
+        contents.write_atomically(path, dump(config).encode())
     _compare(run_dir, config)
 
 
 def _compare(run_dir: Path, config: Config) -> None:
-    began_with = load_config(run_dir / "config.yaml")
+    began_with = load_config(run_dir / contents.CONFIG)
     changed = changes(binding_values(began_with), binding_values(config))
     if problems := refused(changed, config, f"with which {run_dir} began"):
         raise UserError(*problems)
 
 
 def _forget_decisions(run_dir: Path) -> None:
-    for name in ("tokenizer", "anew"):
+    for name in (contents.TOKENIZER, contents.ANEW):
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    for name in ("manifest.json", "eval.safetensors", "auto.json"):
+    for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):
         (run_dir / name).unlink(missing_ok=True)
-
-
-class Auto:
-    """`auto.json`: read by every rank before the group exists, written by rank 0 once it does."""
-
-    def __init__(self, run_dir: Path, launch: str) -> None:
-        self._path = run_dir / "auto.json"
-        self._launch = launch
-        known: dict[str, Any] = {}
-        if self._path.exists():
-            known = _read(self._path)
-        self.run: dict[str, Any] = known.get("run", {})
-        self.launches: dict[str, dict[str, Any]] = known.get("launches", {})
-
-    @property
-    def launch(self) -> dict[str, Any]:
-        """What is frozen while strategy, device type and world size stay."""
-        return self.launches.setdefault(self._launch, {})
-
-    def save(self) -> None:
-        """Write it down (rank 0)."""
-        write_atomically(self._path, self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """As JSON."""
-        values = {"run": self.run, "launches": self.launches}
-        return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    remedy = "restore it, or begin anew in another run.dir"
-    try:
-        value: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(Problem(str(path), None, f"JSON ({error})", remedy)) from error
-    if not _is_decided(value):
-        raise UserError(Problem(str(path), None, "what this program has written there", remedy))
-    return value
-
-
-def _is_decided(value: object) -> bool:
-    """Whether it is of the form that `Auto.to_bytes` writes."""
-    if not isinstance(value, dict):
-        return False
-    run, launches = value.get("run", {}), value.get("launches", {})
-    if not (isinstance(run, dict) and isinstance(launches, dict)):
-        return False
-    return all(isinstance(one, dict) for one in launches.values())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file: it is there as a whole or not at all, after a kill too.
-
-    Raises RunError 74 when the disk refuses.
-    """
-    with needed_on_disk(path):
-        durable.write(path, data)

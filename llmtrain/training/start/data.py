@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,31 +21,15 @@ from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, carried_over, check, differing
-from llmtrain.data.stream import Stream, discard_factor, open_stream
+from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir.contents import HELDOUT, TOKENIZER
+from llmtrain.training.run.opened import DataSide, Processes
 from llmtrain.training.start import prepare
-from llmtrain.training.start.processes import Processes, run_directory, total_steps
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DataSide:
-    """The data, opened where the last checkpoint left it.
-
-    heldout: None = nothing is held out · changed: parts of the fingerprint that differ from the
-    checkpoint's, as accepted · ended: there is no block left to train on.
-    """
-
-    manifest: Manifest
-    tokenizer: Tokenizer
-    heldout: HeldOut | None
-    stream: Stream
-    state: DataState
-    changed: tuple[str, ...]
-    ended: bool
 
 
 def open_data(
@@ -61,7 +45,7 @@ def open_data(
     stop: ends the waiting for the Hub, on all ranks (RunError, 75).
     """
     heartbeat.beat("opening the data")
-    ranks, run_dir = processes.launched.ranks, run_directory(config)
+    ranks, run_dir = processes.launched.ranks, config.run_dir
     workers = _workers(config, processes.launched.device)
     lanes_for = ranks.world_size * max(1, workers)
     saved = DataState.from_json(found.state["data"]) if found else None
@@ -79,13 +63,13 @@ def open_data(
     ended = bool(found and found.state["ended"] and not changed)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
-    path = run_dir / prepare.HELDOUT
+    path = run_dir / HELDOUT
     reading = reading_of(config, run_dir, stop)
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
     held = _same_heldout(ranks, path)
     stream = open_stream(
         manifest,
-        run_dir / prepare.TOKENIZER,
+        run_dir / TOKENIZER,
         blocks_per_step=config.training.global_batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -109,7 +93,7 @@ def with_steps(
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
-            reading = reading_of(config, run_directory(config), stop)
+            reading = reading_of(config, config.run_dir, stop)
             body = from_rank_zero(ranks, lambda: _epoch(data, reading))
             auto.run["epoch"] = json.loads(body)
         blocks = auto.run["epoch"]["blocks"]
@@ -128,7 +112,7 @@ def _epoch(data: DataSide, reading: Reading) -> bytes:
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:
-    steps = total_steps(config)
+    steps = config.total_steps
     if found and found.step > steps:
         key = "training.steps" if config.training.epochs is None else "training.epochs"
         value = steps if config.training.epochs is None else f"{config.training.epochs:g}"
@@ -145,7 +129,7 @@ def _workers(config: Config, device: torch.device) -> int:
 
 def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
     manifest = prepare.load_manifest(config, run_dir)
-    tokenizer = open_tokenizer(run_dir / prepare.TOKENIZER, manifest.tokenizer.backend)
+    tokenizer = open_tokenizer(run_dir / TOKENIZER, manifest.tokenizer.backend)
     survey.check(manifest, config, tokenizer)
     return manifest, tokenizer
 

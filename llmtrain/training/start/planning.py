@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,6 @@ from llmtrain.distributed.plan.memory import (
     Count,
     Hardware,
     Layout,
-    MemoryPlan,
     Work,
     arithmetic_of,
     memory,
@@ -44,8 +43,10 @@ from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shortened
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
+from llmtrain.rundir import contents
+from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status
-from llmtrain.training.start.claim import Auto
+from llmtrain.training.run.opened import Planned
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
@@ -63,29 +64,6 @@ class Described:
 
     shape: ModelShape
     count: Count
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What a start takes. reason: of the layout · memory: None where it could not be planned.
-
-    decided_anew: what an earlier start of this kind froze does not fit any more.
-    """
-
-    layout: Layout
-    shape: ModelShape
-    hardware: Hardware
-    memory: MemoryPlan | None
-    reason: str
-    decided_anew: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """For the `start` line."""
-        parts = dict(self.memory.parts) if self.memory else None
-        total = self.memory.total_bytes if self.memory else None
-        device = {"device_bytes": self.hardware.device_bytes}
-        said = {"reason": self.reason, "parts": parts, "total_bytes": total}
-        return asdict(self.layout) | said | device
 
 
 def described(config: Config, hardware: Hardware, run_dir: Path | None = None) -> Described:
@@ -292,7 +270,7 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
     """
     if run_dir is None or config.model.from_ is None:
         return None
-    root, run_id = run_dir / "checkpoints", read_status(run_dir).get("run_id")
+    root, run_id = run_dir / contents.CHECKPOINTS, read_status(run_dir).get("run_id")
     for name in form.complete_names(root):
         if _is_of_another_run(root / name, run_id):
             continue
@@ -319,8 +297,8 @@ def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
     """Of the tokenizer that the run has, will train, or finds in this package; else None."""
     asked = config.model.tokenizer
     # Only then is it final: what a refused start left behind is deleted while ranks look.
-    if run_dir is not None and (run_dir / "auto.json").exists():
-        return special_tokens(run_dir / "tokenizer")
+    if run_dir is not None and (run_dir / contents.AUTO).exists():
+        return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
         return SpecialTokens(asked.train, 0, 0, 0)  # its one special token is its first entry
     if asked == "sample":

@@ -23,6 +23,7 @@ from llmtrain.distributed.launch.environment import launcher_problems, world_siz
 from llmtrain.distributed.launch.named import number
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import untrusted
+from llmtrain.rundir import contents
 
 
 def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule]:
@@ -108,4 +109,4 @@ def _is_missing(path: str) -> bool:
 
 
 def _has_begun(run: RunConfig, default: str) -> bool:
-    return (Path(run.dir or default) / "auto.json").exists()
+    return (Path(run.dir or default) / contents.AUTO).exists()

@@ -24,14 +24,10 @@ from llmtrain.data.tokens.backend import choose_tokenizer
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
 from llmtrain.model.tokenizer import save_tokenizer
-from llmtrain.training.start.claim import write_atomically
+from llmtrain.rundir.contents import ANEW, HELDOUT, MANIFEST, TOKENIZER, write_atomically
 
 _log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer"
-HELDOUT = "eval.safetensors"
-_ANEW = "anew"
 _TOKENIZER_TEXT_BYTES = 64 << 20
 _COMPARED_DOCUMENTS = 256  # with both back ends
 _COMPARED_BYTES = 8 << 20
@@ -82,7 +78,7 @@ def _make_anew(
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
     found = survey(config, processes, run_dir, lanes, stop)
-    partial = run_dir / f"{_ANEW}.partial"
+    partial = run_dir / f"{ANEW}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if not any(key.startswith("model.") for key in changed):
@@ -90,13 +86,13 @@ def _make_anew(
     _write(config, found, partial, revision)
     if saved is not None:
         check(saved, load_manifest(config, partial), config)
-    partial.rename(run_dir / _ANEW)
+    partial.rename(run_dir / ANEW)
     _take_over(run_dir)
 
 
 def _take_over(run_dir: Path) -> None:
     """Put what was made anew in the place of the old; after a kill, the next start goes on here."""
-    anew = run_dir / _ANEW
+    anew = run_dir / ANEW
     if not anew.exists():
         return
     (run_dir / HELDOUT).unlink(missing_ok=True)

@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from llmtrain import heartbeat
 from llmtrain.checkpoint import format as form
@@ -21,15 +20,14 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import binding_values, changes, refused
 from llmtrain.config.schema import Config
-from llmtrain.distributed.ranks import ControlGroup, agreed, on_rank_zero
+from llmtrain.distributed.ranks import agreed, on_rank_zero
 from llmtrain.errors import Problem, UserError
+from llmtrain.rundir import contents
 from llmtrain.training.run import rng
+from llmtrain.training.run.journal import Journal
+from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.run.rng import States
 from llmtrain.training.start.claim import Place, asked_resume
-from llmtrain.training.start.processes import ModelSide, Processes, run_directory
-
-if TYPE_CHECKING:
-    from llmtrain.training.run.journal import Journal
 
 Stopping = Callable[[], str | None]  # why this start shall end, or None
 _log = logging.getLogger(__name__)
@@ -37,8 +35,7 @@ _log = logging.getLogger(__name__)
 
 def find_checkpoint(
     config: Config,
-    ranks: ControlGroup,
-    run_id: str,
+    processes: Processes,
     place: Place | None,
     journal: Journal,
     stopping: Stopping,
@@ -49,16 +46,16 @@ def find_checkpoint(
     must decide, RunError 74 if the disk does not answer, StoppedError.
     """
     heartbeat.beat("looking for a checkpoint")
-    root = run_directory(config) / "checkpoints"
+    root = config.run_dir / contents.CHECKPOINTS
+    asked, ranks = config.checkpoint, processes.launched.ranks
     on_rank_zero(ranks, lambda: _clear_away(config, journal))
-    asked = config.checkpoint
     resume = asked_resume(config, os.environ)
     if resume == "never":  # the claim has seen that nothing is there
         return None
     start = time.perf_counter()
     found = read.find(
         root,
-        run_id,
+        processes.run_id,
         ranks,
         resume=resume,
         verify=asked.verify,
@@ -70,7 +67,7 @@ def find_checkpoint(
     agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
     _tell_what_is_missing(found, place, journal, resume)
     if found is None:
-        _log.info("a new run in %s", run_directory(config))
+        _log.info("a new run in %s", config.run_dir)
         return None
     seconds = time.perf_counter() - start
     _log.info("resuming at step %s from %s (verified in %.1f s)", found.step, found.name, seconds)
@@ -101,7 +98,7 @@ def fill_state(
 
 def _clear_away(config: Config, journal: Journal) -> None:
     """What a killed start has left: saves that were cut off, deletions that were not finished."""
-    gone = retention.clean(run_directory(config) / "checkpoints")
+    gone = retention.clean(config.run_dir / contents.CHECKPOINTS)
     if gone:
         journal.event("leftovers_removed", 0, names=gone)
 
@@ -110,7 +107,7 @@ def _refuse_silent_restart(config: Config, found: Found | None, place: Place | N
     if found is None and place is not None and place.checkpoint is not None:
         raise UserError(
             Problem(
-                str(run_directory(config) / "checkpoints"),
+                str(config.run_dir / contents.CHECKPOINTS),
                 "no checkpoint",
                 f"{place.checkpoint}, which the record of the run names",
                 "put it back, or begin anew in another run.dir",

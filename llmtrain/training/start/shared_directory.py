@@ -18,10 +18,9 @@ from pathlib import Path
 
 from llmtrain.distributed.ranks import from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
-from llmtrain.training.start.claim import write_atomically
+from llmtrain.rundir.contents import SHARED, write_atomically
 from llmtrain.types import Ranks
 
-NAME = ".shared"  # one name, so that a killed start leaves at most one file
 _LOOKS = 40
 _BETWEEN_SECONDS = 0.25
 _NOT_YET = (errno.ENOENT, errno.ESTALE)  # what a network file system may say for a while
@@ -35,7 +34,7 @@ def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = 
     """
     if ranks.world_size == 1:
         return
-    token = from_rank_zero(ranks, lambda: _write_token(run_dir / NAME))
+    token = from_rank_zero(ranks, lambda: _write_token(run_dir / SHARED))
     seen = {"host": socket.gethostname(), "trouble": _trouble(run_dir, token, wait)}
     heard = [json.loads(body) for body in ranks.gather(json.dumps(seen).encode())]
     on_rank_zero(ranks, lambda: _judge(run_dir, [(one["host"], one["trouble"]) for one in heard]))
@@ -52,7 +51,7 @@ def _trouble(run_dir: Path, token: bytes, wait: Callable[[float], object]) -> st
     said = None
     for _ in range(_LOOKS):
         try:
-            if (run_dir / NAME).read_bytes() == token:
+            if (run_dir / SHARED).read_bytes() == token:
                 writable = os.access(run_dir, os.W_OK | os.X_OK)
                 return None if writable else "it cannot be written there"
             said = "another file of that name lies there"
@@ -74,7 +73,7 @@ def _look_anew(run_dir: Path) -> None:
 
 def _judge(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
     """heard: the host of each rank, and what its trouble is."""
-    (run_dir / NAME).unlink(missing_ok=True)
+    (run_dir / SHARED).unlink(missing_ok=True)
     troubled: dict[tuple[str, str], list[int]] = {}
     for rank, (host, trouble) in enumerate(heard):
         if trouble:

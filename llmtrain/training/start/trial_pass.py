@@ -7,56 +7,57 @@ bits from three processes on. And memory that does not suffice shows before the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
 
 from llmtrain import heartbeat
-from llmtrain.distributed.engines.engine import Engine
-from llmtrain.distributed.ranks import ControlGroup
+from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training.run import rng
 
 
-def discarded_pass(
-    model: nn.Module,
-    engine: Engine,
-    device: torch.device,
-    shape: tuple[int, int, int],
-    hiding: str | None = None,
-) -> None:
-    """Forward and backward with gradient synchronisation on made-up tokens; leaves no trace.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is tried: a prepared model on made-up tokens.
 
-    shape: micro-batch, seq_len, vocabulary · hiding: the attention that hides documents, None where
-    they are not hidden. Buffers, random states and gradients are put back.
+    hiding: the attention that hides documents, None where they are not hidden
     """
+
+    model: nn.Module
+    launched: Launched
+    seq_len: int
+    vocabulary: int
+    hiding: str | None = None
+
+
+def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
+    """Forward and backward with gradient synchronisation; leaves no trace.
+
+    Buffers, random states and gradients are put back.
+    """
+    device = trial.launched.device
     states = rng.capture(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    _pass(model, engine, device, shape, hiding, last=True)
-    engine.clear()
+    buffers = [(buffer, buffer.clone()) for buffer in trial.model.buffers()]
+    _pass(trial, micro_batch_size, last=True)
+    trial.launched.engine.clear()
     for buffer, before in buffers:
         buffer.copy_(before)
     rng.restore(states, device)
 
 
-def fitting_micro_batch(
-    model: nn.Module,
-    engine: Engine,
-    ranks: ControlGroup,
-    device: torch.device,
-    candidates: list[int],
-    seq_len: int,
-    vocabulary: int,
-    hiding: str | None = None,
-) -> int:
+def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
     """The first of `candidates` (falling) whose forward and backward fit every device's memory.
 
     Each rank tries alone, two micro-batches without synchronisation, and then all vote: a rank that
     ran out of memory inside a collective would leave the others hanging. A CPU does not say when
     memory runs out, so nothing is tried there. Raises UserError when none fits.
     """
+    device = trial.launched.device
     if device.type != "cuda":
         return candidates[0]
     states = rng.capture(device)
@@ -65,14 +66,13 @@ def fitting_micro_batch(
         failed = 0
         try:
             for _ in range(2):
-                shape = (micro_batch_size, seq_len, vocabulary)
-                _pass(model, engine, device, shape, hiding, last=False)
+                _pass(trial, micro_batch_size, last=False)
         except torch.cuda.OutOfMemoryError:
             failed = 1
-        engine.clear()
+        trial.launched.engine.clear()
         torch.cuda.empty_cache()
         rng.restore(states, device)
-        if not ranks.highest(failed):
+        if not trial.launched.ranks.highest(failed):
             return micro_batch_size
     raise UserError(
         Problem(
@@ -84,19 +84,11 @@ def fitting_micro_batch(
     )
 
 
-def _pass(
-    model: nn.Module,
-    engine: Engine,
-    device: torch.device,
-    shape: tuple[int, int, int],
-    hiding: str | None,
-    *,
-    last: bool,
-) -> None:
-    ids = made_up_batch(*shape, device)
-    rows, seq_len, _ = shape
+def _pass(trial: Trial, rows: int, *, last: bool) -> None:
+    engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
+    ids = made_up_batch(rows, seq_len, trial.vocabulary, device)
     halves = [np.array([0, seq_len // 2])] * rows
-    documents = document_tensors(halves, seq_len, hiding, device) if hiding else {}
+    documents = document_tensors(halves, seq_len, trial.hiding, device) if trial.hiding else {}
     with engine.micro(last=last):
-        loss = model(input_ids=ids, labels=ids, **documents)
+        loss = trial.model(input_ids=ids, labels=ids, **documents)
         engine.backward(loss, torch.ones((), device=device))

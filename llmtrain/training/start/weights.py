@@ -8,27 +8,47 @@ have it on meta, and it is sent once everybody has room for its part.
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from llmtrain import heartbeat
+from llmtrain.checkpoint import retention
 from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import fsdp, weights
+from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
-from llmtrain.distributed.ranks import agreed, from_rank_zero
-from llmtrain.model import attention
-from llmtrain.model.build import build, model_config, rebuild, skeleton, stored_config
+from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.ranks import agreed, from_rank_zero, on_rank_zero
+from llmtrain.metrics import memory
+from llmtrain.model import attention, recompute
+from llmtrain.model.build import (
+    build,
+    model_config,
+    rebuild,
+    resolve_revision,
+    skeleton,
+    stored_config,
+)
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
-from llmtrain.training.start import prepare
+from llmtrain.rundir import contents
+from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.run import rng
+from llmtrain.training.run.opened import ModelSide, Processes
+from llmtrain.training.start.isolation import hiding_attention
+from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
+from llmtrain.types import Spec
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel
+
+_SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +60,50 @@ class Built:
     whole: PreTrainedModel | None
 
 
-def built(
-    config: Config, run_dir: Path, launched: Launched, found: Found | None, revision: str | None
-) -> Built:
+def build_model(
+    config: Config, processes: Processes, found: Found | None, revision: str | None
+) -> ModelSide:
+    """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
+    heartbeat.beat("building the model")
+    launched = processes.launched
+    held_before = memory.reset_peak(launched.device)
+    built = _build(config, launched, found, revision)
+    recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
+    optimizer = make_optimizer(built.bare, config.optimizer)
+    spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
+    on_rank_zero(launched.ranks, lambda: _check_room(config, spec, processes.run_id))
+    prepared = _prepare(built, launched, optimizer)
+    rng.seed_rank(config.run.seed, launched.ranks.rank)
+    launched.engine.create_state()
+    trial = _trial(config, processes, built.bare, prepared)
+    micro_batch_size = _micro_batch_size(config, processes, trial)
+    if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's own buffers
+        discarded_pass(trial, micro_batch_size)
+    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
+
+
+def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
+    """The commit of `model.from`, resolved and written down once for the run."""
+    path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
+    if path is None or found:
+        return None
+    if "revision" not in auto.run:
+        asked = config.model.revision
+        body = from_rank_zero(ranks, lambda: json.dumps(resolve_revision(path, asked)).encode())
+        auto.run["revision"] = json.loads(body)
+        on_rank_zero(ranks, auto.save)
+    revision: str | None = auto.run["revision"]
+    return revision
+
+
+def _build(config: Config, launched: Launched, found: Found | None, revision: str | None) -> Built:
     """The model from the run's seed, from `model.from`, or of a checkpoint, to be filled later.
 
     Collective. Raises UserError for a model that cannot be had.
     """
     ranks = launched.ranks
     torch.manual_seed(config.run.seed)
-    described = agreed(ranks, lambda: _described(config, run_dir, found))
+    described = agreed(ranks, lambda: _describe(config, found))
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
@@ -71,7 +125,7 @@ def built(
     return Built(bare, True, whole)
 
 
-def prepared(model: Built, launched: Launched, optimizer: torch.optim.Optimizer) -> nn.Module:
+def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The module whose forward is called, spread out by the engine, with its weights. Collective.
 
     `model.whole` has none afterwards.
@@ -86,9 +140,42 @@ def prepared(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
     return launched.engine.prepare(module, model.bare, optimizer)
 
 
-def _described(config: Config, run_dir: Path, found: Found | None) -> Any:
+def _describe(config: Config, found: Found | None) -> Any:
     """The transformers config of the model."""
     if found and config.model.from_:
         return stored_config(found.path)
-    tokens = special_tokens(run_dir / prepare.TOKENIZER)
+    tokens = special_tokens(config.run_dir / contents.TOKENIZER)
     return model_config(config.model, tokens, config.data.seq_len)
+
+
+def _check_room(config: Config, spec: Spec, run_id: str) -> None:
+    """Refuse to start what the disk cannot hold."""
+    root, policy = config.run_dir / contents.CHECKPOINTS, Policy.of(config.checkpoint)
+    size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
+    retention.check_space(root, policy, config.total_steps, size, files, run_id)
+
+
+def _trial(
+    config: Config, processes: Processes, bare: PreTrainedModel, prepared: nn.Module
+) -> Trial:
+    """What is tried on the prepared model, which has shown by then that it hides documents."""
+    launched, precision = processes.launched, processes.auto.run["precision"]
+    hiding = hiding_attention(bare, prepared, config, precision, launched)
+    vocabulary = bare.config.get_text_config().vocab_size
+    return Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
+
+
+def _micro_batch_size(config: Config, processes: Processes, trial: Trial) -> int:
+    """As planned; where it is `auto` and each rank can try alone, the device has the last word."""
+    planned, launched = processes.planned.layout.micro_batch_size, processes.launched
+    if config.training.micro_batch_size != "auto":
+        return planned
+    frozen = processes.auto.launch
+    if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
+        frozen["micro_batch_size"] = planned
+    if "micro_batch_size" not in frozen:
+        rows = config.training.global_batch_size // launched.ranks.world_size
+        fitting = [n for n in range(planned, 0, -1) if rows % n == 0]
+        frozen["micro_batch_size"] = fitting_micro_batch(trial, fitting)
+    size: int = frozen["micro_batch_size"]
+    return size

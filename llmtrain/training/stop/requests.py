@@ -17,11 +17,10 @@ from pathlib import Path
 
 from llmtrain.config import duration
 from llmtrain.config.schema import CheckpointConfig
+from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.types import Flags
 
 _log = logging.getLogger(__name__)
-
-STOP, SAVE = "STOP", "SAVE"
 
 
 class Requests:

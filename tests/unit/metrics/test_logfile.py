@@ -9,9 +9,9 @@ from llmtrain.metrics.logfile import LogFile
 
 
 def test_lines_from_before_the_directory_is_there_are_kept(tmp_path: Path) -> None:
-    with closing(LogFile(rank=3)) as logfile:
+    with closing(LogFile()) as logfile:
         logging.getLogger("llmtrain.x").info("before")
-        logfile.open(tmp_path / "run")
+        logfile.open(tmp_path / "run" / "logs" / "rank-3.log")
         logging.getLogger("some.library").warning("after")
     text = (tmp_path / "run" / "logs" / "rank-3.log").read_text()
     assert text.index("before") < text.index("after")
@@ -21,9 +21,9 @@ def test_warnings_of_libraries_go_to_the_file_and_not_to_the_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[str] = []
-    with closing(LogFile(rank=0)) as logfile, warnings.catch_warnings():
+    with closing(LogFile()) as logfile, warnings.catch_warnings():
         warnings.simplefilter("always")
-        logfile.open(tmp_path)
+        logfile.open(tmp_path / "logs" / "rank-0.log")
         logfile.show(shown.append)
         warnings.warn("a library warns", stacklevel=1)
         logging.getLogger("transformers").warning("another one")
@@ -40,8 +40,8 @@ def test_warnings_of_libraries_go_to_the_file_and_not_to_the_screen(
 def test_the_loggers_are_given_back(tmp_path: Path) -> None:
     root, ours = logging.getLogger(), logging.getLogger("llmtrain")
     before = (root.level, list(root.handlers), ours.level, list(ours.handlers))
-    with closing(LogFile(rank=0)) as logfile:
-        logfile.open(tmp_path)
+    with closing(LogFile()) as logfile:
+        logfile.open(tmp_path / "logs" / "rank-0.log")
         logfile.show(lambda text: None)
     assert (root.level, list(root.handlers), ours.level, list(ours.handlers)) == before
 
@@ -50,7 +50,7 @@ def test_the_level_of_our_lines_is_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMTRAIN_LOG_LEVEL", "warning")
-    with closing(LogFile(rank=0)) as logfile:
-        logfile.open(tmp_path)
+    with closing(LogFile()) as logfile:
+        logfile.open(tmp_path / "logs" / "rank-0.log")
         logging.getLogger("llmtrain.x").info("quiet")
     assert "quiet" not in (tmp_path / "logs" / "rank-0.log").read_text()

@@ -8,6 +8,7 @@ from llmtrain.errors import RunError, UserError
 from llmtrain.metrics import trackers
 from llmtrain.metrics.trackers import check_installed, open_trackers
 
+IDS = "trackers.json"
 CONFIG = {"run": {"dir": "runs/a", "seed": 1}, "logging": {"trackers": ["tensorboard"]}}
 
 
@@ -42,7 +43,7 @@ def events():
 
 
 def opened(tmp_path, events, names=("wandb",)):
-    return open_trackers(names, tmp_path, CONFIG, 0, lambda *event: events.append(event))
+    return open_trackers(names, tmp_path / IDS, CONFIG, 0, lambda *event: events.append(event))
 
 
 def test_names_are_the_kind_and_the_field_of_the_metrics(tmp_path, fake, events):
@@ -112,7 +113,7 @@ def test_a_resumed_run_keeps_its_ids(tmp_path, events, monkeypatch):
     )
     opened(tmp_path, events)
     opened(tmp_path, events)
-    assert seen[0] == seen[1] == json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    assert seen[0] == seen[1] == json.loads((tmp_path / IDS).read_text())["wandb"]
 
 
 def test_a_missing_package_is_said_with_the_command_that_cures_it(monkeypatch):
@@ -131,7 +132,11 @@ def test_secrets_do_not_go_up(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "_open_wandb", lambda *opened: given.append(opened[2]) or fake)
     config = {"model.from": "https://me:hunter2@host/model", "run.dir": "runs/canary-7f3a9b"}
     run = open_trackers(
-        ["wandb"], tmp_path, config | {"hf_token": "x"}, 0, lambda *event: events.append(event)
+        ["wandb"],
+        tmp_path / IDS,
+        config | {"hf_token": "x"},
+        0,
+        lambda *event: events.append(event),
     )
     run.log("sample", 3, {"prompt": "The", "text": " sea canary-7f3a9b"})
     assert given == [
@@ -144,7 +149,9 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, events):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     for first, last, start in ((1, 30, 0), (21, 40, 20)):  # killed at 30, resumed at 20
         names = ("tensorboard",)
-        run = open_trackers(names, tmp_path, CONFIG, start, lambda *event: events.append(event))
+        run = open_trackers(
+            names, tmp_path / IDS, CONFIG, start, lambda *event: events.append(event)
+        )
         for step in range(first, last + 1):
             run.log("train", step, {"loss": float(step + 100 * start)})
         run.close()
@@ -156,10 +163,10 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, events):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}', "\xff"])
 def test_a_broken_file_of_ids_is_named(tmp_path, events, text):
-    (tmp_path / "trackers.json").write_bytes(text.encode("latin-1"))
+    (tmp_path / IDS).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match="delete it: trackers then begin new runs"):
         opened(tmp_path, events)
-    assert (tmp_path / "trackers.json").read_bytes() == text.encode("latin-1")
+    assert (tmp_path / IDS).read_bytes() == text.encode("latin-1")
 
 
 def test_a_disk_that_takes_no_ids_is_said(tmp_path, events, monkeypatch):
@@ -186,7 +193,7 @@ def test_wandb_is_resumed_under_its_id(tmp_path, events, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = opened(tmp_path, events)
     run.log("train", 1, {"loss": 1.0})
-    kept = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    kept = json.loads((tmp_path / IDS).read_text())["wandb"]
     assert (wandb.run.id, wandb.run.settings.resume) == (kept, "allow")
     assert wandb.config["run"]["seed"] == 1
     run.close()

@@ -349,6 +349,7 @@ def test_a_lock_that_is_removed_is_made_again_and_keeps_others_out(tmp_path, cap
     assert (tmp_path / "lock").read_bytes() == b""
 
 
+@pytest.mark.launches
 def test_a_lock_that_is_removed_and_taken_by_another_process_is_lost(tmp_path, request):
     with RunLock(tmp_path, "ours", beat_seconds=60) as held:
         (tmp_path / "lock").unlink()

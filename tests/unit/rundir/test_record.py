@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from llmtrain.errors import RunError
-from llmtrain.rundir.record import FILE_NAME, Lines, read, record
+from llmtrain.rundir.contents import METRICS
+from llmtrain.rundir.record import Lines, read, record
 
 
 def test_every_line_has_kind_time_and_step(tmp_path):
     with Lines(tmp_path) as lines:
         lines.write("event", 3, event="signal", detail={"name": "SIGTERM"})
-    (line,) = [json.loads(text) for text in (tmp_path / FILE_NAME).read_text().splitlines()]
+    (line,) = [json.loads(text) for text in (tmp_path / METRICS).read_text().splitlines()]
     assert line["kind"] == "event"
     assert line["step"] == 3
     assert line["detail"] == {"name": "SIGTERM"}
@@ -23,15 +24,15 @@ def test_every_line_has_kind_time_and_step(tmp_path):
 def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
     with Lines(tmp_path) as lines:
         lines.write("train", 1, loss=math.nan, sources={"a": math.inf}, list=[-math.inf, 1.5])
-    assert "NaN" not in (tmp_path / FILE_NAME).read_text()
-    (line,) = read(tmp_path / FILE_NAME)
+    assert "NaN" not in (tmp_path / METRICS).read_text()
+    (line,) = read(tmp_path / METRICS)
     assert (line["loss"], line["sources"], line["list"]) == (None, {"a": None}, [None, 1.5])
 
 
 def test_numpy_floats_are_written_as_numbers(tmp_path):
     with Lines(tmp_path) as lines:
         lines.write("train", 1, loss=np.float64(2.5))
-    assert read(tmp_path / FILE_NAME)[0]["loss"] == 2.5
+    assert read(tmp_path / METRICS)[0]["loss"] == 2.5
 
 
 def test_a_line_is_one_write_call(tmp_path, monkeypatch):
@@ -42,13 +43,13 @@ def test_a_line_is_one_write_call(tmp_path, monkeypatch):
         lines.write("train", 1, loss=1.0)
         lines.write("sample", 1, text="two\nlines\u2028and more")
     assert [data.count(b"\n") for data in calls] == [1, 1]
-    assert [line["kind"] for line in read(tmp_path / FILE_NAME)] == ["train", "sample"]
+    assert [line["kind"] for line in read(tmp_path / METRICS)] == ["train", "sample"]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("torn", ["{", '{"kind": "train", "st', "x" * 200_000])
 def test_a_torn_last_line_is_removed_when_the_run_goes_on(tmp_path, kept, torn):
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     path.write_text("".join(f'{{"step": {i}}}\n' for i in range(kept)) + torn)
     assert len(read(path)) == kept
     with Lines(tmp_path) as lines:
@@ -58,7 +59,7 @@ def test_a_torn_last_line_is_removed_when_the_run_goes_on(tmp_path, kept, torn):
 
 
 def test_a_file_that_is_complete_is_only_appended_to(tmp_path):
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     path.write_text('{"step": 1}\n')
     before = path.read_bytes()
     with Lines(tmp_path) as lines:
@@ -67,18 +68,18 @@ def test_a_file_that_is_complete_is_only_appended_to(tmp_path):
 
 
 def test_a_line_of_zeros_is_left_out_and_named(tmp_path, caplog):
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     path.write_bytes(b'{"step": 1}\n\0\0\0\0\n[1]\n{"step": 2}\n')
     assert [line["step"] for line in read(path)] == [1, 2]
     assert [record.args[0] for record in caplog.records] == [2, 3]
 
 
 def test_no_file_means_no_lines(tmp_path):
-    assert read(tmp_path / FILE_NAME) == []
+    assert read(tmp_path / METRICS) == []
 
 
 def test_a_disk_that_refuses_is_exit_code_74_with_the_path(tmp_path):
-    with pytest.raises(RunError, match=FILE_NAME) as caught:
+    with pytest.raises(RunError, match=METRICS) as caught:
         Lines(tmp_path / "missing")
     assert caught.value.exit_code == 74
 
@@ -105,9 +106,9 @@ def test_lines_that_a_full_disk_refuses_are_written_once_there_is_room(
         full_disk(monkeypatch, 10, 0, 0)
         lines.write("train", 2)
         lines.write("train", 3)
-        assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1]
+        assert [line["step"] for line in read(tmp_path / METRICS)] == [1]
         lines.write("train", 4)
-        assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1, 2, 3, 4]
+        assert [line["step"] for line in read(tmp_path / METRICS)] == [1, 2, 3, 4]
     assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
 
 
@@ -119,7 +120,7 @@ def test_who_insists_hears_that_the_disk_is_full(tmp_path, monkeypatch):
         lines.sync()
     assert caught.value.exit_code == 74
     lines.sync()
-    assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1]
+    assert [line["step"] for line in read(tmp_path / METRICS)] == [1]
     lines.close()
 
 
@@ -140,7 +141,7 @@ def test_a_line_without_kind_time_or_step_is_no_line_of_a_record(tmp_path, caplo
     good = [{"kind": "start", "time": 1, "step": 0}, {"kind": "end", "time": 2.5, "step": 4}]
     bad = [{}, {"kind": "train", "time": 1.0}, good[0] | {"step": 1.5}, good[0] | {"kind": None}]
     lines = [good[0], *bad, good[1]]
-    (tmp_path / FILE_NAME).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert record(tmp_path) == good
     assert [str(line) in caplog.text for line in bad] == [True] * 4
 
@@ -151,7 +152,7 @@ def test_no_file_means_no_record(tmp_path):
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_path, replaced):
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     with Lines(tmp_path) as lines:
         lines.write("start", 0, run_id="one")
         lines.write("train", 1, loss=1.0)
@@ -172,8 +173,8 @@ def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_
 def test_a_record_that_cannot_begin_again_is_a_failure_of_the_disk(tmp_path):
     with Lines(tmp_path) as lines:
         lines.write("start", 0)
-        (tmp_path / FILE_NAME).unlink()
-        (tmp_path / FILE_NAME).mkdir()
+        (tmp_path / METRICS).unlink()
+        (tmp_path / METRICS).mkdir()
         with pytest.raises(RunError) as caught:
             lines.begin_again()
     assert caught.value.exit_code == 74

@@ -3,7 +3,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from llmtrain.rundir.status import FILE_NAME, read_status, start_status, write_status
+from llmtrain.rundir.contents import STATUS
+from llmtrain.rundir.status import read_status, start_status, write_status
 
 FIELDS = [
     "run_id",
@@ -21,7 +22,7 @@ FIELDS = [
 
 def test_the_first_start_writes_every_field_of_the_contract(tmp_path):
     start_status(tmp_path, run_id="a", strategy="ddp", world_size=2)
-    status = json.loads((tmp_path / FILE_NAME).read_text())
+    status = json.loads((tmp_path / STATUS).read_text())
     assert list(status) == FIELDS
     assert status["state"] == "running"
     assert (status["run_id"], status["step"], status["restarts"]) == ("a", 0, 0)
@@ -70,23 +71,23 @@ def test_a_replacement_that_fails_leaves_the_old_file(tmp_path):
         write_status(tmp_path, reason=object())
     assert read_status(tmp_path)["step"] == 1
     write_status(tmp_path, step=2)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS]
 
 
 def test_a_directory_without_a_readable_status_has_none(tmp_path):
     assert read_status(tmp_path) == {}
-    (tmp_path / FILE_NAME).write_bytes(b"\0\0")
+    (tmp_path / STATUS).write_bytes(b"\0\0")
     assert read_status(tmp_path) == {}
 
 
 def test_what_is_no_file_is_no_status(tmp_path):
-    (tmp_path / FILE_NAME).mkdir()
+    (tmp_path / STATUS).mkdir()
     assert read_status(tmp_path) == {}
 
 
 def test_a_field_of_another_type_counts_as_missing_and_the_others_stay(tmp_path):
     strange = {"step": "x", "restarts": True, "checkpoint": 4, "state": None}
-    (tmp_path / FILE_NAME).write_text(json.dumps({"run_id": "mine", "reason": None} | strange))
+    (tmp_path / STATUS).write_text(json.dumps({"run_id": "mine", "reason": None} | strange))
     assert read_status(tmp_path) == {"run_id": "mine", "reason": None}
     told = start_status(tmp_path, run_id="other", strategy=None, world_size=1)
     kept = {key: told[key] for key in ("run_id", "step", "checkpoint", "restarts")}
@@ -95,7 +96,7 @@ def test_a_field_of_another_type_counts_as_missing_and_the_others_stay(tmp_path)
 
 def test_a_status_that_was_deleted_keeps_what_was_written_last(tmp_path):
     before = start_status(tmp_path, run_id="one", strategy="ddp", world_size=2)
-    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / STATUS).unlink()
     write_status(tmp_path, before, step=7)
     known = read_status(tmp_path)
     assert (known["run_id"], known["strategy"], known["step"]) == ("one", "ddp", 7)

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from llmtrain.config.load import load_config
 from llmtrain.tools import quickstart as module
 from llmtrain.tools.launch.launch import Ended
@@ -25,6 +27,7 @@ def test_two_cpu_processes_train_the_packaged_config(monkeypatch):
     assert load_config(seen["config"], seen["overrides"]).run.dir == "runs/quickstart"
 
 
+@pytest.mark.launches
 def test_the_quickstart_never_imports_deepspeed(tmp_path):
     """It is installed everywhere on Linux; its import takes seconds and looks for a compiler."""
     program = (

@@ -1,14 +1,60 @@
-"""What the end of a run says of the documents that it met."""
+"""How a start ends before its first step, and what the end of a run says of its documents."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.tiny import lines
 
-from llmtrain.training.ending import tell_of_documents
+from llmtrain.checkpoint.retry import StoppedError
+from llmtrain.distributed.ranks import Single
+from llmtrain.errors import RESTARTABLE, RunError
+from llmtrain.training.ending import StoppedEarlyError, stoppable, tell_of_documents
 from llmtrain.training.run.journal import Journal
+from llmtrain.training.stop.signals import Signals
+
+
+class Asked(Signals):
+    """Asked to stop, or not yet."""
+
+    reason: str | None = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with closing(Journal(tmp_path, 1)) as journal:
+        journal.step = 7
+        yield journal
+
+
+def test_a_stop_ends_the_start_in_front_of_the_next_stage(journal: Journal) -> None:
+    signals = Asked()
+    signals.reason = "SIGTERM"
+    with pytest.raises(StoppedEarlyError) as stopped, stoppable(Single(), signals, journal):
+        pytest.fail("the stage began")
+    assert (stopped.value.reason, stopped.value.step) == ("signal", 7)
+
+
+def test_a_wait_that_a_stop_cut_short_ends_as_a_stop(journal: Journal) -> None:
+    def wait() -> None:
+        signals.reason = "launcher_lost"
+        raise RunError("the Hub does not answer", RESTARTABLE, "wait")
+
+    signals = Asked()
+    with pytest.raises(StoppedEarlyError, match="launcher"), stoppable(Single(), signals, journal):
+        wait()
+    with pytest.raises(StoppedEarlyError, match="signal"), stoppable(Single(), Asked(), journal):
+        raise StoppedError("signal")
+
+
+@pytest.mark.parametrize("code", [1, RESTARTABLE])
+def test_without_a_stop_the_error_of_a_stage_is_its_own(journal: Journal, code: int) -> None:
+    with pytest.raises(RunError, match="no route"), stoppable(Single(), Asked(), journal):
+        raise RunError("no route", code, "wait")
 
 
 def told(folder, **met: int) -> dict[str, dict[str, Any]]:

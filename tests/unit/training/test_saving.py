@@ -39,24 +39,26 @@ def test_a_rank_that_writes_nothing_needs_nothing() -> None:
 
 def test_f33_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -> None:
     events: list[tuple[str, int, str]] = []
+    root = tmp_path / "checkpoints"
+    root.mkdir()
     run = SimpleNamespace(
         checkpoints=Saves(None, False, False),
-        checkpoint_dir=tmp_path,
+        run_dir=tmp_path,
         config=Config.model_validate(tiny_config(tmp_path / "run", checkpoint__keep_last=2)),
-        run_id=RUN,
-        resumed_from=None,
+        processes=SimpleNamespace(run_id=RUN),
+        found=None,
         journal=SimpleNamespace(
             event=lambda name, step, checkpoint: events.append((name, step, checkpoint))
         ),
     )
     losses = {4: 1.0, 8: 2.0, 12: 3.0, 16: 4.0, 20: 5.0}  # the first stays for its loss
     for step, loss in losses.items():
-        save(tmp_path, step, loss=loss)
+        save(root, step, loss=loss)
         _retain(run, step, f"step-{step:08d}")
         if step == 12:
-            shutil.rmtree(tmp_path / "step-00000004")
+            shutil.rmtree(root / "step-00000004")
     assert events == [("checkpoint_missing", 16, "step-00000004")]
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+    assert sorted(path.name for path in root.glob("step-*")) == [
         "step-00000008",  # the best that is left
         "step-00000016",
         "step-00000020",
@@ -71,9 +73,9 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> No
     events: list[tuple[str, int]] = []
     run = SimpleNamespace(
         config=Config.model_validate(tiny_config(tmp_path)),
-        run_id="one",
-        resumed_from=None,
-        checkpoint_dir=tmp_path,
+        processes=SimpleNamespace(run_id="one"),
+        found=None,
+        run_dir=tmp_path,
         checkpoints=Saves(None, sent=False, dealt=False),
         journal=SimpleNamespace(event=lambda name, step, **_: events.append((name, step))),
     )

@@ -8,10 +8,10 @@ from helpers.checkpoints import save
 from helpers.tiny import tiny_config
 
 from llmtrain.config.schema import Config
-from llmtrain.errors import RunError, UserError
+from llmtrain.errors import UserError
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import read_status, write_status
-from llmtrain.training.start.claim import Auto, check, claim, write_atomically
+from llmtrain.training.start.claim import check, claim
 
 
 def config(run_dir: Path, **changes: object) -> Config:
@@ -62,15 +62,6 @@ def test_a_lost_status_is_made_up_for_by_the_record(tmp_path: Path) -> None:
         assert place.checkpoint == "step-00000004"
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "3", '{"run": 3}', '{"launches": []}', '{"launches": {"ddp/cpu/1": null}}']
-)
-def test_a_damaged_auto_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "auto.json").write_text(text)
-    with pytest.raises(UserError, match=r"auto\.json"):
-        Auto(tmp_path, "ddp/cpu/1")
-
-
 def test_another_config_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     begin(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -102,35 +93,6 @@ def test_bad_input_22_a_store_without_rename_is_refused_before_a_status_is_writt
     ):
         pytest.fail("the directory was taken")
     assert {path.name for path in tmp_path.iterdir()} <= {"lock"}
-
-
-def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path: Path) -> None:
-    one = Auto(tmp_path, "ddp/cpu/2")
-    one.run["precision"] = "fp32"
-    one.launch["micro_batch_size"] = 4
-    one.save()
-    same, other = Auto(tmp_path, "ddp/cpu/2"), Auto(tmp_path, "ddp/cpu/3")
-    assert same.run == other.run == {"precision": "fp32"}
-    assert same.launch == {"micro_batch_size": 4}
-    assert other.launch == {}
-    assert json.loads((tmp_path / "auto.json").read_text())["launches"] == {
-        "ddp/cpu/2": {"micro_batch_size": 4}
-    }
-
-
-def test_an_atomic_write_leaves_the_old_file_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(RunError, match="No space"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
 
 
 def refusal(config: Config) -> str:

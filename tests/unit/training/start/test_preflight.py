@@ -87,6 +87,7 @@ def test_a_batch_that_no_process_could_split_is_reported_once(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+@pytest.mark.launches
 def test_a_start_that_is_refused_imports_no_torch(tmp_path, more):
     path = written(tmp_path, SMALLEST)
     program = (

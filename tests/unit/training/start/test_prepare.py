@@ -9,7 +9,8 @@ from llmtrain import heartbeat
 from llmtrain.config.schema import Config
 from llmtrain.data.state import DataState
 from llmtrain.errors import UserError
-from llmtrain.training.start.prepare import HELDOUT, MANIFEST, TOKENIZER, load_manifest, prepare
+from llmtrain.rundir.contents import HELDOUT, MANIFEST, TOKENIZER
+from llmtrain.training.start.prepare import load_manifest, prepare
 
 
 @pytest.fixture

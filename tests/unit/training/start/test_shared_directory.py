@@ -9,7 +9,8 @@ import pytest
 from helpers.checkpoints import on_ranks
 
 from llmtrain.errors import PeerError, UserError
-from llmtrain.training.start.shared_directory import NAME, check_shared
+from llmtrain.rundir.contents import SHARED
+from llmtrain.training.start.shared_directory import check_shared
 from llmtrain.types import Ranks
 
 
@@ -40,7 +41,7 @@ def test_bad_input_27_ranks_with_another_directory_are_named_with_their_host(
     if has != "no directory":
         other.mkdir()
     if has == "what an earlier start left":
-        (other / NAME).write_bytes(b"0" * 32)
+        (other / SHARED).write_bytes(b"0" * 32)
     paths = [shared, other, shared, other]
     errors = on_ranks(4, lambda ranks: check(ranks, paths))
     refused, *told = errors

@@ -1,0 +1,99 @@
+"""What moves in a step on the host: this rank's blocks, and how far they have been trained on.
+
+begin ──► next_batch ──► (the update) ──► advance        the blocks count as consumed
+                                    └───► put_back       data failed: nothing has happened
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from llmtrain.data.stream import Stream
+from llmtrain.training.run import rng
+from llmtrain.types import Batch, Cursor
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """What a step changes on the host, as it was in front of `step`."""
+
+    step: int
+    cursors: dict[int, tuple[Cursor, ...]]
+    counts: dict[str, Counter[str]]
+    rng: rng.States
+
+
+@dataclass(slots=True)
+class Feed:
+    """The blocks of one start of a run.
+
+    step: finished steps
+    rows, seq_len: of this rank's part of a step
+    cursors: lane → the cursors of all sources, for lanes that this start has trained on
+    counts: source → what was met → how often, in this start
+    error: why the stream of this rank is broken
+    """
+
+    stream: Stream
+    device: torch.device
+    step: int
+    rows: int
+    seq_len: int
+    cursors: dict[int, tuple[Cursor, ...]] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    error: Exception | None = None
+    before: deque[Before] = field(default_factory=lambda: deque(maxlen=2))
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's stream is broken."""
+        return self.error is not None
+
+    def begin(self, step: int) -> None:
+        """Keep the state to return to if the data of `step` fails."""
+        counts = {label: Counter(met) for label, met in self.counts.items()}
+        state = Before(step, dict(self.cursors), counts, rng.capture(self.device))
+        self.before.append(state)
+
+    def next_batch(self) -> Batch:
+        """This rank's blocks of the next step.
+
+        A stream that fails cannot say so to peers that are already in the step. It is not asked
+        again: from then on this rank hands out padding, and its vector says that its data failed.
+        """
+        if self.error is None:
+            try:
+                return next(self.stream)
+            except Exception as error:  # voted on when the step's vector arrives, see `start_run`
+                self.error = error
+                _log.warning("the data of this rank failed", exc_info=True)
+        return self._padding()
+
+    def _padding(self) -> Batch:
+        ids = np.zeros((self.rows, self.seq_len + 1), dtype=np.int32)
+        labels = np.full((self.rows, self.seq_len), -100, dtype=np.int64)
+        return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
+
+    def advance(self, step: int, batch: Batch) -> None:
+        """A step is done: its blocks count as consumed."""
+        self.step = step
+        self.cursors.update(batch.cursors)
+        for label, met in batch.counts.items():
+            self.counts.setdefault(label, Counter()).update(met)
+
+    def put_back(self, step: int) -> None:
+        """The state in front of `step`: neither it nor the one behind it was applied.
+
+        Their vectors said that data failed, so weights, moments and counted tokens are untouched.
+        """
+        before = next(one for one in self.before if one.step == step)
+        self.step = step - 1
+        self.cursors, self.counts = before.cursors, before.counts
+        rng.restore(before.rng, self.device)

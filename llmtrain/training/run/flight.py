@@ -1,0 +1,58 @@
+"""How a start writes checkpoints, and the one that is in flight between two boundaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llmtrain.checkpoint.background import Writer
+from llmtrain.checkpoint.format import Extents
+from llmtrain.checkpoint.write import Begun
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A checkpoint between begin and commit.
+
+    cursors: the line of `cursors.jsonl`, at rank 0 · last: this start makes no step after it ·
+    blocked: seconds that the training has waited for it so far, but for those that its writer
+    counts · extents, error: of one written in line.
+    """
+
+    step: int
+    reason: str
+    begun: Begun
+    cursors: bytes
+    last: bool
+    blocked: float
+    beside: bool
+    extents: Extents = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Saves:
+    """How this start writes checkpoints, and the one that is in flight.
+
+    writer: None where all is written in line · sent: rank 0 writes what the others hold parts of,
+    which takes collectives and so is done in line · dealt: what all hold is shared out · kept: what
+    lay there after the last retention (rank 0).
+    """
+
+    writer: Writer | None
+    sent: bool
+    dealt: bool
+    flight: Flight | None = None
+    kept: set[str] = field(default_factory=set)
+    failed_in_a_row: int = 0
+    has_room: bool = False
+    grace_told: bool = False
+
+    def wait_snapshot(self) -> None:
+        """Until what is saved was copied: an update may not change it before."""
+        if self.writer is not None:
+            self.writer.wait_snapshot()
+
+    def flags(self) -> dict[str, bool]:
+        """What this rank's writer has to say in the step's vector."""
+        state = self.writer.state if self.writer and self.flight and self.flight.beside else "idle"
+        return {"writer_ready": state == "ready", "writer_failed": state == "failed"}

@@ -1,0 +1,205 @@
+"""The start of a run: its stages in the order in which they can fail cheaply, and its close.
+
+    run directory → processes → checkpoint (its JSON alone) → data → model, discarded pass → state
+
+Every stage but the first runs on all ranks. Rank 0 decides and writes; whatever one rank refuses,
+all refuse together, so that none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from llmtrain.checkpoint.read import Found
+from llmtrain.config.schema import Config
+from llmtrain.data.state import roll
+from llmtrain.metrics.logfile import LogFile
+from llmtrain.metrics.meter import DataFailedError, Meter
+from llmtrain.rundir import contents, failures
+from llmtrain.training.ending import (
+    asked_to_stop,
+    end_without_data,
+    record_end,
+    stoppable,
+    stopped_alone,
+)
+from llmtrain.training.run.due import Due, agreed_stop
+from llmtrain.training.run.feed import Feed
+from llmtrain.training.run.guards import Guards
+from llmtrain.training.run.journal import Expected, Journal, RunLog
+from llmtrain.training.run.opened import DataSide, ModelSide, Processes
+from llmtrain.training.run.run import Run
+from llmtrain.training.saving import open_saves
+from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.start import resuming
+from llmtrain.training.start.announce import announce, tell_what_changed
+from llmtrain.training.start.claim import Place, claim
+from llmtrain.training.start.data import open_data, with_steps
+from llmtrain.training.start.processes import start_processes
+from llmtrain.training.start.weights import base_revision, build_model
+from llmtrain.training.step import flags
+from llmtrain.training.stop import signals as stop
+from llmtrain.training.stop.requests import Requests
+from llmtrain.training.watchdog import Watchdog, watching
+
+# A batch queue kills some 30 s after its signal; a network that is away may be waited for longer.
+_PATIENCE_SECONDS = 10.0
+_COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
+_OPENING_SECONDS = 1.0  # before the first step there is nothing that more patience would save
+
+
+@contextmanager
+def start_run(config: Config) -> Iterator[Run]:
+    """Open everything, resume the state, and close it all behind the loop.
+
+    Raises UserError or RunError, the same on all ranks where they can still talk; `status.json`
+    then says so.
+    """
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        here = _open_run_dir(config, stack)
+        signals, journal = here.signals, here.journal
+        with record_end(journal, failures.digest(config)):
+            processes = _start_processes(config, here, stack)
+            stage = partial(stoppable, processes.launched.ranks, signals, journal)
+            asked = partial(asked_to_stop, signals)
+            stopping = threading.Event()
+            signals.cut_short(_OPENING_SECONDS, stopping.set)
+            with stage():
+                found = resuming.find_checkpoint(config, processes, here.place, journal, asked)
+            with stage():
+                revision = base_revision(config, processes, found)
+                data = open_data(config, processes, found, revision, stack, stopping)
+                config = with_steps(config, processes, data, found, stopping)
+            signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
+            journal.expect(config.total_steps)
+            with stage():
+                model = build_model(config, processes, found, revision)
+            with stage():
+                same = not found or resuming.fill_state(config, processes, model, found, asked)
+            run = _assemble(config, here, processes, found, data, model)
+            here.watchdog.follow(run.guards.median_seconds)
+            announce(run, time.perf_counter() - started)
+            tell_what_changed(run, here.place, same_randomness=same)
+            run.due.ask(agreed_stop(run.ranks, flags(run)))
+            try:
+                yield run
+            except DataFailedError as failed:  # all ranks are here
+                end_without_data(run, failed.step)
+                raise
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What a rank has before it knows of any other.
+
+    place: the claimed run directory, None on ranks > 0
+    """
+
+    place: Place | None
+    signals: stop.Signals
+    logfile: LogFile
+    journal: Journal
+    watchdog: Watchdog
+
+
+def _open_run_dir(config: Config, stack: ExitStack) -> Here:
+    """Signals, the claim of the run directory (rank 0), and everything that reports."""
+    rank = int(os.environ.get("RANK", "0"))  # until there is a group, the environment's
+    signals = stop.install()
+    logfile = stack.enter_context(closing(LogFile()))
+    place, run_dir = None, config.run_dir
+    if rank == 0:
+        place = stack.enter_context(_claim(config))
+    else:  # rank 0 has its own removed with the lock held
+        failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
+    signals.before_exit = partial(failures.write, run_dir, rank)
+    journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock if place else None)))
+    watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes))
+    here = Here(place, signals, logfile, journal, watchdog)
+    if place is not None:
+        journal.step = place.step
+        _open_log(here, stack)
+        logfile.show(journal.note)
+    return here
+
+
+def _claim(config: Config) -> AbstractContextManager[Place]:
+    asked = config.distributed.strategy
+    strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
+    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), strategy)
+
+
+def _open_log(here: Here, stack: ExitStack) -> None:
+    here.logfile.open(contents.log_file(here.journal.run_dir, here.journal.rank))
+    stack.enter_context(here.signals.stacks_in(here.logfile.descriptor))
+
+
+def _start_processes(config: Config, here: Here, stack: ExitStack) -> Processes:
+    alone = here.signals.alone(partial(stopped_alone, here.journal))
+    processes = start_processes(config, here.place, alone, stack)
+    if here.place is None:
+        _open_log(here, stack)
+    return processes
+
+
+def _assemble(
+    config: Config,
+    here: Here,
+    processes: Processes,
+    found: Found | None,
+    data: DataSide,
+    model: ModelSide,
+) -> Run:
+    saved, first = (found.state, found.step) if found else ({}, 0)
+    launched, journal, evaluation = processes.launched, here.journal, saved.get("evaluation")
+    evaluated = evaluation["step"] if evaluation else None
+    due = Due(config, first, evaluated, heldout=data.heldout is not None, ended=data.ended)
+    rows = config.training.global_batch_size // launched.ranks.world_size
+    expected = _expected(processes, model, first)
+    started = here.signals.started
+    return Run(
+        config=config,
+        found=found,
+        first_step=first,
+        processes=processes,
+        data=data,
+        built=model,
+        feed=Feed(data.stream, launched.device, first, rows, config.data.seq_len),
+        meter=_meter(config, processes, data, saved.get("sources", {})),
+        journal=journal,
+        log=RunLog(journal, due, launched.device, evaluation, expected),
+        guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
+        due=due,
+        signals=here.signals,
+        requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
+        checkpoints=open_saves(config, launched, config.run_dir),
+    )
+
+
+def _expected(processes: Processes, model: ModelSide, first: int) -> Expected:
+    plan = processes.planned.memory
+    planned = plan.total_bytes - plan.parts["reserve"] if plan else None
+    return Expected(planned, model.held_before, first + _COMPARE_AFTER)
+
+
+def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:
+    def learning_rate(step: int) -> float:
+        factor = learning_rate_factor(config.optimizer, config.total_steps, step)
+        return config.optimizer.learning_rate * factor
+
+    return Meter(
+        processes.launched.device,
+        data.manifest.labels,
+        learning_rate,
+        roll,
+        world_size=processes.launched.ranks.world_size,
+        sources=sources,
+        stream_digest=data.state.stream_digest,
+    )

@@ -1,0 +1,30 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.rundir.auto import Auto
+
+
+def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path: Path) -> None:
+    one = Auto(tmp_path, "ddp/cpu/2")
+    one.run["precision"] = "fp32"
+    one.launch["micro_batch_size"] = 4
+    one.save()
+    same, other = Auto(tmp_path, "ddp/cpu/2"), Auto(tmp_path, "ddp/cpu/3")
+    assert same.run == other.run == {"precision": "fp32"}
+    assert same.launch == {"micro_batch_size": 4}
+    assert other.launch == {}
+    assert json.loads((tmp_path / "auto.json").read_text())["launches"] == {
+        "ddp/cpu/2": {"micro_batch_size": 4}
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", '{"run": 3}', '{"launches": []}', '{"launches": {"ddp/cpu/1": null}}']
+)
+def test_a_damaged_auto_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "auto.json").write_text(text)
+    with pytest.raises(UserError, match=r"auto\.json"):
+        Auto(tmp_path, "ddp/cpu/1")

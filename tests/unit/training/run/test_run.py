@@ -1,0 +1,29 @@
+"""`Run` holds values; what is done with it is a function of it, in a module above."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+from llmtrain.training.run import run
+
+
+def test_a_run_has_fifteen_fields_and_no_verb() -> None:
+    assert len(fields(run.Run)) <= 15
+    (tree,) = (
+        node
+        for node in ast.parse(Path(run.__file__).read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    methods = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert all(ast.unparse(node.decorator_list[0]) == "property" for node in methods)
+
+
+def test_a_run_imports_nothing_that_works_on_one() -> None:
+    training = Path(run.__file__).parents[1]
+    below = {"llmtrain.training.run", "llmtrain.training.stop"}
+    for path in (training / "run").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmtrain.train"):
+                assert str(node.module).rpartition(".")[0] in below or node.module in below
