@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run, its checkpoints/, or one checkpoint.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _LARGE_BYTES = 1 << 30  # from here on a verification says how far it is
 _SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 _SIZE, _LOSS = 11, 9  # columns
@@ -42,7 +42,7 @@ _MEANS = {
 
 
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
-def list_(run: Run, as_json: Json = False) -> None:
+def list_(run: Run, as_json: AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
     from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.look import look
@@ -57,7 +57,7 @@ def verify(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One of them, as step-00000400.")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
     from llmtrain.cli.escapes import show
@@ -85,7 +85,7 @@ def prune(
         bool, typer.Option("--set-aside", help="Damaged and superseded ones go too.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
     from llmtrain.cli.escapes import show
@@ -100,11 +100,8 @@ def prune(
 
 @app.command(help="prove here that a killed and resumed run equals a straight one")
 def rehearse(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     kill_at: Annotated[
         int, typer.Option(min=2, metavar="N", help="The step in which it is killed.")
     ] = 6,
@@ -115,7 +112,7 @@ def rehearse(
         int | None,
         typer.Option(min=1, metavar="N", help="How many processes the killed run goes on with."),
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
     from llmtrain.cli.escapes import show

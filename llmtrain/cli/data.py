@@ -11,11 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from llmtrain.tools.data.repack import Repacked
+    from llmtrain.tools.data.tokenize import Tokenized
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -24,22 +31,18 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Processes; as many as there are processors."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 
 
 @app.command(help="what a config would train on: counts, lengths, packing, the first blocks")
 def inspect(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     blocks: Annotated[int, typer.Option(min=0, metavar="N", help="Blocks to show as text.")] = 3,
     documents: Annotated[
         int, typer.Option(min=0, metavar="N", help="Documents of a source to look at; 0 = all.")
     ] = 1000,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look at a config's data, before a run or beside one."""
     from llmtrain.cli.data_views import inspection
@@ -62,7 +65,7 @@ def which(
         typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data lies now."),
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Show what of them is in the step.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Name the documents of a step of a run."""
     from llmtrain.cli.data_views import step_documents
@@ -75,14 +78,11 @@ def which(
 
 @app.command(help="tokens of all documents as Megatron .bin and .idx; the same command goes on")
 def tokenize(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    config: ConfigFile,
     out: Out,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    overrides: Overrides = None,
     jobs: Jobs = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the token cache of a config's sources."""
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
@@ -94,16 +94,7 @@ def tokenize(
         from llmtrain.tools.data.tokenize import tokenize as write  # imports torch
 
         result = write(loaded, out, jobs or cores(), told)
-    values = {
-        "files": list(result.files),
-        "documents": result.documents,
-        "tokens": result.tokens,
-        "dropped": result.dropped,
-        "replaced": result.replaced,
-        "skipped": result.skipped,
-        "seconds": round(result.seconds, 3),
-    }
-    _show(values, as_json, out)
+    _show(result, as_json, out)
 
 
 @app.command(help="any data files as parquet with small row groups; the same command goes on")
@@ -117,7 +108,7 @@ def repack(
         str, typer.Option(metavar="NAME", help="The column for the lines of text files.")
     ] = "text",
     jobs: Jobs = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
@@ -126,8 +117,7 @@ def repack(
         from llmtrain.tools.data.repack import repack as write
 
         result = write(path, out, row_group_mb, text_column, jobs or cores(), told)
-    values = {"files": list(result.files), "rows": result.rows}
-    _show(values | {"seconds": round(result.seconds, 3)}, as_json, out)
+    _show(result, as_json, out)
 
 
 @contextmanager
@@ -168,13 +158,14 @@ def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int]
     return tell
 
 
-def _show(values: dict[str, Any], as_json: bool, out: Path) -> None:
+def _show(result: Tokenized | Repacked, as_json: bool, out: Path) -> None:
     """The result: an object for scripts, lines for people."""
+    values = asdict(result) | {"seconds": round(result.seconds, 3)}
     if as_json:
         print(json.dumps(values))
         return
     from llmtrain.cli.escapes import show
 
-    show(str(out / name) for name in values["files"])
+    show(str(out / name) for name in result.files)
     facts = [f"{value:,} {key}" for key, value in values.items() if isinstance(value, int)]
-    print(f"{', '.join(facts)} in {values['seconds']:.1f} s")
+    print(f"{', '.join(facts)} in {result.seconds:.1f} s")

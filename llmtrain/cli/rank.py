@@ -13,8 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,7 +29,7 @@ _RANK_0_SPEAKS_SECONDS = 2.0
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     """Train in this process, which may be one of several that a launcher started; then leave."""
-    log: Path | None = None
+    log, started = None, None
     try:
         import llmtrain
         from llmtrain.config.load import load_checked
@@ -44,12 +43,14 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
         _end_again(run_dir, config)
-        with _marked(run_dir, config):
-            result = llmtrain.train(config)
+        started = config
+        result = llmtrain.train(config)
         code, message = result.exit_code, _report(result.run_dir)
     except Exception as error:
+        if started is not None:
+            _mark(started, error)
         _tell_launcher(error)
-        code, message = described(error, log)
+        code, message = describe(error, log)
         if _rank() and "torch" not in sys.modules:
             # The first rank that ends makes the launcher end the others: let rank 0 speak first.
             time.sleep(_RANK_0_SPEAKS_SECONDS)
@@ -65,20 +66,15 @@ def _end_again(run_dir: Path, config: Config) -> None:
         raise PeerError(mark.reason, mark.code, mark.rank)
 
 
-@contextmanager
-def _marked(run_dir: Path, config: Config) -> Iterator[None]:
-    """A rank that fails before a run is open has not left its mark yet.
+def _mark(config: Config, error: Exception) -> None:
+    """Leave the mark of a rank that failed before its run was open, and so has left none.
 
     Rank 0 leaves none here: it may be the run directory of another process.
     """
     from llmtrain.rundir import failures
 
-    try:
-        yield
-    except Exception as error:
-        if _rank() and not failures.has(run_dir, _rank()):
-            failures.leave(run_dir, _rank(), error, failures.digest(config))
-        raise
+    if _rank() and not failures.has(config.run_dir, _rank()):
+        failures.leave(config.run_dir, _rank(), error, failures.digest(config))
 
 
 def _report(run_dir: Path) -> str:
@@ -94,7 +90,7 @@ def _report(run_dir: Path) -> str:
     return ""
 
 
-def described(error: Exception, log: Path | None = None) -> tuple[int, str]:
+def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
     """The exit code of an error and what to say about it ("": nothing). A defect is shown at once.
 
     Nothing that is shown holds a secret.

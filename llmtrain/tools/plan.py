@@ -116,6 +116,16 @@ class Plan:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What stands in place of this machine's; None = this machine's."""
+
+    devices: int | None
+    nodes: int | None
+    device_gib: float | None
+    host_gib: float | None
+
+
 def plan(
     config: Config,
     devices: int | None = None,
@@ -129,13 +139,12 @@ def plan(
     devices that are not here is not known then, and what it needs is stated alone. Raises UserError
     for a config that cannot be planned; what fits nowhere is a Plan with `chosen` None.
     """
-    problems = list(_problems(config, devices, nodes, device_memory_gb, host_memory_gb))
-    if problems:
+    asked = _Asked(devices, nodes, device_memory_gb, host_memory_gb)
+    if problems := [*check(config), *_problems(asked)]:
         raise UserError(*problems)
 
-    hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
-    problems = [*check_batch(config, hardware.devices), *_mesh(config, hardware)]
-    if problems:
+    hardware = _hardware(config, asked)
+    if problems := [*check_batch(config, hardware.devices), *_mesh(config, hardware)]:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
@@ -219,18 +228,11 @@ def _row(one: Candidate, chosen: bool) -> dict[str, Any]:
     }
 
 
-def _problems(
-    config: Config,
-    devices: int | None,
-    nodes: int | None,
-    device_memory_gb: float | None,
-    host_memory_gb: float | None,
-) -> Iterator[Problem]:
-    yield from check(config)
-    for name, count in (("devices", devices), ("nodes", nodes)):
+def _problems(asked: _Asked) -> Iterator[Problem]:
+    for name, count in (("devices", asked.devices), ("nodes", asked.nodes)):
         if count is not None and count < 1:
             yield Problem(f"--{name}", count, "a whole number ≥ 1")
-    for name, size in (("device", device_memory_gb), ("host", host_memory_gb)):
+    for name, size in (("device", asked.device_gib), ("host", asked.host_gib)):
         if size is not None and not 0 < size < _MOST_GIB:
             yield Problem(f"--{name}-memory-gb", size, "a number of GiB above 0")
 
@@ -241,23 +243,16 @@ def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
         yield from one_sided("distributed.strategy", mesh, "hsdp")
 
 
-def _hardware(
-    config: Config,
-    devices: int | None,
-    nodes: int | None,
-    device_memory_gb: float | None,
-    host_memory_gb: float | None,
-) -> Hardware:
+def _hardware(config: Config, asked: _Asked) -> Hardware:
     """This machine's devices, with what was asked for in their place."""
-    local = devices or _devices_here()
+    local, nodes = asked.devices or _devices_here(), asked.nodes or 1
     here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
-    hardware = replace(here, nodes=nodes or 1)
-    if device_memory_gb is not None:
-        size = int(device_memory_gb * 2**30)
-        name = device_by_memory(device_memory_gb)
-        hardware = Hardware(size, None, local, nodes or 1, name)
-    if host_memory_gb is not None:
-        hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
+    hardware = replace(here, nodes=nodes)
+    if asked.device_gib is not None:
+        size, name = int(asked.device_gib * 2**30), device_by_memory(asked.device_gib)
+        hardware = Hardware(size, None, local, nodes, name)
+    if asked.host_gib is not None:
+        hardware = replace(hardware, host_bytes=int(asked.host_gib * 2**30))
     return hardware
 
 

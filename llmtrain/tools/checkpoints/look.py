@@ -146,7 +146,7 @@ def verify(
     asked = place.only if name is None else name
     if asked is not None and asked not in form.names(place.root):
         expected = f"the name of a checkpoint of {path}, not a path"
-        raise UserError(Problem("NAME", asked, expected, _there(names)))
+        raise UserError(Problem("NAME", asked, expected, f"there are {', '.join(names) or 'none'}"))
     if asked is None and not names:
         raise UserError(Problem("RUN", path, "a run with a complete checkpoint; there is none"))
     return verified(place.root, [asked] if asked else names, told)

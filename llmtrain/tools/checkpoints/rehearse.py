@@ -19,9 +19,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,13 @@ def rehearse(
     fault = {faults.VARIABLE: f"loop.micro@step={kill_at}=kill"}
     with _folder(config) as place:
         straight, killed = place.folder / "straight", place.folder / "killed"
+        start = partial(_start, place, config_file)
         told(f"{kill_at + 2} steps straight, {_words(world_size)}")
-        _finished(place, "straight", config_file, _in(straight, shared), world_size)
+        start("straight", straight, shared, world_size, {})
         told(f"the same, killed in step {kill_at}")
-        _killed(place, "killed", config_file, _in(killed, shared), world_size, fault)
+        start("killed", killed, shared, world_size, fault)
         told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")
-        _finished(place, "resumed", config_file, [*_in(killed, shared), *other], again)
+        start("resumed", killed, [*shared, *other], again, {})
         compared = compare(straight, killed)
         place.keep = bool(compared.differences)
     kept = place.folder if place.keep else None
@@ -210,10 +212,6 @@ def _short(config: Config, kill_at: int) -> list[str]:
     ]
 
 
-def _in(run_dir: Path, overrides: Sequence[str]) -> list[str]:
-    return [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
-
-
 @dataclass(slots=True)
 class _Kept:
     """The directory of a rehearsal, and whether it stays."""
@@ -245,50 +243,32 @@ def _beside(run_dir: Path) -> Path:
     return next(path for path in run_dir.parents if path.is_dir())
 
 
-def _finished(place: _Kept, name: str, config: str, overrides: Sequence[str], size: int) -> None:
-    """A start that must reach the last step."""
-    ended = _started_and_waited(place, name, config, overrides, size, {})
-    run_dir = place.folder / ("straight" if name == "straight" else "killed")
-    _refuse_a_stop(run_dir, ended)
-    if ended.exit_code or read_status(run_dir).get("state") != "finished":
-        raise _failed(place, name, ended)
-
-
-def _killed(
+def _start(
     place: _Kept,
+    config_file: str,
     name: str,
-    config: str,
+    run_dir: Path,
     overrides: Sequence[str],
     size: int,
-    fault: Mapping[str, str],
+    fault: dict[str, str],
 ) -> None:
-    """A start that must not end by itself."""
-    ended = _started_and_waited(place, name, config, overrides, size, fault)
-    _refuse_a_stop(place.folder / name, ended)
-    if ended.exit_code != RESTARTABLE:
-        raise _failed(place, name, ended)
+    """Make one start, whose output goes into a file of the folder.
 
-
-def _started_and_waited(
-    place: _Kept,
-    name: str,
-    config: str,
-    overrides: Sequence[str],
-    size: int,
-    more: Mapping[str, str],
-) -> Ended:
-    """One launch, whose output goes into a file of the folder."""
-    env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE}
-    with (place.folder / f"{name}.log").open("wb") as log:
-        return launch(config, overrides, processes=size, env={**env, **more}, output=log)
-
-
-def _refuse_a_stop(run_dir: Path, ended: Ended) -> None:
-    """Ctrl-C reaches the ranks, which save and end well, or a launcher that has none yet: there is
-    nothing to compare then.
+    It must reach the last step, or with a fault must not end by itself. Ctrl-C reaches the ranks,
+    which save and end well, or a launcher that has none yet: there is nothing to compare then.
     """
-    if ended.asked_to_stop or read_status(run_dir).get("state") == "stopped":
+    env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE} | fault
+    overrides = [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
+    with (place.folder / f"{name}.log").open("wb") as log:
+        ended = launch(config_file, overrides, processes=size, env=env, output=log)
+    state = read_status(run_dir).get("state")
+    if ended.asked_to_stop or state == "stopped":
         raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command begins anew")
+    as_meant = (
+        ended.exit_code == RESTARTABLE if fault else (ended.exit_code, state) == (0, "finished")
+    )
+    if not as_meant:
+        raise _failed(place, name, ended)
 
 
 def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
@@ -330,14 +310,10 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
     from transformers import AutoConfig
 
     values = AutoConfig.from_pretrained(_last(run_dir), trust_remote_code=False).to_dict()
-    drops = [key for key, value in values.items() if "drop" in key and _is_share(value)]
-    if not drops:
-        return ""
-    return f"losses were not compared: {drops[0]} draws otherwise with other processes"
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, float) and value > 0
+    for key, value in values.items():
+        if "drop" in key and isinstance(value, float) and value > 0:
+            return f"losses were not compared: {key} draws otherwise with other processes"
+    return ""
 
 
 def _last(run_dir: Path) -> Path:

@@ -17,7 +17,31 @@ from llmtrain.errors import RESTARTABLE, RunError
 
 T = TypeVar("T")
 R = TypeVar("R")
+Progress = Callable[[int, int, int], None]  # tasks done, of how many, amount so far
 _AHEAD = 2  # tasks a process that are handed out
+
+
+def each_left(
+    function: Callable[[T], R],
+    tasks: Sequence[T],
+    known: Sequence[R | None],
+    jobs: int,
+    amount: Callable[[R], int],
+    progress: Progress,
+) -> int:
+    """`each` of the tasks of which nothing is known yet; the amount of all of them, known or not.
+
+    known: the result of each task that an earlier command has done · progress: called before the
+    first task and after each.
+    """
+    missing = [task for task, result in zip(tasks, known, strict=True) if result is None]
+    done = len(tasks) - len(missing)
+    total = sum(amount(result) for result in known if result is not None)
+    progress(done, len(tasks), total)
+    for result in each(function, missing, jobs):
+        done, total = done + 1, total + amount(result)
+        progress(done, len(tasks), total)
+    return total
 
 
 def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:

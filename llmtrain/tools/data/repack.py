@@ -7,7 +7,7 @@ compressed file of lines can only be read whole; as parquet it has no such limit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,7 @@ from llmtrain.data.repack.rewrite import Rewrite, finished, made_of, rewrite
 from llmtrain.data.repack.tables import kind_of
 from llmtrain.data.sources.local import bounded, is_local, list_files, locate
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools.data.pool import each
-
-Progress = Callable[[int, int, int], None]  # files done, of how many, rows so far
+from llmtrain.tools.data.pool import Progress, each_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +42,7 @@ def repack(
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)
     _refuse_others(out, [task.target for task in tasks])
     known = [finished(task) for task in tasks]
-    missing = [task for task, rows in zip(tasks, known, strict=True) if rows is None]
-    done, rows = len(tasks) - len(missing), sum(found or 0 for found in known)
-    progress(done, len(tasks), rows)
-    for count in each(rewrite, missing, jobs):
-        done, rows = done + 1, rows + count
-        progress(done, len(tasks), rows)
+    rows = each_left(rewrite, tasks, known, jobs, int, progress)
     files = tuple(task.target.relative_to(out).as_posix() for task in tasks)
     return Repacked(files, rows, time.perf_counter() - began)
 

@@ -18,13 +18,21 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from llmtrain.config.binding import Change, binding_values, changes, dump
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config, DataConfig, RunConfig, TrainingConfig, TrainTokenizer
+from llmtrain.config.schema import (
+    Config,
+    DataConfig,
+    RunConfig,
+    SourceConfig,
+    TrainingConfig,
+    TrainTokenizer,
+)
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.survey import check
@@ -35,13 +43,12 @@ from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
-from llmtrain.tools.data.pool import each
+from llmtrain.tools.data.pool import Progress, each_left
 from llmtrain.training.start.prepare import load_manifest, prepare
 
 WORK = ".tokenize"
 PARTS = "parts"
 _PUT_BACK = "put it back, or take another --out"
-Progress = Callable[[int, int, int], None]  # units done, of how many, tokens so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,9 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _what_counts(config: Config) -> Config:
     """The config with all that cannot change a token as if it were not set."""
-    kept = ("path", "name", "split", "revision", "text_column")
+    kept = {"path", "name", "split", "revision", "text_column"}
     sources = tuple(
-        type(source)(**{key: getattr(source, key) for key in kept if _is_set(source, key)})
+        SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
         for source in config.data.sources
     )
     data = DataConfig(
@@ -120,10 +127,6 @@ def _what_counts(config: Config) -> Config:
         training=TrainingConfig(steps=1),
         distributed=config.distributed,
     )
-
-
-def _is_set(section: object, key: str) -> bool:
-    return key in section.model_fields_set  # type: ignore[attr-defined]  # any pydantic section
 
 
 def _make(out: Path, work: Path) -> None:
@@ -222,12 +225,7 @@ def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
     for folder in {task.path.parent for task in tasks}:
         folder.mkdir(parents=True, exist_ok=True)
     there = [counts_of(task.path, task.code) for task in tasks]
-    missing = [task for task, counts in zip(tasks, there, strict=True) if counts is None]
-    done, tokens = len(tasks) - len(missing), sum(counts.tokens for counts in there if counts)
-    progress(done, len(tasks), tokens)
-    for counts in each(write_part, missing, jobs):
-        done, tokens = done + 1, tokens + counts.tokens
-        progress(done, len(tasks), tokens)
+    each_left(write_part, tasks, there, jobs, attrgetter("tokens"), progress)
 
 
 def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:

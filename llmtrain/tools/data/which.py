@@ -21,7 +21,7 @@ from typing import Any
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data import manifest as manifests
-from llmtrain.data.audit.ledger import Origin, document_of, origins, replay, text_of
+from llmtrain.data.audit.ledger import document_of, origins, replay, text_of
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, reading_of
 from llmtrain.data.lanes import Block
@@ -312,26 +312,15 @@ def _documents(
     ]
     known = origins(manifest, reader, {document for *_, document in placed})
     return tuple(
-        _found(
-            manifest.labels[block.source], g, span, known[document], _text(block, span, tokenizer)
+        Found(
+            source=manifest.labels[block.source],
+            g=g,
+            span=(span.at, span.at + span.stop - span.start),
+            tokens=(span.start, span.stop),
+            text=_text(block, span, tokenizer),
+            **known[document]._asdict(),
         )
         for g, block, span, document in placed
-    )
-
-
-def _found(source: str, g: int, span: Span, origin: Origin, text: str | None) -> Found:
-    return Found(
-        source=source,
-        id=origin.id,
-        title=origin.title,
-        url=origin.url,
-        g=g,
-        span=(span.at, span.at + span.stop - span.start),
-        tokens=(span.start, span.stop),
-        file=origin.file,
-        group=origin.group,
-        at=origin.at,
-        text=text,
     )
 
 

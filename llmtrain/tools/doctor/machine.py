@@ -42,24 +42,8 @@ _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int>
 SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True, slots=True)
-class Tested:
-    """The release of a library that the equality of all strategies was shown with.
-
-    newer: what a newer one is. An older one is an error: what is used of it is not there.
-    """
-
-    release: str
-    newer: str
-
-
-# As constraints.txt and the bounds of pyproject.toml have them.
-TESTED = {
-    "torch": Tested("2.13", "warning"),
-    "accelerate": Tested("1.15", "warning"),
-    "transformers": Tested("5.23", "warning"),
-    "deepspeed": Tested("0.19", "error"),
-}
+# Libraries whose release matters: the lowest allowed one was tried with all strategies.
+_LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
 
 def devices(case: Case) -> Verdict:
@@ -209,29 +193,42 @@ def versions(case: Case) -> Verdict:
     if case.config:
         check_installed(case.config.logging.trackers)
     python = ".".join(map(str, sys.version_info[:3]))
-    return joined([ok(f"Python {python}"), *(_version(name, case) for name in TESTED)])
+    looked = [_version(name, wanted, case) for name, wanted in requirements().items()]
+    return joined([ok(f"Python {python}"), *looked])
 
 
-def _version(name: str, case: Case) -> Verdict:
-    tested = TESTED[name]
+def requirements() -> dict[str, str]:
+    """Library → what llmtrain's own package requires of it, such as `torch>=2.13`."""
+    listed = (re.split(r"[;\s]", line)[0] for line in metadata.requires("llmtrain") or ())
+    named = {re.split(r"[<>=\[]", one)[0]: one for one in listed}
+    return {name: named[name] for name in _LIBRARIES}
+
+
+def lowest(requirement: str) -> str:
+    """2.13 of `torch>=2.13`: the release that was tried."""
+    return requirement.partition(">=")[2].partition(",")[0]
+
+
+def _version(name: str, requirement: str, case: Case) -> Verdict:
+    release = lowest(requirement)
     try:
         there = metadata.version(name)
     except metadata.PackageNotFoundError:
         return _missing(name, case)
     found = f"{name} {there}"
-    if _release(there) < _release(tested.release):
-        return error(f"{found} (needs {tested.release})", f"pip install '{name}>={tested.release}'")
-    if _release(there) == _release(tested.release):
+    if _release(there) < _release(release):
+        return error(f"{found} (needs {release})", f"pip install '{name}>={release}'")
+    if _release(there) == _release(release):
         return ok(found)
-    found = f"{found} (tried with {tested.release} only)"
-    remedy = f"pip install '{name}=={tested.release}.*', as in constraints.txt"
-    return Verdict("error" if tested.newer == "error" else "warning", found, remedy)
+    found = f"{found} (tried with {release} only)"
+    remedy = f"pip install '{name}=={release}.*', as in constraints.txt"
+    return error(found, remedy) if "<" in requirement else warning(found, remedy)
 
 
 def _missing(name: str, case: Case) -> Verdict:
     if name != "deepspeed":
         return error(f"no {name}", f"pip install {name}")
-    if _asks_for_deepspeed(case):
+    if case.strategy.startswith("zero"):
         found = f"no deepspeed, which distributed.strategy {case.strategy} is"
         return error(found, INSTALL_DEEPSPEED)
     return ok("no deepspeed (only the zero strategies need it)")
@@ -240,10 +237,6 @@ def _missing(name: str, case: Case) -> Verdict:
 def _release(text: str) -> tuple[int, ...]:
     """(2, 13) of 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
-
-
-def _asks_for_deepspeed(case: Case) -> bool:
-    return case.strategy.startswith("zero")
 
 
 def compiler(case: Case) -> Verdict:

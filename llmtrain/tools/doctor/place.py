@@ -163,8 +163,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
         yield refused(strange.problems)
         return
     holder = lock.read(case.run_dir / contents.LOCK)
-    alive = holder and holder.boot_id == lock.boot_id() and lock.start_time(holder.pid)
-    if holder and alive and alive == holder.started:
+    if holder and lock.lives_here(holder):
         found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
     began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS

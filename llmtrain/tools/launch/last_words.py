@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.training.stop.signals import LAUNCHED
 
 
@@ -18,10 +19,8 @@ def leave(env: Mapping[str, str], exit_code: int, message: str) -> bool:
     path = Path(env.get(LAUNCHED, ""))
     if not path.is_absolute() or env.get("RANK", "0") != "0":
         return False
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(json.dumps([exit_code, message]), encoding="utf-8")
-        partial.replace(path)
+        durable.write(path, json.dumps([exit_code, message]).encode())
     except OSError:
         return False  # the message is then printed, and the code is looked up in status.json
     return True

@@ -129,7 +129,7 @@ def supervise(
             ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
             say(hide(ended))
             if decision.restart:
-                _pause(_spread(decision.seconds), forward)
+                _until(lambda: forward.asked is not None, _spread(decision.seconds))
             if not decision.restart or forward.asked is not None:
                 return Supervised(decision.code, number, outcome.reason)
             tries = decision.tries
@@ -280,11 +280,6 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(_LOOK_SECONDS)
     return True
-
-
-def _pause(seconds: float, forward: Forward) -> None:
-    """Wait, but not when the end is asked for."""
-    _until(lambda: forward.asked is not None, seconds)
 
 
 def _spread(seconds: float) -> float:
