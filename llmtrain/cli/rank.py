@@ -15,23 +15,21 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from llmtrain.config import secrets
 from llmtrain.errors import PeerError, RunError, UserError, harmless
 from llmtrain.tools.launch.last_words import leave
-
-if TYPE_CHECKING:
-    from llmtrain.config.schema import Config
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     """Train in this process, which may be one of several that a launcher started; then leave."""
-    log, started = None, None
+    log, digest = None, None  # of the config, once the run may have begun
     try:
         import llmtrain
+        from llmtrain.config.binding import bind
         from llmtrain.config.load import load_checked
         from llmtrain.rundir import contents
         from llmtrain.training.start import preflight
@@ -42,13 +40,14 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         config = load_checked(config_file, overrides, rules)
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
-        _end_again(run_dir, config)
-        started = config
+        own = bind(config).digest
+        _end_again(run_dir, own)
+        digest = own
         result = llmtrain.train(config)
         code, message = result.exit_code, _report(result.run_dir)
     except Exception as error:
-        if started is not None:
-            _mark(started, error)
+        if digest is not None:
+            _mark(run_dir, digest, error)
         _tell_launcher(error)
         code, message = describe(error, log)
         if _rank() and "torch" not in sys.modules:
@@ -57,24 +56,24 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     _leave(code, message)
 
 
-def _end_again(run_dir: Path, config: Config) -> None:
+def _end_again(run_dir: Path, digest: str) -> None:
     """End at once where the launcher's attempt before ended for this config, whose files it is."""
     from llmtrain.rundir import failures
 
-    mark = failures.refused_before(run_dir, failures.digest(config))
+    mark = failures.refused_before(run_dir, digest)
     if mark is not None:
         raise PeerError(mark.reason, mark.code, mark.rank)
 
 
-def _mark(config: Config, error: Exception) -> None:
+def _mark(run_dir: Path, digest: str, error: Exception) -> None:
     """Leave the mark of a rank that failed before its run was open, and so has left none.
 
     Rank 0 leaves none here: it may be the run directory of another process.
     """
     from llmtrain.rundir import failures
 
-    if _rank() and not failures.has(config.run_dir, _rank()):
-        failures.leave(config.run_dir, _rank(), error, failures.digest(config))
+    if _rank() and not failures.has(run_dir, _rank()):
+        failures.leave(run_dir, _rank(), error, digest)
 
 
 def _report(run_dir: Path) -> str:

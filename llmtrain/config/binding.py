@@ -6,7 +6,10 @@ must be equal then; how long, how often and where may change.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.config.checks import evaluates
@@ -34,11 +37,6 @@ _FREE = (
 )
 
 
-def config_digest_values(config: Config) -> dict[str, object]:
-    """Every key's value as JSON has it, by dotted name; a source's keys carry its number."""
-    return dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-
-
 class Change(NamedTuple):
     """A key whose value changes the meaning of a run; None where it is not set."""
 
@@ -47,14 +45,32 @@ class Change(NamedTuple):
     new: object
 
 
-def binding_values(config: Config) -> dict[str, object]:
-    """The values that a resumed run must share with the one that it continues, by dotted name."""
-    return {key: value for key, value in config_digest_values(config).items() if _binds(key)}
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The values of a config, computed once for a run and handed on.
+
+    values: of every key, as JSON has it, by dotted name; a source's keys carry its number
+    binding: those that a resumed run must share with the one that it continues
+    digest: equal for equal configs
+    """
+
+    values: dict[str, object]
+    binding: dict[str, object]
+    digest: str
+
+
+def bind(config: Config) -> Bound:
+    """Compute the values of a config."""
+    values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
+    binding = {key: value for key, value in values.items() if _binds(key)}
+    text = json.dumps(values, sort_keys=True, default=str)
+    return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def data_values(config: Config) -> dict[str, object]:
-    """Those of `binding_values` that decide the blocks, and what is held out."""
-    return {key: value for key, value in binding_values(config).items() if _is_of_data(key)}
+    """Those of the binding values that decide the blocks, and what is held out."""
+    sections = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
+    return {key: value for key, value in bind(config).binding.items() if key.startswith(sections)}
 
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
@@ -86,11 +102,6 @@ def refused(found: Iterable[Change], config: Config, expected: str) -> list[Prob
 def way_out(key: str) -> str:
     """What to do where the change is meant."""
     return f"checkpoint.accept_changes=[{key}] if it is meant, or another run.dir"
-
-
-def _is_of_data(key: str) -> bool:
-    sections = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
-    return key.startswith(sections)
 
 
 def dump(config: Config) -> str:

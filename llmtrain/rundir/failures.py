@@ -14,7 +14,6 @@ the same process started both ranks, for the same attempt. Nothing heavy is impo
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -26,8 +25,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmtrain.config import secrets
-from llmtrain.config.binding import config_digest_values
-from llmtrain.config.schema import Config
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, UserError
 from llmtrain.rundir.contents import LOGS
 from llmtrain.rundir.lock import start_time
@@ -92,12 +89,6 @@ def leave(
     code = getattr(error, "exit_code", 1)
     said = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
     write(run_dir, rank, code, said, lost_peer=lost_peer, config=config)
-
-
-def digest(config: Config) -> str:
-    """Equal for equal configs."""
-    values = json.dumps(config_digest_values(config), sort_keys=True, default=str)
-    return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 def clear(run_dir: Path, rank: int, world_size: int) -> None:

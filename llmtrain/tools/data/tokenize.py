@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from llmtrain.config.binding import Change, binding_values, changes, dump
+from llmtrain.config.binding import Change, bind, changes, dump
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import (
     Config,
@@ -148,8 +148,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     record = work / contents.CONFIG
     begun = record.exists() and (work / contents.MANIFEST).exists()
     if begun:
-        known = binding_values(load_config(record))
-        _refuse(changes(known, binding_values(config)), out)
+        _refuse(changes(bind(load_config(record)).binding, bind(config).binding), out)
     else:
         for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)

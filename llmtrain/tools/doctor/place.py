@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import durable
-from llmtrain.config.binding import binding_values, changes
+from llmtrain.config.binding import bind, changes
 from llmtrain.config.binding import refused as not_accepted
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
@@ -168,7 +168,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
     began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS
     if began.is_file() and record.is_file():
-        found_changes = changes(binding_values(load_config(began)), binding_values(case.config))
+        found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
         if problems := not_accepted(found_changes, case.config, f"with which {case.run_dir} began"):
             yield refused(problems)
         else:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.checkpoint import format as form
 from llmtrain.config.secrets import hider
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
-from llmtrain.rundir import contents
+from llmtrain.rundir import contents, failures
+from llmtrain.rundir.failures import Mark
 from llmtrain.rundir.lock import RunLock, is_held, lives_here, read
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.command import checked_run_dir, shown
@@ -32,7 +33,6 @@ from llmtrain.training.stop.signals import GRACE
 if TYPE_CHECKING:
     import psutil
 
-    from llmtrain.rundir.failures import Mark
     from llmtrain.tools.launch.launch import Forward
 
 RESTARTS = "LLMTRAIN_RESTARTS"  # how often the command was started before, in its environment
@@ -169,8 +169,6 @@ def judge(
     changed: this start has written `status.json` · new_marks: what its ranks have left. Where no
     rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's failure.
     """
-    from llmtrain.rundir import failures
-
     state, reason = status.get("state"), status.get("reason")
     if changed and state in ("finished", "stopped", "failed"):
         said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
@@ -198,7 +196,6 @@ def _start(
     restarts: int,
 ) -> Outcome:
     """Run the command once, and say how it ended when no rank of it is left."""
-    from llmtrain.rundir import failures
     from llmtrain.tools.launch.launch import children, follow_parent, identity
 
     status, left, others = identity(run_dir), failures.seen(run_dir), children()

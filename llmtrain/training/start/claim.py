@@ -17,7 +17,7 @@ from typing import Any
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
-from llmtrain.config.binding import binding_values, changes, dump, refused
+from llmtrain.config.binding import bind, changes, dump, refused
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
@@ -199,7 +199,7 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
 
 def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
-    changed = changes(binding_values(began_with), binding_values(config))
+    changed = changes(bind(began_with).binding, bind(config).binding)
     if problems := refused(changed, config, f"with which {run_dir} began"):
         raise UserError(*problems)
 
