@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run, its checkpoints/, or one checkpoint.")
 ]
 _LARGE_BYTES = 1 << 30  # from here on a verification says how far it is
-_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 _SIZE, _LOSS = 11, 9  # columns
 _MEANS = {
     "partial": "being written, or cut off: never read",
@@ -211,20 +210,13 @@ def _bytes(count: int) -> str:
 
 
 def _progress() -> Callable[[str, int, int], None]:
-    """Says on stderr how far a large checkpoint is; nothing of no size wipes the line away."""
-    moves = sys.stderr.isatty()
-    next_time = time.perf_counter() + _SECONDS_BETWEEN[moves]
+    """Show on stderr how far a large checkpoint is; a size of 0 removes the line."""
+    line = ProgressLine(wait=True)
 
     def tell(name: str, size: int, done: int) -> None:
-        nonlocal next_time
-        now = time.perf_counter()
-        if moves and not size:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        if size < _LARGE_BYTES or now < next_time:
-            return
-        next_time = now + _SECONDS_BETWEEN[moves]
-        begin, end = ("\r\033[K", "") if moves else ("", "\n")
-        words = f"{harmless(name)}: {_bytes(done)} of {_bytes(size)}"
-        print(f"{begin}{words}", end=end, file=sys.stderr, flush=True)
+        if not size:
+            line.clear()
+        elif size >= _LARGE_BYTES and line.is_due():
+            line.show(f"{name}: {_bytes(done)} of {_bytes(size)}")
 
     return tell

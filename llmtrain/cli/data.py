@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from llmtrain.tools.data.repack import Repacked
@@ -31,7 +31,6 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Processes; as many as there are processors."),
 ]
-_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 
 
 @app.command(help="what a config would train on: counts, lengths, packing, the first blocks")
@@ -142,18 +141,12 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:
-    """Says on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
-    moves = sys.stderr.isatty()
-    next_time = 0.0
+    """Show on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
+    line = ProgressLine(wait=False)
 
     def tell(done: int, of: int, amount: int) -> None:
-        nonlocal next_time
-        now = time.perf_counter()
-        if now < next_time and done < of:
-            return
-        next_time = now + _SECONDS_BETWEEN[moves]
-        begin, end = ("\r\033[K", "\n" if done == of else "") if moves else ("", "\n")
-        print(f"{begin}{words(done, of, amount)}", end=end, file=sys.stderr, flush=True)
+        if line.is_due() or done == of:
+            line.show(words(done, of, amount), last=done == of)
 
     return tell
 

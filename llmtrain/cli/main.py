@@ -119,7 +119,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Reckon what a run needs on some devices, and how fast it would be; exit 2: fits nowhere."""
-    from llmtrain.cli.plan import show_plan
+    from llmtrain.cli.plan_view import show_plan
 
     asked = (devices, nodes, device_memory_gb, host_memory_gb)
     raise typer.Exit(show_plan(config, overrides or [], asked, write, as_json=as_json))

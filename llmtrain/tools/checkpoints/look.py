@@ -331,10 +331,6 @@ def _problems(path: Path, told: Callable[[int], object]) -> tuple[tuple[Problem,
         return error.problems, True
 
 
-def _there(names: Sequence[str]) -> str:
-    return f"there are {', '.join(names)}" if names else "there is none"
-
-
 def _no_answer(path: Path, error: OSError) -> RunError:
     where = error.filename or path
     return RunError(

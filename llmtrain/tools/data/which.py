@@ -109,7 +109,9 @@ def which(
     start = _start_of(run_dir, step)
     manifest = _manifest(run_dir, config)
     state = _state_before(run_dir, step, manifest, start.blocks_per_step)
-    manifest = _weighted(manifest, start.weights)
+    pairs = zip(manifest.sources, start.weights, strict=True)
+    weighted = tuple(replace(source, weight=weight) for source, weight in pairs)
+    manifest = replace(manifest, sources=weighted)
     with aside(run_dir) as directory:
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
@@ -171,12 +173,6 @@ def _manifest(run_dir: Path, config: Config) -> Manifest:
         return manifests.load(run_dir / contents.MANIFEST, config)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
-
-
-def _weighted(manifest: Manifest, weights: Sequence[float]) -> Manifest:
-    """With the weights of a start."""
-    pairs = zip(manifest.sources, weights, strict=True)
-    return replace(manifest, sources=tuple(replace(one, weight=weight) for one, weight in pairs))
 
 
 def _moved(problem: Problem) -> Problem:

@@ -18,7 +18,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.tools.doctor import launch as doctor_launch
-from llmtrain.tools.doctor import machine, place, plan, reduce, sources
+from llmtrain.tools.doctor import machine, memory_plan, place, reduce, sources
 from llmtrain.tools.doctor.case import Case, State, Verdict, ok, tried
 from llmtrain.tools.doctor.launch import launched
 from llmtrain.tools.launch.file import read_launch_file
@@ -130,7 +130,7 @@ def _looks(case: Case) -> dict[str, Look]:
         describe = functools.cache(functools.partial(tried, work))  # once, also where it fails
         looks["directory"] = functools.partial(place.directory, case)
         looks["model"] = functools.partial(sources.model, describe)
-        looks["plan"] = functools.partial(plan.plan, case)
+        looks["plan"] = functools.partial(memory_plan.plan, case)
         looks["disk"] = functools.partial(sources.disk, case, describe)
         looks["data"] = functools.partial(sources.data, case)
     looks[ALL_REDUCE] = functools.partial(reduce.all_reduce, case)

@@ -6,7 +6,7 @@ from helpers.cases import SMALL, case
 from llmtrain.checkpoint.retention import size
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
-from llmtrain.tools.doctor.plan import plan
+from llmtrain.tools.doctor.memory_plan import plan
 from llmtrain.tools.plan import plan as reckon
 from llmtrain.training.start import planning
 
