@@ -61,10 +61,13 @@ class Bench:
 
     def manifest(self, backend: str = "tiktoken", **data: Any) -> Any:
         """The data with this back end, packing, lanes …"""
+        from llmtrain.config.binding import data_settings
         from llmtrain.data.survey import freeze, survey
         from llmtrain.data.tokens.tokenizer import open_tokenizer
 
-        return freeze(survey(self.config(**data), 1), open_tokenizer(self.tokenizer, backend))
+        return freeze(
+            survey(data_settings(self.config(**data)), 1), open_tokenizer(self.tokenizer, backend)
+        )
 
     @contextmanager
     def stream(self, manifest: Any, workers: int = 0) -> Iterator[Any]:

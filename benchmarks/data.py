@@ -81,7 +81,7 @@ def opening(bench: Bench) -> None:
                 for lane in lanes:
                     lane.take()
                 seconds.append(time.process_time() - began)
-                reads = reader.reads
+                reads = reader.units.reads
             name = f"opening 48 lanes at step {step:,}, {packing}"
             bench.say(name, statistics.median(seconds), "s", "≤ 1", units_read=reads)
 

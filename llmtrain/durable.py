@@ -9,22 +9,45 @@ import errno
 import functools
 import logging
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 # ENOTDIR: the directory is a file now · ESTALE: removed by another client of NFS.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 log = logging.getLogger(__name__)
 
 
-def write(path: Path, data: bytes) -> None:
-    """Replace a file. Raises OSError."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+def write(path: Path, data: bytes, *, sync: bool = True, shared: bool = False) -> None:
+    """Replace a file with these bytes. sync, shared: as in `replacing`. Raises OSError."""
+    with replacing(path, sync=sync, shared=shared) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_directory(path.parent)
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = True, shared: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that takes the name `path` once it is written, and is removed otherwise.
+
+    sync: it is on the disk then; False = a power cut may lose it, a kill cannot damage it.
+    shared: several processes or threads may write the same path at a time.
+    Raises OSError.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    if shared:
+        partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("w+b") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+        if sync:
+            sync_directory(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def is_at(path: Path, descriptor: int) -> bool:

@@ -34,6 +34,11 @@ def _escape(char: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing to put right.

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
+NOT_TRAINED = -100  # the label of a position without a loss, as PyTorch and transformers have it
+
+
 class Cursor(NamedTuple):
     """Where a lane's next block of one source begins: positions in the permuted lists.
 
@@ -183,7 +186,11 @@ class Ranks(Protocol):
         ...
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Say whether this rank failed, and hear who did. Never raises for a rank's error."""
+        """Say whether this rank failed, and learn who did. Never raises for a rank's error."""
+        ...
+
+    def highest(self, value: int) -> int:
+        """Return the largest number that any rank gives, on every rank."""
         ...
 
 
@@ -204,6 +211,10 @@ class Alone:
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
         """The only vote."""
         return Vote(() if error is None else (failure(0, error),), (body,))
+
+    def highest(self, value: int) -> int:
+        """The only number."""
+        return value
 
 
 def failure(rank: int, error: BaseException) -> Failure:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from llmtrain import heartbeat
+from llmtrain.agreement import attempt
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import write
 from llmtrain.checkpoint.format import Extents
@@ -37,24 +38,23 @@ def pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
     Raises what failed on this rank, behind the last exchange.
     """
     failed: list[Exception] = []
-    own: dict[str, list[Part]] = {}
-    try:
-        for piece in pieces:
-            own.setdefault(piece.name, []).append(write.flat(begun, piece))
-    except Exception as caught:  # raised below
-        failed.append(caught)
-    blocks = _exchanged(begun, {} if failed else own, ranks, failed)
-    found: Extents = {}
-    try:
-        if ranks.rank == 0:
-            total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
-            found = write.blocks(begun, blocks, total)
-    except Exception as caught:  # as above
-        failed.append(caught)
+    own = attempt(lambda: _by_name(begun, pieces))
+    if own.error:
+        failed.append(own.error)
+    blocks = _exchanged(begun, {} if own.error else own.result(), ranks, failed)
+    total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
+    found = attempt(lambda: write.blocks(begun, blocks, total) if ranks.rank == 0 else {})
     for _ in blocks:  # the others send in any case
         continue
     if failed:
         raise failed[0]
+    return found.result()
+
+
+def _by_name(begun: Begun, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(write.flat(begun, piece))
     return found
 
 
@@ -75,11 +75,11 @@ def _exchanged(
 
 def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
     """The next message; an empty one behind the last, or when it cannot be made."""
-    try:
-        return next(messages, b"")
-    except Exception as caught:  # raised by `pieces`
-        failed.append(caught)
+    message = attempt(lambda: next(messages, b""))
+    if message.error:
+        failed.append(message.error)  # raised by `pieces`
         return b""
+    return message.result()
 
 
 def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:

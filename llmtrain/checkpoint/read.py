@@ -10,25 +10,27 @@ and nothing is renamed. The trap: what only rank 1 cannot see is trouble, since 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, heartbeat
+from llmtrain.agreement import Outcome, attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Aside, Candidate
 from llmtrain.checkpoint.format import DamagedError, Extent, OtherFormatError, Place
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
-from llmtrain.types import Failure, Piece, Ranks, Spec, TensorSpec, failure
+from llmtrain.types import Failure, Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
+T = TypeVar("T")
+Renamed = list[Aside]
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
 READ_BYTES = form.EXTENT_BYTES
@@ -137,20 +139,23 @@ def fill(
     UserError if names, dtypes or shapes differ, RunError 74 if the disk does not answer,
     StoppedError (the pieces are filled in part then).
     """
-    answer = _from_rank_0(ranks, patience, _unheard, partial(_stored, found.path))
+    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_stored, found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, (dtype, shape)) in answer["places"].items()
     }
     _refuse_adapters(found, stored)
     _refuse_other_tensors(found, stored, spec)
-    error: Exception | None = None
-    try:
+
+    def read() -> None:
         for piece in pieces:
             _read_piece(found.path, stored[piece.name], piece, patience)
-    except Exception as caught:  # the vote's edge: all ranks fail together
-        error = _noted(caught)
-    _raise_trouble(found.path, ranks.vote(error).failures)
+
+    _raise_trouble(found.path, ranks.vote(_noted(attempt(read).error)).failures)
+
+
+def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
+    """For work that renames nothing."""
 
 
 def _offer(
@@ -158,7 +163,7 @@ def _offer(
     run_id: str | None,
     resume: str,
     damaged: tuple[str, str] | None,
-    aside: list[Aside],
+    aside: Renamed,
     *,
     supersede: bool,
 ) -> dict[str, Any]:
@@ -173,7 +178,7 @@ def _offer(
     return _as_json(candidates.newest(root, run_id, aside))
 
 
-def _make_way(root: Path, newer: list[str], used: str, aside: list[Aside]) -> dict[str, Any]:
+def _make_way(root: Path, newer: list[str], used: str, aside: Renamed) -> dict[str, Any]:
     """Rank 0: what is newer than the one that was named goes on under another name."""
     reason = f"a start was told to go on from {used}"
     for name in newer:
@@ -195,20 +200,19 @@ def _verify_together(
         for extent in files[name]
         if verify == "full" or not name.endswith(form.TENSORS)
     ]
-    error: Exception | None = None
-    try:
+
+    def verify_share() -> None:
         for name, extent in extents[ranks.rank :: ranks.world_size]:
             patience.tried(check.extent, path, name, extent)
-    except Exception as caught:  # the vote's edge
-        error = _noted(caught)
-    failures = ranks.vote(error).failures
+
+    failures = ranks.vote(_noted(attempt(verify_share).error)).failures
     heartbeat.beat("looking for a checkpoint")
     damaged = [failed for failed in failures if failed.kind == DamagedError.__name__]
     _raise_trouble(path, tuple(failed for failed in failures if failed not in damaged))
     return "; ".join(failed.text for failed in damaged) if damaged else None
 
 
-def _stored(path: Path, _aside: list[Aside]) -> dict[str, Any]:
+def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
     """Where each tensor of a checkpoint lies, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
@@ -295,43 +299,30 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
             block = block[count:]
 
 
-def _unheard(_event: str, _detail: Mapping[str, object]) -> None:
-    """For work that renames nothing."""
+def _from_rank_0(ranks: Ranks, patience: Patience, log: Log, work: Callable[[Renamed], T]) -> T:
+    """Return what rank 0's work returned, as JSON keeps it; if it failed, raise on all ranks.
 
-
-def _from_rank_0(
-    ranks: Ranks,
-    patience: Patience,
-    log: Log,
-    work: Callable[[list[Aside]], dict[str, Any]],
-) -> dict[str, Any]:
-    """What rank 0's work returned, as JSON, on all ranks, which raise alike if it failed.
-
-    The work is given a list for what it sets aside. `log` hears of it whatever the end is.
+    The work appends what it renames to the list that it is given. `log` learns of that even if the
+    work fails afterwards.
     """
-    aside: list[Aside] = []
-    answer: dict[str, Any] = {}
+    renamed: Renamed = []
+    outcome: Outcome[Any] = Outcome((None,))
     if ranks.rank == 0:
-        try:
-            answer = patience.tried(work, aside)
-        except UserError as refused:
-            answer = {"problems": [_plain(one) for one in refused.problems]}
-        except Exception as caught:  # the vote's edge
-            answer = {"failure": asdict(failure(0, _noted(caught)))}
-    answer["aside"] = [asdict(one) for one in aside]
-    answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))
+        outcome = attempt(lambda: patience.tried(work, renamed))
+    error = outcome.error
+    _tell(log, from_rank_zero(ranks, lambda: [asdict(one) for one in renamed]))
+    vote = ranks.vote(error if isinstance(error, UserError) else _noted(error))
     heartbeat.beat("looking for a checkpoint")
-    _tell(log, [Aside(**one) for one in answer["aside"]])
-    if "problems" in answer:
-        raise UserError(*(Problem(**one) for one in answer["problems"]))
-    if "failure" in answer:
-        failed = Failure(**answer["failure"])
-        _raise_trouble(Path(failed.file or "the checkpoints"), (failed,))
+    if any(failed.exit_code == UserError.exit_code for failed in vote.failures):
+        refuse(vote, error)
+    where = next((failed.file for failed in vote.failures if failed.file), "the checkpoints")
+    _raise_trouble(Path(where), vote.failures)
+    answer: T = from_rank_zero(ranks, outcome.result)
     return answer
 
 
-def _tell(log: Log, aside: list[Aside]) -> None:
-    for one in aside:
+def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
+    for one in (Aside(**fields) for fields in renamed):
         damaged = candidates.DAMAGED in one.now
         event = "checkpoint_quarantined" if damaged else "checkpoint_superseded"
         log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})
@@ -356,11 +347,6 @@ def _raise_trouble(path: Path, failures: tuple[Failure, ...]) -> None:
     )
 
 
-def _plain(problem: Problem) -> dict[str, object]:
-    value = None if problem.value is None else str(problem.value)
-    return {**asdict(problem), "value": value}
-
-
 def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
     """What a check finds damaged."""
     try:
@@ -383,9 +369,10 @@ def _as_json(candidate: Candidate | None) -> dict[str, Any]:
     return {**found, "extents": extents}
 
 
-def _noted(error: Exception) -> Exception:
+def _noted(error: Exception | None) -> Exception | None:
     """The same error, in this rank's log; with its traceback where it was not to be expected."""
-    expected = isinstance(error, DamagedError | StoppedError)
-    traceback = None if expected else error
-    logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
+    if error is not None:
+        expected = isinstance(error, DamagedError | StoppedError)
+        traceback = None if expected else error
+        logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
     return error

@@ -11,7 +11,6 @@ its failed vote, never raised past it, so that all ranks come to the same end to
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import json
 import logging
@@ -19,7 +18,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,12 +27,13 @@ import torch
 from xxhash import xxh3_128
 
 from llmtrain import durable, faults
+from llmtrain.agreement import attempt
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
 from llmtrain.checkpoint.retention import remove_partials
 from llmtrain.safe_paths import unsafe_name
-from llmtrain.types import Failure, Piece, Ranks, Spec, failure
+from llmtrain.types import Failure, Piece, Ranks, Spec
 
 BEAT_BYTES = 64 << 20  # written between two signs of life
 
@@ -94,16 +95,16 @@ def begin(
     started = time.perf_counter()
     places: Mapping[str, Place] = {}
     extents: Extents = {}
-    error: Exception | None = None
-    try:
+
+    def create() -> None:
+        nonlocal places, extents
         faults.hit("save.begin", step=step)
         places = form.places(spec)
         if ranks.rank == 0:
             extents = _create(root, step, spec, small)
         faults.hit("save.vote1", step=step)
-    except Exception as caught:  # the vote's edge: it is told to all ranks
-        error = _noted(caught, step)
-    vote = ranks.vote(error)
+
+    vote = ranks.vote(_noted(attempt(create).error, step))
     if vote.failures:
         return _give_up(root, step, vote.failures, ranks)
     sizes = {file: form.file_bytes(part) for file, part in spec.items()}
@@ -132,7 +133,7 @@ def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
         disk.alive(f"fsync of {file} of step {begun.step}")
         if before:  # the file before went to the disk while this one was copied
             before()
-        before = disk.beside(functools.partial(_sync, begun, file, descriptor))
+        before = disk.beside(partial(_sync, begun, file, descriptor))
     if before:
         before()
     return found
@@ -146,34 +147,18 @@ def commit(
     Collective; never raises for what fails on a rank. If only the last fsync, that of `root`,
     fails, the complete checkpoint stays, and the answer is Failed: the older ones are kept then.
     """
-    if error is None:
-        error = _last_words(begun)
-    if error is not None:
-        _noted(error, begun.step)
-    vote = ranks.vote(error, form.canonical(extents))
+    error = error or attempt(partial(faults.hit, "save.vote2", step=begun.step)).error
+    vote = ranks.vote(_noted(error, begun.step), form.canonical(extents))
     if vote.failures:
         return _give_up(begun.root, begun.step, vote.failures, ranks)
-    outcome: dict[str, object] = {}
-    if ranks.rank == 0:
-        try:
-            outcome = {"bytes": _publish(begun, vote.bodies)}
-        except Exception as caught:  # the vote's edge, as in begin
-            outcome = {"failure": asdict(failure(0, _noted(caught, begun.step)))}
-    answer = json.loads(ranks.broadcast(form.canonical(outcome)))
-    if "failure" in answer:
-        return _give_up(begun.root, begun.step, (Failure(**answer["failure"]),), ranks)
+    published = attempt(lambda: _publish(begun, vote.bodies) if ranks.rank == 0 else 0)
+    outcome = ranks.vote(_noted(published.error, begun.step))
+    if outcome.failures:
+        return _give_up(begun.root, begun.step, outcome.failures, ranks)
+    size = int(ranks.broadcast(b"%d" % (published.result())))
     seconds = time.perf_counter() - begun.started
     faults.hit("save.done", step=begun.step)
-    return Committed(form.directory_name(begun.step), answer["bytes"], seconds)
-
-
-def _last_words(begun: Begun) -> Exception | None:
-    """What a fault that is asked for at the second vote says there."""
-    try:
-        faults.hit("save.vote2", step=begun.step)
-    except Exception as caught:  # a failed vote like any other
-        return caught
-    return None
+    return Committed(form.directory_name(begun.step), size, seconds)
 
 
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
@@ -335,7 +320,8 @@ def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks)
     return Failed(failures)
 
 
-def _noted(error: Error, step: int) -> Error:
+def _noted(error: Error | None, step: int) -> Error | None:
     """The same error, with its traceback in this rank's log."""
-    logger.warning("saving step %s failed on this rank", step, exc_info=error)
+    if error is not None:
+        logger.warning("saving step %s failed on this rank", step, exc_info=error)
     return error

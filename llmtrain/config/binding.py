@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.config.checks import evaluates
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, DataConfig, DocumentsConfig
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
 
@@ -29,6 +29,7 @@ _BINDING = (
     "evaluation.max_documents",
     "evaluation.sources",
 )
+_OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
 _FREE = (
     "data.workers",
     "data.cache_gb",
@@ -67,10 +68,36 @@ def bind(config: Config) -> Bound:
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-def data_values(config: Config) -> dict[str, object]:
-    """Those of the binding values that decide the blocks, and what is held out."""
-    sections = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
-    return {key: value for key, value in bind(config).binding.items() if key.startswith(sections)}
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What of a config concerns the data, computed once for a run.
+
+    data: its section
+    evaluation: the sources that are evaluated on, where some are named
+    seed: of the order
+    timeout_minutes: after which peers give up on a process
+    accepted: keys, or sections, that may have changed
+    values: those of the binding values that decide the blocks, and what is held out
+    """
+
+    data: DataConfig
+    evaluation: tuple[DocumentsConfig, ...]
+    seed: int
+    timeout_minutes: float
+    accepted: tuple[str, ...]
+    values: Mapping[str, object]
+
+
+def data_settings(config: Config) -> DataSettings:
+    """The settings of the data in this config."""
+    return DataSettings(
+        data=config.data,
+        evaluation=config.evaluation.sources,
+        seed=config.run.seed,
+        timeout_minutes=config.distributed.timeout_minutes,
+        accepted=config.checkpoint.accept_changes,
+        values={k: value for k, value in bind(config).binding.items() if k.startswith(_OF_DATA)},
+    )
 
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
@@ -79,23 +106,23 @@ def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change
     return [change for change in found if change.old != change.new]
 
 
-def is_accepted(key: str, config: Config) -> bool:
+def is_accepted(key: str, accepted: Iterable[str]) -> bool:
     """Whether `checkpoint.accept_changes` names the key, or a section that it is in."""
-    return any(f"{key}.".startswith(f"{name}.") for name in config.checkpoint.accept_changes)
+    return any(f"{key}.".startswith(f"{name}.") for name in accepted)
 
 
-def touches(key: str, config: Config) -> bool:
+def touches(key: str, accepted: Sequence[str]) -> bool:
     """Whether a key that is accepted is this one, or lies in it, or holds it."""
-    within = (f"{name}.".startswith(f"{key}.") for name in config.checkpoint.accept_changes)
-    return is_accepted(key, config) or any(within)
+    within = (f"{name}.".startswith(f"{key}.") for name in accepted)
+    return is_accepted(key, accepted) or any(within)
 
 
-def refused(found: Iterable[Change], config: Config, expected: str) -> list[Problem]:
+def refused(found: Iterable[Change], accepted: Sequence[str], expected: str) -> list[Problem]:
     """One problem for each change that is not accepted. expected: `as …`, where the old is from."""
     return [
         Problem(key, new, f"{old}, {expected}", f"put it back, or {way_out(key)}")
         for key, old, new in found
-        if not is_accepted(key, config)
+        if not is_accepted(key, accepted)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The blocks of one step and rank as arrays: labels, document borders, digest, what was counted."""
+"""Makes arrays of the blocks of one step and rank: labels, document borders, digest, counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import xxhash
 
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
-from llmtrain.types import Batch, Cursor
-
-IGNORED = -100
+from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
 
 def batch_of(
@@ -23,14 +21,17 @@ def batch_of(
     wait_seconds: float,
     ended: bool,
 ) -> Batch:
-    """(g, block) of this rank in order of g, as a `Batch`. first_block: of the step, over all."""
+    """Make a `Batch` of this rank's (g, block) in order of g.
+
+    first_block: of the step, over all ranks.
+    """
     blocks = [block for _, block in numbered]
     ids = np.empty((len(blocks), manifest.seq_len + 1), np.int32)
     for row, block in enumerate(blocks):
         ids[row] = block.ids
     labels = ids[:, 1:].astype(np.int64)
     _leave_out(labels, blocks, document_mask=manifest.document_mask)
-    trained = np.count_nonzero(labels != IGNORED, axis=1).tolist()
+    trained = np.count_nonzero(labels != NOT_TRAINED, axis=1).tolist()
     return Batch(
         ids=ids,
         labels=labels,
@@ -47,16 +48,16 @@ def batch_of(
 
 
 def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> None:
-    """−100 where a document would be continued by another one, and where nothing is trained."""
+    """Set −100 where another document would continue one, and where nothing is trained."""
     for row, block in enumerate(blocks):
         if document_mask:
-            labels[row, block.starts[1:] - 1] = IGNORED
+            labels[row, block.starts[1:] - 1] = NOT_TRAINED
         if block.trained is not None:
-            labels[row, ~block.trained] = IGNORED
+            labels[row, ~block.trained] = NOT_TRAINED
 
 
 def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
-    """Of ids[:-1]: a document that begins with a block's last id is no part of its input."""
+    """Return where documents begin in ids[:-1]: a block's last id is not part of its input."""
     return tuple(
         block.starts[:-1] if block.starts[-1] == seq_len else block.starts for block in blocks
     )
@@ -65,7 +66,7 @@ def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
 def _digest(
     numbers: Sequence[int], ids: np.ndarray, labels: np.ndarray, trained: Sequence[int]
 ) -> int:
-    """The sum of the blocks' hashes: of the ids, and of the labels if one of them is −100."""
+    """Sum the blocks' hashes: of the ids, and of the labels if one of them is −100."""
     total = 0
     for row, g in enumerate(numbers):
         digest = xxhash.xxh3_64(ids[row].astype("<i4", copy=False), seed=g % 2**64)

@@ -50,7 +50,7 @@ class Look(NamedTuple):
 
 
 def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[list[str]]]:
-    """Units before slicing, and the columns of each file that was looked into.
+    """Return units before slicing, and the columns of each file that was looked into.
 
     key: of the config, in messages. Raises UserError with the problems of all files.
     """
@@ -88,8 +88,8 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
 
 
 def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -> None:
-    """A compressed file can only be read whole."""
-    with reader.open(source, file) as opened:
+    """Raise UnreadableError for a compressed file that is too large: it can only be read whole."""
+    with reader.units.open(source, file) as opened:
         if decoded_size(opened, compression, source.files[file].size) > DECODED_LIMIT:
             raise UnreadableError(too_large(source.where(file)))
 
@@ -97,7 +97,7 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
 def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
     try:
-        footer = reader.footer(source, file)
+        footer = reader.units.footer(source, file)
         schema = footer.schema.to_arrow_schema()
     except (pa.ArrowException, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
@@ -154,7 +154,7 @@ def _look_into_json(
 
 
 def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
-    """A file of lines in ranges of bytes; whole if it is compressed."""
+    """Cut a file of lines into ranges of bytes; a compressed file stays whole."""
     size = source.files[file].size
     if compressed:
         return [Part(Unit(file, -1, 0, size), size)]
@@ -164,7 +164,7 @@ def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
 
 
 def _range_bytes(source: Source) -> int:
-    """Length of the ranges that plain files of lines are cut into."""
+    """Return the length of the ranges that plain files of lines are cut into."""
     plain = [file.size for file in source.files if _is_plain(file.name)]
     if sum(plain) >= SMALL_SOURCE_BYTES:
         return RANGE_BYTES
@@ -177,7 +177,7 @@ def _is_plain(name: str) -> bool:
 
 
 def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
-    """Row groups in near-equal slices of rows, until there are four units a lane."""
+    """Cut row groups into near-equal slices of rows, until there are four units a lane."""
     wanted = -(-UNITS_PER_LANE * lanes // max(1, len(parts)))
     for unit, nbytes in parts:
         rows = unit.stop - unit.start
@@ -188,6 +188,6 @@ def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
 
 
 def missing_column(key: str, name: str, where: str, columns: Sequence[str]) -> Problem:
-    """No column of this name, and which ones there are."""
+    """Return the problem of a column that does not exist, with the columns that do."""
     there = ", ".join(columns) or "none"
     return Problem(key, name, f"a column of {where}, which has: {there}")

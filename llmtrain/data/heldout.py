@@ -10,7 +10,7 @@ The held-out set is one stream, in which every token of a document is scored onc
 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
 
-The trap: with a document mask and no begin token, nothing stands before a document's first token,
+The trap: with a document mask and no begin token, nothing precedes a document's first token,
 and training never asks for it. It is not scored then, and its bytes are not counted, so that
 bits_per_byte is that of the tokens that a model could learn.
 """
@@ -22,12 +22,13 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from llmtrain import heartbeat
+from llmtrain import durable, heartbeat
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest, Source
@@ -35,17 +36,17 @@ from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
+from llmtrain.types import NOT_TRAINED
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
-NOT_SCORED = -100
 FIRST_TOKENS = 8  # a character has at most four bytes, and so do tokens of one byte each
 _WHOLE = 1 << 64
 T = TypeVar("T")
 
 
 def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
-    """The source (number k) with its evaluation units and threshold; reads some of these units.
+    """Choose evaluation units and threshold of source number k; reads some of these units.
 
     fraction: share of the documents to hold out; 0 = none.
     """
@@ -63,12 +64,14 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
     spare = any(_usable(source, u, reader) for u in set(range(count)) - set(chosen))
     return replace(
-        source, heldout_units=tuple(chosen), threshold=_raised(threshold, sorted(hashes), spare)
+        source,
+        heldout_units=tuple(chosen),
+        threshold=_raise_threshold(threshold, sorted(hashes), spare),
     )
 
 
-def _raised(threshold: int, hashes: list[int], spare: bool) -> int:
-    """The threshold below which enough of these documents lie, but never a source's last one.
+def _raise_threshold(threshold: int, hashes: list[int], spare: bool) -> int:
+    """Raise the threshold until enough documents are below it, but never a source's last one.
 
     spare: there are training documents elsewhere.
     """
@@ -87,7 +90,7 @@ def _usable(source: Source, u: int, reader: Reader) -> bool:
 
 
 def rows_of(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
-    """The documents of unit u, text or tokens. Raises as reading does."""
+    """Return the documents of unit u, text or tokens. Raises as reading does."""
     unit = source.units[u]
     return token_cache.rows_of(source, unit) if source.cached else reader.rows(source, unit)
 
@@ -101,32 +104,22 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
 
 
 def all_held_out(source: Source, k: int, seed: int) -> Source:
-    """Source number k of `evaluation.sources`: every document is one to evaluate on."""
+    """Hold out every document of source number k, which is one of `evaluation.sources`."""
     order = sorted(range(len(source.units)), key=lambda u: mix(seed, 3, k, u))
     return replace(source, heldout_units=tuple(order), threshold=_WHOLE)
 
 
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
-    """The training documents of unit u, in file order."""
-    return _texts(source, u, seed, reader, heldout=False)
-
-
-def heldout_texts(source: Source, seed: int, reader: Reader) -> Iterator[str]:
-    """The held-out documents of a source, unit by unit as they were chosen, in file order."""
-    for u in source.heldout_units:
-        yield from _texts(source, u, seed, reader, heldout=True)
-
-
-def _texts(source: Source, u: int, seed: int, reader: Reader, heldout: bool) -> Iterator[str]:
+    """Yield the training documents of unit u, in file order."""
     rows = reader.rows(source, source.units[u])
-    for row in _numbers(source, u, seed, rows, heldout=heldout):
+    for row in _numbers(source, u, seed, rows, heldout=False):
         yield str(rows.text(row)[0])
 
 
 def _numbers(
     source: Source, u: int, seed: int, rows: Rows | token_cache.Rows, *, heldout: bool
 ) -> Iterator[int]:
-    """The rows of unit u that are held out, or those that are not."""
+    """Yield the rows of unit u that are held out, or those that are not."""
     chosen = u in source.heldout_units
     for row in range(len(rows)):
         out = chosen and rows.hash(row, seed) < source.threshold
@@ -137,26 +130,32 @@ def _numbers(
 def _documents(
     source: Source, tokenizer: Tokenizer, seed: int, reader: Reader
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The held-out documents as text, and as ids with their separators."""
-    if not source.cached:
-        for text in heldout_texts(source, seed, reader):
-            yield text, tokenizer.documents([text])[0]
-        return
+    """Yield the held-out documents as text, and as ids with their separators.
+
+    Unit by unit as they were chosen, in file order.
+    """
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for u in source.heldout_units:
-        rows = token_cache.rows_of(source, source.units[u])
+        rows = rows_of(source, u, reader)
         for row in _numbers(source, u, seed, rows, heldout=True):
-            ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
-            yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
+            if isinstance(rows, Rows):
+                text = str(rows.text(row)[0])
+                yield text, tokenizer.documents([text])[0]
+            else:
+                ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
+                yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """The held-out set as tokens.
 
-    ids (n,) int32 · scored (n,) bool: tokens of documents · starts (documents,) int64: where they
-    begin · documents, bytes: how many of them, and the UTF-8 bytes of what is scored · pad: id that
-    fills the last block.
+    ids (n,) int32
+    scored (n,) bool: tokens of documents
+    starts (documents,) int64: where documents begin
+    documents: their number
+    bytes: UTF-8 bytes of what is scored
+    pad: id that fills the last block
     """
 
     ids: np.ndarray
@@ -167,11 +166,11 @@ class HeldOut:
     pad: int
 
     def num_blocks(self, seq_len: int) -> int:
-        """Blocks of `seq_len` trained positions that hold every token once."""
+        """Return the number of blocks of `seq_len` positions that hold every token once."""
         return max(1, math.ceil((len(self.ids) - 1) / seq_len))
 
     def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of block g: ids (S + 1,) int32, labels (S,) int64, −100 where nothing is scored, starts.
+        """Return ids (S + 1,) int32, labels (S,) int64 (−100: not scored) and starts of block g.
 
         starts (n,) int32: where documents begin in ids[:-1]; the first is 0. Behind the last token,
         and in blocks behind the last, there is padding, as a document of its own.
@@ -185,7 +184,7 @@ class HeldOut:
         first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
         starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
         starts = starts[starts < seq_len] if len(found) else starts[:1]
-        labels = np.where(scored[1:], ids[1:], NOT_SCORED).astype(np.int64)
+        labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
         return ids, labels, starts.astype(np.int32)
 
 
@@ -213,7 +212,7 @@ def prepare(
     size, end = 0, len(ids)
     for text, document in in_turn(streams, max_documents):
         heartbeat.beat("tokenizing the held-out documents")
-        mask, nbytes = _scored(text, document, tokenizer, manifest.document_mask)
+        mask, nbytes = _score(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
         ids.append(document)
         scored.append(mask)
@@ -227,10 +226,10 @@ def prepare(
         raise UserError(Problem("evaluation.sources", places, expected))
 
 
-def _scored(
+def _score(
     text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
 ) -> tuple[np.ndarray, int]:
-    """Which of a document's tokens are scored, (n,) bool, and the UTF-8 bytes that they stand for.
+    """Return which tokens of a document are scored, (n,) bool, and their UTF-8 bytes.
 
     Without a begin token, under a document mask, all but those of the first character.
     """
@@ -250,7 +249,7 @@ def _scored(
 
 
 def load(path: Path) -> HeldOut | None:
-    """What `prepare` wrote; None: nothing was held out."""
+    """Return what `prepare` wrote; None: nothing was held out."""
     from safetensors import safe_open
 
     if not path.exists():
@@ -262,25 +261,22 @@ def load(path: Path) -> HeldOut | None:
 
 
 def _save(held: HeldOut, path: Path) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
-    unfinished = path.with_name(path.name + ".partial")
     tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
-    save_file(tensors, str(unfinished), metadata={"heldout": json.dumps(facts)})
-    unfinished.replace(path)
+    durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
-def in_turn(streams: Sequence[Iterator[T]], limit: int) -> Iterator[T]:
-    """One of each stream after the other, until all have ended or `limit` were given."""
-    given, left = 0, list(streams)
+def in_turn(streams: Sequence[Iterator[T]], limit: int | None = None) -> Iterator[T]:
+    """Yield one item of each stream in turn, until all have ended or `limit` were given."""
+    return islice(_take_turns(list(streams)), limit)
+
+
+def _take_turns(left: list[Iterator[T]]) -> Iterator[T]:
     while left:
         for stream in list(left):
-            if given == limit:
-                return
-            document = next(stream, None)
-            if document is None:
+            try:
+                yield next(stream)
+            except StopIteration:
                 left.remove(stream)
-            else:
-                given += 1
-                yield document

@@ -3,7 +3,7 @@
     epoch e:  U = order of all units;  lane l walks U[(l + rotation) mod L :: L]
     unit u:   its rows in an order of their own;  a document's tokens go to the packer
 
-Where a lane's list of units ends, this lane goes on to epoch e + 1; the others are not asked. Its
+Where a lane's list of units ends, this lane continues with epoch e + 1, whatever the others do. Its
 whole state is one cursor a source. The trap: lanes share nothing but memory of decoded units, so
 that the blocks of one never depend on which others this process has opened.
 """
@@ -32,18 +32,19 @@ from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 FEW_UNITS = 768
-NOTHING: Counter[str] = Counter()  # what most documents were met with
+NOTHING: Counter[str] = Counter()  # the counts of most documents
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
 LATE = 3  # quarters of a unit after which the next one is expected: lanes in order of their need
-EMPTY_EPOCHS = 64  # times the lanes: so long a lane may find no document
+EMPTY_EPOCHS = 64  # times the lanes: epochs in which a lane may find no document
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
 def default_lanes(processes: int, units: int) -> int:
-    """L of a fresh run: by the data, so that other numbers of processes see the same batches.
+    """Return L of a new run, by the data: other numbers of processes see the same batches.
 
-    processes: ranks × data workers (at least 1 each) · units: before slicing, over all sources.
+    processes: ranks × data workers (at least 1 each)
+    units: before slicing, over all sources
     """
     return math.lcm(24 if units < FEW_UNITS else 48, processes)
 
@@ -52,10 +53,12 @@ def default_lanes(processes: int, units: int) -> int:
 class Block:
     """One block.
 
-    ids, starts, trained, spans: as in `Packed` · source: −1 = padding, its lane has ended · counts:
-    source → what was met → how often: dropped (null, empty, blank), replaced (invalid UTF-8) and
-    held-out documents, skipped units and lines, and tokens that fill no block (left_over_tokens)
-    where a source ends · cursors: its lane's of all sources, behind this block.
+    ids, starts, trained, spans: as in `Packed`
+    source: −1 = padding, its lane has ended
+    counts: source → what was found → how often: dropped (null, empty, blank), replaced (invalid
+        UTF-8) and held-out documents, skipped units and lines, and tokens that fill no block
+        (left_over_tokens) where a source ends
+    cursors: its lane's of all sources, behind this block
     """
 
     ids: np.ndarray
@@ -75,8 +78,8 @@ class Lane:
     that cannot are left out. So the choice depends on g and the cursors alone, and what a lane
     finds out is found out again after a resume. Once no source is left, all blocks are padding.
 
-    next_block: number (over all lanes) of the block that comes next · cursors: one a source, of
-    where that block would begin.
+    next_block: number (over all lanes) of the block that comes next
+    cursors: for each source, where that block would begin
     """
 
     def __init__(
@@ -100,7 +103,10 @@ class Lane:
         self._ready: dict[int, Packed] = {}  # of sources that can end: the block that comes next
 
     def take(self) -> Block:
-        """Block `next_block`. Raises UserError for bad data, RunError if it cannot be read."""
+        """Return block `next_block`.
+
+        Raises UserError for bad data, RunError if it cannot be read.
+        """
         counts = self._ask()
         if not any(self._shares):
             block = self._padding(counts)
@@ -133,7 +139,7 @@ class Lane:
         return self._manifest.sources[k].max_epochs is not None
 
     def _advance(self, k: int) -> Mapping[str, int]:
-        """Make the next block of source k ready; if there is none, what is left over."""
+        """Make the next block of source k ready; where it has ended, return what is left over."""
         try:
             self._ready[k] = next(self._packing(k))
         except StopIteration as end:
@@ -148,7 +154,7 @@ class Lane:
         return self._packings[k]
 
     def _open(self, k: int) -> Packing:
-        """The blocks of source k from its cursor on: where a way of packing is chosen."""
+        """Yield the blocks of source k from its cursor on, packed as the manifest says."""
         manifest, cursor = self._manifest, self.cursors[k]
         cached = manifest.sources[k].cached
 
@@ -187,7 +193,7 @@ def walk(
     *,
     again: bool = False,
 ) -> Iterator[Document]:
-    """A lane's training documents of source k from `cursor` on, tokenized a few at a time.
+    """Yield a lane's training documents of source k from `cursor` on, tokenized a few at a time.
 
     Without `max_epochs` they never end; else the last has no ids (see `Document`). First one is
     tokenized, then two, four …: opening a lane is cheap, and going on is fast.
@@ -250,7 +256,7 @@ def _texts(
                 if replaced:
                     counts["replaced"] += 1
                 last_epoch = epoch
-                # Never the one that goes on counting: several texts wait for their tokens at once.
+                # Not the counter that is still used: several texts wait for their tokens at once.
                 yield Text(epoch, position, row, text, counts or NOTHING)
                 if counts:
                     counts = Counter()
@@ -268,7 +274,7 @@ def _expect_next(
         units = units_of(len(source.units), manifest.seed, k, following, lane, manifest.lanes)
         goes_on = source.max_epochs is None or following < source.max_epochs
         if goes_on and index < len(units):
-            reader.expect(source, source.units[int(units[index])])
+            reader.units.expect(source, source.units[int(units[index])])
             return
 
 
@@ -298,7 +304,7 @@ def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterat
 
 
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
-    """The units of source k that a lane walks in an epoch, in order: indices (n,).
+    """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
 
     The rotation gives the surplus of an uneven deal to other lanes in every epoch.
     """
@@ -314,7 +320,7 @@ def _order(n: int, key: int) -> np.ndarray:
 def _units(
     manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
 ) -> Iterator[tuple[int, int, Rows, bool]]:
-    """(epoch, position in the lane's list, rows in the lane's order, may they be held out?)."""
+    """Yield (epoch, position in the lane's list, rows in its order, may they be held out?)."""
     source, seed = manifest.sources[k], manifest.seed
     heldout = frozenset(source.heldout_units)
     for epoch, index, u in _places(manifest, k, lane, cursor):
@@ -327,7 +333,7 @@ def _units(
 def _places(
     manifest: Manifest, k: int, lane: int, cursor: Cursor
 ) -> Iterator[tuple[int, int, int]]:
-    """(epoch, position in the lane's list, unit) from `cursor` on."""
+    """Yield (epoch, position in the lane's list, unit) from `cursor` on."""
     source = manifest.sources[k]
     epoch, position = cursor.epoch, cursor.unit
     while source.max_epochs is None or epoch < source.max_epochs:

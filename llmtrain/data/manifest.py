@@ -1,7 +1,7 @@
 """What the order of the data is made of: sources, their files, their units, what is held out.
 
 Rank 0 writes it once, as `manifest.json`; every later start and every other rank reads it, and
-nothing is listed, counted or inferred again. Places on this machine are no part of it: files are
+nothing is listed, counted or inferred again. Places on this machine are not part of it: files are
 named relative to their source, so the same data under another path is the same data.
 
     source ── files (sorted by path) ── units (in file order) ── rows
@@ -10,15 +10,15 @@ named relative to their source, so the same data under another path is the same 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from llmtrain.config.binding import changes, data_values, way_out
-from llmtrain.config.schema import Config, SourceConfig
+from llmtrain.config.binding import DataSettings, changes, way_out
+from llmtrain.config.schema import SourceConfig
 from llmtrain.data.sources.local import SAMPLE, File, is_index, is_local, locate, resolve
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
@@ -36,9 +36,11 @@ Packing = Literal["concat", "bestfit"]
 class Unit(NamedTuple):
     """What is read at once.
 
-    file: index in the source's files · group: row group; −1 = a byte range of lines, of a
-    compressed file all of it · start, stop: rows of the group, or bytes of the file. Of a token
-    cache: file is an `.idx`, group is 0, and its documents are the rows.
+    file: index in the source's files
+    group: row group; −1 = a byte range of lines, of a compressed file all of it
+    start, stop: rows of the group, or bytes of the file
+
+    In a token cache file is an `.idx`, group is 0, and documents are the rows.
     """
 
     file: int
@@ -49,10 +51,11 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source, and where it lies now.
+    """One source, and where it is now.
 
-    root: directory, or hf://datasets/ID@COMMIT · id_column: None = the text is
-    hashed · a document of a unit in `heldout_units` is held out if its hash is below `threshold`.
+    root: directory, or hf://datasets/ID@COMMIT
+    id_column: None = the text is hashed
+    threshold: a document of a unit in `heldout_units` is held out if its hash is below it
     """
 
     label: str
@@ -71,11 +74,11 @@ class Source:
 
     @property
     def cached(self) -> bool:
-        """Is it a token cache: no text, but tokens? Its units are documents of an `.idx`."""
+        """Is it a token cache, with tokens for text? Its units are documents of an `.idx`."""
         return any(is_index(file.name) for file in self.files)
 
     def where(self, file: int) -> str:
-        """The path or hf:// address of a file."""
+        """Return the path or hf:// address of a file."""
         return f"{self.root}/{self.files[file].name}"
 
 
@@ -130,7 +133,7 @@ class Manifest:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """What the fingerprint covers, each as a short value: says what differs between two."""
+        """What the fingerprint covers, each part as a short value that shows what differs."""
         sources = self.sources
         return {
             "files": _short([[list(file) for file in source.files] for source in sources]),
@@ -154,35 +157,35 @@ class Manifest:
         """16 hex digits over `parts`: equal iff the same blocks come out."""
         return _short(self.parts)
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON (the caller makes the write atomic where that matters)."""
-        path.write_text(json.dumps(_to_json(self), separators=(",", ":")) + "\n", "utf-8")
+    def to_bytes(self) -> bytes:
+        """Return the content of `manifest.json`."""
+        return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
 
 
 class Stored(NamedTuple):
-    """What a stored manifest says without a look at the data."""
+    """What a stored manifest records, without a look at the data."""
 
     made_with: Mapping[str, object]
     lanes: int
 
 
 def glance(path: Path) -> Stored:
-    """Read a stored manifest's own facts."""
+    """Read what a stored manifest records, without a look at the data."""
     stored = json.loads(path.read_text("utf-8"))
     return Stored(stored["made_with"], stored["lanes"])
 
 
-def has_other_sources(path: Path, config: Config) -> bool:
-    """Whether the config has other sources than those that a stored manifest was made from.
+def has_other_sources(path: Path, settings: DataSettings) -> bool:
+    """Whether these settings have other sources than those that a stored manifest was made from.
 
     A source is another one if the number of sources or one of its keys differs, or if its path
     does and other files are there. Files that were moved are the same source.
     """
     stored = json.loads(path.read_text("utf-8"))
-    found = changes(stored["made_with"], data_values(config))
+    found = changes(stored["made_with"], settings.values)
     if any(change.key.startswith("data.sources.") for change in found):
         return True
-    pairs = zip(stored["sources"], config.data.sources, strict=True)
+    pairs = zip(stored["sources"], settings.data.sources, strict=True)
     return any(
         now.path != entry["path"] and not _was_moved(entry, now, f"data.sources.{k}.path")
         for k, (entry, now) in enumerate(pairs)
@@ -200,13 +203,12 @@ def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
     return files == tuple(File(**file) for file in entry["files"])
 
 
-def load(path: Path, config: Config) -> Manifest:
-    """The stored manifest, its sources looked up where `config` says they lie, with its weights.
+def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
+    """Return the stored manifest, its sources where the configured ones are, with their weights.
 
-    Raises UserError if the config has another number of sources or one of them is gone.
+    Raises UserError if there is another number of sources or one of them is gone.
     """
     stored = json.loads(path.read_text("utf-8"))
-    configured = config.data.sources
     if len(stored["sources"]) != len(configured):
         raise UserError(
             Problem(

@@ -41,7 +41,8 @@ _ROOM = 32  # bits of a bin's number in a key that sorts bins by room
 class Document(NamedTuple):
     """A document's tokens, separators included; none: the documents have ended.
 
-    epoch, unit, row: its place in the lane's order · counts: what was met since the one before.
+    epoch, unit, row: its place in the lane's order
+    counts: what was found since the document before
     """
 
     epoch: int
@@ -52,7 +53,7 @@ class Document(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens [start, stop) of a document, which stand in a block from position `at` on.
+    """Tokens [start, stop) of a document, which are in a block from position `at` on.
 
     epoch, unit, row: the document's place in the lane's order.
     """
@@ -68,9 +69,12 @@ class Span(NamedTuple):
 class Packed(NamedTuple):
     """One block without its number.
 
-    ids (S + 1,) int32 · starts (n,) int32: where documents begin in ids, the first is 0, padding is
-    a document of its own · trained (S,) bool, of ids[1:], false for padding; None = all · spans:
-    which documents, in order of `at` · cursor: where the next block begins · counts: of this block.
+    ids (S + 1,) int32
+    starts (n,) int32: where documents begin in ids; the first is 0, padding counts as one
+    trained (S,) bool: of ids[1:], false for padding; None = all
+    spans: which documents, in order of `at`
+    cursor: where the next block begins
+    counts: of this block
     """
 
     ids: np.ndarray
@@ -97,7 +101,7 @@ def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packi
     document = next(documents)
     counts = Counter(document.counts if cursor == START else ())  # else it was counted before
     if offset and (document[:3] != cursor[:3] or offset >= len(document.ids)):
-        raise _changed(cursor, f"a document of more than {offset} tokens")
+        raise _changed_data(cursor, f"a document of more than {offset} tokens")
     while True:
         ids = np.empty(size, dtype=np.int32)
         filled = 0
@@ -142,7 +146,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
             return counts
         blocks = _cut([len(document.ids) for document in window], size)
         if skip and skip >= len(blocks):
-            raise _changed(cursor, f"a window of more than {skip} blocks")
+            raise _changed_data(cursor, f"a window of more than {skip} blocks")
         counts = Counter() if skip else counts  # else it was counted before
         last = window[-1]
         behind = Cursor(last.epoch, last.unit, last.row + 1, 0)
@@ -150,7 +154,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
         for position in range(skip, len(blocks)):
             more = position + 1 < len(blocks)
             after = start._replace(offset=position + 1) if more else behind
-            yield _filled(window, blocks[leaving[position]], size, pad, after, counts)
+            yield _fill(window, blocks[leaving[position]], size, pad, after, counts)
             counts = Counter()
         if ended:  # what was met behind the last document went with the window
             return Counter()
@@ -159,7 +163,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
 
 
 def window_tokens(seq_len: int) -> int:
-    """Tokens that a window of `bestfit` holds at least: of 32 blocks, or 64 Ki, or of 8 blocks.
+    """Return the least tokens of a `bestfit` window: of 32 blocks, or 64 Ki, or of 8 blocks.
 
     Fewer blocks leave more padding, and a resume tokenizes the window of each lane again.
     """
@@ -173,7 +177,7 @@ _Piece = tuple[int, int, int]
 def _window(
     documents: Iterator[Document], tokens: int
 ) -> tuple[list[Document], Counter[str], bool]:
-    """The next documents of at least so many tokens, what was met on the way, and the end?"""
+    """Return the next documents of at least `tokens` tokens, their counts, and whether they end."""
     window: list[Document] = []
     counts: Counter[str] = Counter()
     found = 0
@@ -191,7 +195,7 @@ def _window(
 
 
 def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
-    """The blocks of a window: full ones of long documents, then bins as they were opened.
+    """Cut a window into blocks: full ones of long documents, then bins as they were opened.
 
     A long document gives full blocks; its tail begins with the last id of the last of them. A tail
     of that id alone has no target.
@@ -211,7 +215,7 @@ def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
 
 
 def fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Best-fit decreasing: bins of indices, as opened, each in the order placed."""
+    """Fill bins by best-fit decreasing; return their indices, each bin in the order placed."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # sorted: room << _ROOM | bin, of bins that are not full
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable
@@ -228,7 +232,7 @@ def fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     return bins
 
 
-def _filled(
+def _fill(
     window: Sequence[Document],
     block: Sequence[_Piece],
     size: int,
@@ -254,7 +258,7 @@ def _filled(
     return Packed(ids, np.array(starts, dtype=np.int32), trained, tuple(spans), cursor, counts)
 
 
-def _changed(cursor: Cursor, what: str) -> UserError:
+def _changed_data(cursor: Cursor, what: str) -> UserError:
     expected = f"{what}, as when the cursor was saved"
     return UserError(
         Problem(f"document at {tuple(cursor)}", "something else", expected, "restore the data")

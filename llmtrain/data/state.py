@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 
 from llmtrain.config.binding import touches, way_out
-from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
@@ -46,9 +45,12 @@ Counts = Mapping[str, Mapping[str, int]]
 class DataState:
     """The stream between two steps.
 
-    next_block: first block of the next step · weights_from: block since which the weights hold ·
-    cursors (L, sources, 4) int64 · stream_digest: rolling over the steps' batch digests · counts:
-    label → dropped, replaced, heldout → how many · parts: what the fingerprint is made of.
+    next_block: first block of the next step
+    weights_from: block since which the weights hold
+    cursors (L, sources, 4) int64
+    stream_digest: rolling over the steps' batch digests
+    counts: label → dropped, replaced, heldout → how many
+    parts: what the fingerprint is made of
     """
 
     fingerprint: str
@@ -62,14 +64,14 @@ class DataState:
 
     @staticmethod
     def fresh(manifest: Manifest) -> DataState:
-        """Before the first step."""
+        """Return the state before the first step."""
         cursors = np.zeros((manifest.lanes, len(manifest.sources), 4), np.int64)
         return DataState(manifest.fingerprint, manifest.parts, manifest.lanes, 0, 0, cursors, 0, {})
 
     def after(
         self, next_block: int, cursors: np.ndarray, stream_digest: int, counts: Counts
     ) -> DataState:
-        """The state once all blocks below `next_block` are consumed."""
+        """Return the state once all blocks below `next_block` are consumed."""
         return replace(
             self,
             next_block=next_block,
@@ -79,7 +81,7 @@ class DataState:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in `trainer_state.json`: cursors as [epoch, unit, row, offset] lists."""
+        """Return it as in `trainer_state.json`: cursors as [epoch, unit, row, offset] lists."""
         return {
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -94,7 +96,7 @@ class DataState:
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> DataState:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         plain = ("fingerprint", "parts", "lanes", "next_block", "weights_from", "counts")
         return DataState(
             **{name: stored[name] for name in plain},
@@ -104,15 +106,18 @@ class DataState:
 
 
 def differing(state: DataState, manifest: Manifest) -> list[str]:
-    """Names of the parts in which the data is not that of the state."""
+    """Return names of the parts in which the data is not that of the state."""
     if state.fingerprint == manifest.fingerprint:
         return []
     now = manifest.parts
     return [name for name in sorted({*now, *state.parts}) if now.get(name) != state.parts.get(name)]
 
 
-def check(state: DataState, manifest: Manifest, config: Config) -> None:
-    """Is this state one of this data? Raises UserError that lists what differs unaccepted."""
+def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None:
+    """Is this state one of this data? Raises UserError that lists what differs unaccepted.
+
+    accepted: `checkpoint.accept_changes`.
+    """
     problems = [
         Problem(
             f"data: {name}",
@@ -121,14 +126,14 @@ def check(state: DataState, manifest: Manifest, config: Config) -> None:
             f"restore the manifest.json of the run, or {way_out(_KEYS[name][0])}",
         )
         for name in differing(state, manifest)
-        if not any(touches(key, config) for key in _KEYS[name])
+        if not any(touches(key, accepted) for key in _KEYS[name])
     ]
     if problems:
         raise UserError(*problems)
 
 
-def carried_over(state: DataState, manifest: Manifest) -> DataState:
-    """The state on data that was changed: as far in as before, where the order is the same one.
+def carry_over(state: DataState, manifest: Manifest) -> DataState:
+    """Carry the state over to changed data: where the order is the same, as far in as before.
 
     Where units, seed or lanes are others, the new order begins at its beginning. Where only the
     tokens or the blocks are others, each lane begins its present document again.
@@ -149,7 +154,7 @@ def carried_over(state: DataState, manifest: Manifest) -> DataState:
 
 
 def roll(stream_digest: int, batch_digest: int) -> int:
-    """The stream's digest after one more step: xxh3_64 of both, 8 bytes little-endian each."""
+    """Return the stream's digest after a step: xxh3_64 of both, 8 bytes little-endian each."""
     both = stream_digest.to_bytes(8, "little") + batch_digest.to_bytes(8, "little")
     return xxhash.xxh3_64_intdigest(both)
 
@@ -163,10 +168,11 @@ def contribution(
     rank: int,
     world_size: int,
 ) -> np.ndarray:
-    """This rank's part of the cursors: (L, sources, 4) int64, zeros for lanes of other ranks.
+    """Return this rank's cursors: (L, sources, 4) int64, zeros for lanes of other ranks.
 
-    consumed: lane → the cursors that came with its last block on this rank · shape: (L, sources) ·
-    first_block: where this start of the run began.
+    consumed: lane → the cursors that came with its last block on this rank
+    shape: (L, sources)
+    first_block: where this start of the run began
     """
     lanes, sources = shape
     part = np.zeros((lanes, sources, 4), np.int64)
@@ -180,7 +186,7 @@ def contribution(
 def merge_cursors(
     old: np.ndarray, parts: Iterable[np.ndarray], *, first_block: int, next_block: int
 ) -> np.ndarray:
-    """All lanes' cursors, from those at `first_block` and every rank's `contribution`."""
+    """Return all lanes' cursors, from those at `first_block` and every rank's `contribution`."""
     merged = np.zeros_like(old)
     for part in parts:
         merged += part
@@ -191,5 +197,5 @@ def merge_cursors(
 
 
 def last_block(lane: int, lanes: int, next_block: int) -> int:
-    """The last block of a lane before `next_block`; negative: there is none."""
+    """Return the last block of a lane before `next_block`; negative = no such block."""
     return next_block - 1 - (next_block - 1 - lane) % lanes

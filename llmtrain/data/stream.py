@@ -1,4 +1,4 @@
-"""The blocks of one rank, read ahead by torch's DataLoader, dealt out as the batches of steps.
+"""Deals the blocks of one rank, which torch's DataLoader reads ahead, into batches of steps.
 
 A worker is a virtual rank: worker j of K on rank r acts as rank r + W·j of W·K. A block is taken
 from each in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0):
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from math import ceil, gcd
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch.utils.data._utils import signal_handling
 
 from llmtrain import faults, heartbeat
 from llmtrain.data.batches import batch_of
-from llmtrain.data.documents.byte_ranges import refetched
+from llmtrain.data.documents.byte_ranges import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Block, Lane
 from llmtrain.data.manifest import Manifest
@@ -44,9 +45,9 @@ from llmtrain.data.workers import (
     Asked,
     Failed,
     Workers,
-    carried,
+    carry,
     error_of,
-    signals_held,
+    hold_signals,
     start_worker,
 )
 from llmtrain.errors import UserError
@@ -62,48 +63,36 @@ PIPE_BYTES = 1 << 18
 TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) report before
 
 
+@dataclass(eq=False)
 class Blocks(IterableDataset[Block | list[Block | Failed]]):
     """The endless blocks of one virtual rank: g ≡ first (mod step), in order.
 
-    Opens every lane that these blocks lie in, and discards its blocks that are not its own.
+    Opens every lane that these blocks are in, and discards its blocks that are not its own.
 
     item_blocks: which a worker gives at once; without workers they come one by one.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        tokenizer_dir: Path,
-        *,
-        next_block: int,
-        rank: int,
-        world_size: int,
-        cursors: np.ndarray,
-        reading: Reading,
-        stop: Stopping | None = None,
-        asked: Asked | None = None,
-        item_blocks: int = 1,
-    ) -> None:
-        self.manifest = manifest
-        self.tokenizer_dir = tokenizer_dir
-        self.next_block = next_block
-        self.rank = rank
-        self.world_size = world_size
-        self.cursors = cursors
-        self.reading = reading
-        self.stop = stop
-        self.asked = asked or Asked(1)
-        self.item_blocks = item_blocks
+    manifest: Manifest
+    tokenizer_dir: Path
+    _: KW_ONLY
+    next_block: int
+    rank: int
+    world_size: int
+    cursors: np.ndarray
+    reading: Reading
+    stop: Stopping | None = None
+    asked: Asked = field(default_factory=partial(Asked, 1))
+    item_blocks: int = 1
 
     def __iter__(self) -> Iterator[Block | list[Block | Failed]]:
         worker = get_worker_info()
         if worker is None:
             return self.virtual(0, 1)
         blocks = self.virtual(worker.id, worker.num_workers)
-        return carried(blocks, worker.id, self.item_blocks)
+        return carry(blocks, worker.id, self.item_blocks)
 
     def virtual(self, worker: int, workers: int) -> Iterator[Block]:
-        """What worker `worker` of so many gives. Whatever it raises names the last unit."""
+        """Yield the blocks of one of `workers` workers. Errors name the last unit."""
         rank, step = self.rank + self.world_size * worker, self.world_size * workers
         try:
             yield from self._blocks(rank, step, partial(self.asked.write, worker))
@@ -133,12 +122,12 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
             g += virtual_ranks
 
     def _first_block(self, lane: int) -> int:
-        """The lane's first block from `next_block` on."""
+        """Return the lane's first block from `next_block` on."""
         return self.next_block + (lane - self.next_block) % self.manifest.lanes
 
 
 class Stream(Iterator[Batch]):
-    """This rank's batches, one a step, for ever. Close it: workers are processes.
+    """This rank's batches, one a step, without an end. Close it: workers are processes.
 
     It begins where it was opened, and nothing can be loaded into it later. Once all lanes of this
     rank have given padding, its batches say `ended`; ranks that share lanes (W does not divide L)
@@ -159,7 +148,10 @@ class Stream(Iterator[Batch]):
         self._items: Iterator[Block | Failed] | None = items
 
     def __next__(self) -> Batch:
-        """Raises UserError for bad data, RunError if it cannot be read or a worker died."""
+        """Return the next batch.
+
+        Raises UserError for bad data, RunError if it cannot be read or a worker died.
+        """
         began = time.perf_counter()
         heartbeat.beat("waiting for data")
         faults.hit("data.next")
@@ -182,7 +174,7 @@ class Stream(Iterator[Batch]):
         )
 
     def interrupt(self) -> None:
-        """End the waiting for a network that is away, from any thread: it fails with 75 at once."""
+        """Stop waiting for the network, from any thread: the wait fails with 75 at once."""
         self._stop.set()
 
     def close(self) -> None:
@@ -215,16 +207,18 @@ def open_stream(
 ) -> Stream:
     """Begin to read this rank's blocks; with workers, they start at once.
 
-    blocks_per_step: over all ranks · workers: processes, 0 = in this one · next_block: first block
-    of the next step, a multiple of `blocks_per_step` · cursors (L, sources, 4): the state's; None =
-    the beginning · reading: how units are read.
+    blocks_per_step: over all ranks
+    workers: processes; 0 = in this one
+    next_block: first block of the next step, a multiple of `blocks_per_step`
+    cursors (L, sources, 4): the state's; None = the beginning
+    reading: how units are read
     """
     shape = (manifest.lanes, len(manifest.sources), 4)
     # A copy: lanes are opened when their first block is due, whatever the caller does meanwhile.
     cursors = np.zeros(shape, np.int64) if cursors is None else cursors.copy()
     assert cursors.shape == shape
     for source in manifest.sources:
-        if rank == 0 and (costly := refetched(source, reading.cache_bytes)):
+        if rank == 0 and (costly := refetch_warning(source, reading.cache_bytes)):
             log.warning(costly)
     stop = multiprocessing.get_context("spawn").Event() if workers else threading.Event()
     blocks = Blocks(
@@ -243,18 +237,18 @@ def open_stream(
 
 
 def discard_factor(world_size: int, workers: int, lanes: int) -> int:
-    """How many blocks are made for each one used: 1 where processes × workers divide the lanes."""
+    """Return the blocks made for each one used: 1 where processes × workers divide the lanes."""
     processes = world_size * max(1, workers)
     return processes // gcd(processes, lanes)
 
 
 def identity(item: Any) -> Any:
-    """In place of torch's collate function, which would make tensors of the arrays."""
+    """Return the item: torch's own collate function would make tensors of the arrays."""
     return item
 
 
 def _lanes_of(g: int, world_size: int, lanes: int) -> set[int]:
-    """The lanes that blocks g, g + W, g + 2W … lie in."""
+    """Return the lanes that blocks g, g + W, g + 2W … are in."""
     step = gcd(world_size, lanes)
     return set(range(g % step, lanes, step))
 
@@ -276,7 +270,7 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
         timeout=timeout,
         worker_init_fn=start_worker,
     )
-    with signals_held():
+    with hold_signals():
         items: Any = iter(loader)
     # Torch's handler of SIGCHLD would raise at any line of the main thread, see workers.py.
     signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]  # of torch._C
@@ -286,14 +280,14 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
 
 
 def _widen(pipe: int) -> None:
-    """Let a whole item lie in the pipe, so that who takes it does not wait for who writes it."""
+    """Make room for a whole item in the pipe, so that reader and writer need not wait."""
     if sys.platform == "linux":
         with suppress(OSError):  # beyond what the system grants this user: it is only slower
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
-    """Blocks that a worker sends at once: as many as a step takes of it, up to 32 and 256 KiB.
+    """Return the blocks a worker sends at once: its share of a step, up to 32 and 256 KiB.
 
     blocks_per_step: of this rank.
     """
@@ -304,7 +298,7 @@ def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
 def prefetch_factor(
     manifest: Manifest, blocks_per_step: int, workers: int, item_blocks: int
 ) -> int:
-    """Items that each worker reads ahead: two steps' blocks, at least 8; up to 64 MiB, or 2 items.
+    """Return the items a worker reads ahead: two steps' blocks, at least 8; to 64 MiB or 2 items.
 
     blocks_per_step: of this rank.
     """
@@ -314,5 +308,5 @@ def prefetch_factor(
 
 
 def _bytes_of_a_block(manifest: Manifest) -> int:
-    """Ids of 4 bytes; document borders and what is trained are less than the same again."""
+    """Bound the bytes of a block: ids have 4 each; borders and masks are less than that again."""
     return 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)

@@ -1,25 +1,26 @@
 """From files to units: what rank 0 decides once, and what every later start checks.
 
-    survey(config)  ─►  training_texts  ─►  (a tokenizer is trained)  ─►  freeze  ─►  manifest.json
+    survey         ─►  training_texts  ─►  (a tokenizer is trained)  ─►  freeze  ─►  manifest.json
                                                                                           │
-    later starts:   manifest.load  ─►  check(manifest, config, tokenizer)  ◄──────────────┘
+    later starts:   manifest.load  ─►  check(manifest, …)                  ◄──────────────┘
 
-How files become parts, and parts units, stands in `file_parts.py`.
+How files become parts, and parts units, is in `file_parts.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.config.binding import changes, data_values, refused, way_out
-from llmtrain.config.schema import Config, DataConfig, SourceConfig
+from llmtrain.config.binding import DataSettings, changes, refused, way_out
+from llmtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.file_parts import Part, cut, inspect, missing_column
@@ -55,7 +56,7 @@ class Survey:
 
 
 def survey(
-    config: Config,
+    settings: DataSettings,
     processes: int,
     run_dir: Path | None = None,
     lanes: int | None = None,
@@ -63,18 +64,24 @@ def survey(
 ) -> Survey:
     """Find files, units, lanes and held-out documents.
 
-    processes: ranks × data workers (at least 1 each) · run_dir, stop: as in `Reading` · lanes:
-    those of a run that exists. Raises UserError with the problems of all sources: nothing there,
+    processes: ranks × data workers (at least 1 each)
+    run_dir, stop: as in `Reading`
+    lanes: those of a run that exists
+
+    Raises UserError with the problems of all sources: nothing there,
     not readable, no text column, no training document left …; RunError (75) at a stop.
     """
-    data, seed = config.data, config.run.seed
-    reading = reading_of(config, run_dir, stop)
+    data, seed = settings.data, settings.seed
+    reading = reading_of(settings, run_dir, stop)
     reader = Reader(reading)
     named = [
         (source, label, f"data.sources.{i}")
         for i, (source, label) in enumerate(zip(data.sources, labels(data.sources), strict=True))
     ]
-    both = [*named, *_own_evaluation(config)]  # so that all problems are told at once
+    both = [
+        *named,
+        *_own_evaluation(settings.evaluation),
+    ]  # to report all problems at once
     drafts = _each(lambda i: _draft(*both[i], reader), len(both))
     _warn_of_shared_files([source for source, _ in drafts])
     _tell_of_text_files([source for source, _ in drafts])
@@ -84,7 +91,7 @@ def survey(
     if lanes is None:
         lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
     sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
-    share = 0.0 if config.evaluation.sources else data.heldout
+    share = 0.0 if settings.evaluation else data.heldout
     split = _each(lambda k: _split(sources[k], k, share, seed, reader), len(sources))
     packing, document_mask = packing_of(data)
     return Survey(
@@ -92,29 +99,29 @@ def survey(
         seq_len=data.seq_len,
         packing=packing,
         document_mask=document_mask,
-        own_evaluation=bool(config.evaluation.sources),
+        own_evaluation=bool(settings.evaluation),
         seed=seed,
         lanes=lanes,
-        made_with=data_values(config),
+        made_with=settings.values,
         reading=reading,
     )
 
 
-def evaluation_sources(config: Config, reading: Reading) -> tuple[Source, ...]:
-    """`evaluation.sources`, as sources of which every document is held out; () = none are set.
+def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:
+    """Return `evaluation.sources`, with every document held out; () = none are set.
 
     Raises UserError as `survey` does.
     """
     reader = Reader(reading)
-    own = _own_evaluation(config)
+    own = _own_evaluation(settings.evaluation)
     drafts = _each(lambda i: _draft(*own[i], reader), len(own))
     sources = [replace(s, units=tuple(cut(parts, 1)), id_column=None) for s, parts in drafts]
-    return tuple(heldout.all_held_out(s, k, config.run.seed) for k, s in enumerate(sources))
+    return tuple(heldout.all_held_out(s, k, settings.seed) for k, s in enumerate(sources))
 
 
-def _own_evaluation(config: Config) -> list[tuple[SourceConfig, str, str]]:
-    """(source, label, key) of each of `evaluation.sources`."""
-    described = [SourceConfig(**source.model_dump()) for source in config.evaluation.sources]
+def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[tuple[SourceConfig, str, str]]:
+    """Return (source, label, key) of each of `evaluation.sources`."""
+    described = [SourceConfig(**source.model_dump()) for source in sources]
     return [
         (source, f"evaluation/{label}", f"evaluation.sources.{i}")
         for i, (source, label) in enumerate(zip(described, labels(described), strict=True))
@@ -122,7 +129,7 @@ def _own_evaluation(config: Config) -> list[tuple[SourceConfig, str, str]]:
 
 
 def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
-    """Training documents for a tokenizer: whole units in an order of their own, sources in turn.
+    """Yield training documents for a tokenizer: whole units in random order, sources in turn.
 
     Ends at the first document that reaches `limit_bytes` of UTF-8 text, or with the last unit.
     """
@@ -131,33 +138,35 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
             expected = "sources of text, since model.tokenizer is to be trained; this is tokens"
             remedy = "set model.tokenizer to the one that wrote the token cache: DIR/tokenizer"
             raise UserError(Problem(f"data.sources.{i}.path", source.path, expected, remedy))
-    reader = Reader(survey.reading)
-    orders = _sample_orders(survey)
-    size = 0
-    for turn in range(max(map(len, orders))):
-        for source, order in zip(survey.sources, orders, strict=True):
-            for u in order[turn : turn + 1]:
-                for text in heldout.training_texts(source, u, survey.seed, reader):
-                    heartbeat.beat("training a tokenizer")
-                    yield text
-                    size += len(text.encode())
-                    if size >= limit_bytes:
-                        return
+    texts = chain.from_iterable(heldout.in_turn(_units(survey)))
+    for text in _up_to(limit_bytes, texts):
+        heartbeat.beat("training a tokenizer")
+        yield text
 
 
 def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
-    """Up to `count` training documents, sources of text in turn, which reads few units.
+    """Yield up to `count` training documents, sources of text in turn, which reads few units.
 
     Ends at the document that reaches `limit_bytes` of UTF-8 text.
     """
-    reader = Reader(survey.reading)
-    streams = [
-        _training_texts(source, order, survey.seed, reader)
-        for source, order in zip(survey.sources, _sample_orders(survey), strict=True)
-        if not source.cached
-    ]
+    streams = [chain.from_iterable(units) for units in _units(survey)]
+    yield from _up_to(limit_bytes, heldout.in_turn(streams, count))
+
+
+def _units(survey: Survey) -> list[Iterator[Iterator[str]]]:
+    """Return the documents of each text source by unit, in an order that no lane walks."""
+    reader, seed = Reader(survey.reading), survey.seed
+
+    def units(k: int, source: Source) -> Iterator[Iterator[str]]:
+        for u in sorted(range(len(source.units)), key=partial(mix, seed, 8, k)):
+            yield heldout.training_texts(source, u, seed, reader)
+
+    return [units(k, source) for k, source in enumerate(survey.sources) if not source.cached]
+
+
+def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
     size = 0
-    for text in heldout.in_turn(streams, count):
+    for text in texts:
         yield text
         size += len(text.encode())
         if size >= limit_bytes:
@@ -165,7 +174,7 @@ def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
 
 
 def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
-    """The manifest: from here on nothing about the data is decided again.
+    """Make the manifest: from here on nothing about the data is decided again.
 
     Raises UserError for a token cache that another tokenizer wrote.
     """
@@ -183,21 +192,21 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
     )
 
 
-def check(manifest: Manifest, config: Config, tokenizer: Tokenizer) -> None:
-    """At every later start: is this still the data and the tokenizer that the run began with?
+def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> None:
+    """Check at a later start that data and tokenizer are those that the run began with.
 
     Raises UserError that lists all that differs. Local files are compared by size and by their
     first and last 64 KiB; files of the Hub when they are read, by their etag.
     """
-    found = changes(manifest.made_with, data_values(config))
-    problems = refused(found, config, "as when the run began")
+    found = changes(manifest.made_with, settings.values)
+    problems = refused(found, settings.accepted, "as when the run began")
     problems += [*differing_tokenizer(manifest, tokenizer), *changed_files(manifest)]
     if problems:
         raise UserError(*problems)
 
 
 def changed_files(manifest: Manifest) -> list[Problem]:
-    """Local files that are gone or not what they were, by their sources' `path` keys."""
+    """Return local files that are gone or not what they were, by their sources' `path` keys."""
     problems: list[Problem] = []
     for i, source in enumerate(manifest.sources):
         if not source.remote:
@@ -207,7 +216,7 @@ def changed_files(manifest: Manifest) -> list[Problem]:
 
 
 def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
-    """What of the tokenizer is not as the manifest says (asked by every process that encodes)."""
+    """Return how the tokenizer differs from the manifest; every process that encodes checks it."""
     now, then = _facts(tokenizer), manifest.tokenizer
     remedy = (
         f"restore the run's tokenizer/, and the versions it began with: {then.versions} "
@@ -221,14 +230,14 @@ def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Proble
 
 
 def packing_of(data: DataConfig) -> tuple[Packing, bool]:
-    """What `auto` means for packing and document mask."""
+    """Return what `auto` means for packing and document mask."""
     packing: Packing = "concat" if data.packing == "auto" else data.packing
     asked = data.document_mask
     return packing, packing == "bestfit" if asked == "auto" else asked
 
 
 def _warn_of_shared_files(sources: Sequence[Source]) -> None:
-    """What is held out of a source, or evaluated on, must not be trained on through another."""
+    """Warn of files in two sources: what one holds out, the other might train on."""
     first: dict[tuple[int, str], str] = {}
     for source in sources:
         for index, file in enumerate(source.files):
@@ -242,7 +251,7 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
 
 
 def _tell_of_text_files(sources: Sequence[Source]) -> None:
-    """Elsewhere a text file is often one document: said once for each source, when a run begins."""
+    """Log once for each source that lines are documents: elsewhere a text file is often one."""
     for source in sources:
         formats = [file_format(file.name) for file in source.files]
         if any(format_ and format_.kind == "text" for format_ in formats):
@@ -254,7 +263,7 @@ def _tell_of_text_files(sources: Sequence[Source]) -> None:
 
 
 def _each(function: Callable[[int], T], count: int) -> list[T]:
-    """The results for 0 … count − 1; if some raise UserError, one with all their problems."""
+    """Return the results for 0 … count − 1. Raises one UserError with the problems of all."""
     results: list[T] = []
     problems: list[Problem] = []
     for i in range(count):
@@ -270,7 +279,7 @@ def _each(function: Callable[[int], T], count: int) -> list[T]:
 def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
 ) -> tuple[Source, list[Part]]:
-    """A source without its units, and what they are cut from."""
+    """Return a source without its units, and what they are cut from."""
     reading = reader.reading
     resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
     source = Source(
@@ -311,21 +320,6 @@ def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -
         )
         raise UserError(problem)
     return found
-
-
-def _training_texts(
-    source: Source, order: Sequence[int], seed: int, reader: Reader
-) -> Iterator[str]:
-    for u in order:
-        yield from heldout.training_texts(source, u, seed, reader)
-
-
-def _sample_orders(survey: Survey) -> list[list[int]]:
-    """An order of each source's units that no lane walks."""
-    return [
-        sorted(range(len(source.units)), key=partial(mix, survey.seed, 8, k))
-        for k, source in enumerate(survey.sources)
-    ]
 
 
 def _facts(tokenizer: Tokenizer) -> TokenizerFacts:

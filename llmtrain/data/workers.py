@@ -1,13 +1,13 @@
-"""What can go wrong with data workers, and what the rank is told.
+"""Starts and ends data workers, and turns whatever goes wrong with them into one error.
 
-    raises        its last item says what, with the traceback and the unit
+    raises        its last item holds the error, with the traceback and the unit
     dies          a thread waits for that, whatever the main thread is doing: it ends the other
                   workers and cuts the pipe, so that whoever waits for an item is woken at once
     is silent     the loader gives up after 0.8 of the peers' patience
 
 The trap: torch's own handler of SIGCHLD raises at any line of the main thread, and a worker that
-was killed while it wrote leaves half a message, for the rest of which a reader waits for ever. So
-the handler is told to forget these workers, and the pipe's end is what wakes the reader.
+was killed while it wrote leaves half a message, for the rest of which a reader waits. So
+the handler has to forget these workers, and the pipe's end wakes the reader.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAME_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last item of a worker that could not go on: what it raised, without its class."""
+    """The last item of a worker that failed: what it raised, without its class."""
 
     problems: tuple[Problem, ...]
     message: str
@@ -62,12 +62,12 @@ class Asked:
         self._names = RawArray(ctypes.c_char, max(1, workers) * _NAME_BYTES)
 
     def write(self, worker: int, name: str) -> None:
-        """Note a unit's name; of a long one the end, which says most."""
+        """Store a unit's name; of a long one the end, which tells most."""
         encoded = name.encode(errors="backslashreplace")[-_NAME_BYTES:].ljust(_NAME_BYTES, b"\0")
         self._slot(worker)[:] = encoded
 
     def read(self, worker: int) -> str:
-        """The name; "no unit yet" if there is none."""
+        """Return the name, or "no unit yet"."""
         raw = bytes(self._slot(worker))
         return raw.rstrip(b"\0").decode(errors="replace") or "no unit yet"
 
@@ -77,8 +77,8 @@ class Asked:
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
-    """Processes that are started here inherit that signals wait; so they do until `start_worker`.
+def hold_signals() -> Iterator[None]:
+    """Block signals while processes are started: they inherit it, until `start_worker`.
 
     It comes seconds after the process has begun: torch is imported in between.
     """
@@ -90,7 +90,7 @@ def signals_held() -> Iterator[None]:
 
 
 def start_worker(worker_id: int) -> None:
-    """In a new worker: signals are the rank's business; die with it."""
+    """Set up a new worker: ignore signals, which the rank handles, and die with the rank."""
     faults.install(os.environ)
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -100,8 +100,8 @@ def start_worker(worker_id: int) -> None:
         os._exit(1)
 
 
-def carried(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
-    """In a worker: `size` blocks an item, without what the trainer does not need.
+def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
+    """Yield items of `size` blocks in a worker, without what the trainer does not need.
 
     A failure is the last of the last item: torch would lose what the exception knows.
     """
@@ -120,13 +120,13 @@ def carried(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bl
         item.append(Failed((), str(error.args[0]), error.exit_code, error.remedy))
     except Exception:  # the edge of the process
         message = f"data worker {worker} failed: {traceback.format_exc()}"
-        remedy = "this is a defect: the traceback says where it stands"
+        remedy = "this is a defect: the traceback shows where"
         item.append(Failed((), message, 1, remedy))
     yield item
 
 
 def error_of(item: Failed) -> UserError | RunError:
-    """The failure as an exception of this process."""
+    """Return the failure as an exception of this process."""
     if item.problems:
         return UserError(*item.problems)
     return RunError(item.message, item.exit_code, item.remedy)
@@ -152,21 +152,21 @@ class Workers(Iterator[Block | Failed]):
         arguments = (self.processes, items._data_queue._writer, self._fate)
         self._thread = threading.Thread(target=_watch, args=arguments, daemon=True)
         self._thread.start()
-        # Workers ignore SIGTERM, so `multiprocessing` would wait for them for ever at the exit.
+        # Workers ignore SIGTERM, so `multiprocessing` would wait without end at the exit.
         self._at_exit = partial(_kill, self.processes)
         atexit.register(self._at_exit)
 
     def __next__(self) -> Block | Failed:
-        """The next block. Raises RunError (75) if a worker has died, or sends nothing for long."""
+        """Return the next block. Raises RunError (75) if a worker died or is silent too long."""
         if self._fate.dead is not None:
-            raise self._died()
+            raise self._death()
         assert self._items is not None, "the stream is closed"
         held = self._held[self._turn]
         if not held:
             try:
                 held.extend(next(self._items))
             except (RuntimeError, OSError, EOFError) as error:
-                raise self._explained(error) from error
+                raise self._explain(error) from error
         self._turn = (self._turn + 1) % len(self._held)
         return held.popleft()
 
@@ -187,7 +187,7 @@ class Workers(Iterator[Block | Failed]):
         self._thread.join()
         atexit.unregister(self._at_exit)
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explain(self, error: Exception) -> Exception:
         if not _has_ended(self.processes) and "timed out" in str(error):
             self._fate.silent = True
             worker = self._turn
@@ -198,10 +198,10 @@ class Workers(Iterator[Block | Failed]):
             return RunError(message, RESTARTABLE, CONTINUES)
         if _has_ended(self.processes):
             self._thread.join()  # it is about to say which one, and how
-            return self._died()
+            return self._death()
         return error
 
-    def _died(self) -> RunError:
+    def _death(self) -> RunError:
         assert self._fate.dead is not None
         worker, exit_code = self._fate.dead
         message = (
@@ -215,7 +215,7 @@ class Workers(Iterator[Block | Failed]):
 
 
 class _Fate:
-    """What the watching thread and the main thread tell each other.
+    """What the watching thread and the main thread share.
 
     dead: the first worker that ended by itself, and its exit code as `multiprocessing` has it.
     """

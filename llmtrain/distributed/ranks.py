@@ -1,4 +1,4 @@
-"""What the processes of a run say to each other besides gradients.
+"""The processes of a run as a group, and what they exchange besides gradients.
 
 Bytes and votes go over the control group (gloo, so that they work beside a busy or broken device);
 the step's numbers are summed on the device itself. Nothing pickled is ever sent.
@@ -6,20 +6,14 @@ the step's numbers are summed on the device itself. Nothing pickled is ever sent
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from llmtrain import heartbeat
-from llmtrain.errors import RESTARTABLE, PeerError, RunError
-from llmtrain.types import Alone, Failure, Ranks, Vote, failure
-
-T = TypeVar("T")
+from llmtrain.agreement import count_votes
+from llmtrain.errors import RESTARTABLE, RunError
+from llmtrain.types import Vote
 
 # What gloo and NCCL say when a peer is gone: bare RuntimeErrors out of whatever was called.
 _LOST_PEER = (
@@ -68,25 +62,14 @@ class Group:
         return _bytes(data)
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Say whether this rank failed, and hear who did."""
-        return vote(self, error, body)
+        """Say whether this rank failed, and learn who did."""
+        return count_votes(self, error, body)
 
     def highest(self, value: int) -> int:
-        """The largest number that any rank says."""
+        """Return the largest number that any rank gives, on every rank."""
         said = torch.tensor([value])
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
         return int(said)
-
-
-class Single(Alone):
-    """`Ranks` of a single process, with the same questions."""
-
-    def highest(self, value: int) -> int:
-        """This process's number."""
-        return value
-
-
-ControlGroup = Group | Single
 
 
 def _tensor(body: bytes) -> torch.Tensor:
@@ -95,61 +78,6 @@ def _tensor(body: bytes) -> torch.Tensor:
 
 def _bytes(data: torch.Tensor) -> bytes:
     return data.numpy().tobytes()
-
-
-def _split(ballot: bytes) -> tuple[bytes, bytes]:
-    size = int.from_bytes(ballot[:8], "little")
-    return ballot[8 : 8 + size], ballot[8 + size :]
-
-
-def vote(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
-    """`Ranks.vote`, of what gathers and broadcasts."""
-    _, phase = heartbeat.read()
-    heartbeat.beat(f"a vote of all processes ({phase})")
-    said = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
-    heard = ranks.gather(len(said).to_bytes(8, "little") + said + body)
-    ballots = [_split(ballot) for ballot in heard]
-    failed = [json.loads(said) for said, _ in ballots if said]
-    failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
-    heartbeat.beat(phase)
-    return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
-
-
-def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `work` on every rank; if it fails on any, raise on all.
-
-    The failing rank raises its own error, the others a `PeerError` with its text and exit code
-    (several: 2 before 1 before 75, as a cause outranks its consequences).
-    """
-    error: Exception | None = None
-    result: T
-    try:
-        result = work()
-    except Exception as caught:  # whatever it is, the peers must hear of it before it goes on
-        error = caught
-    refuse(ranks.vote(error), error)
-    return result
-
-
-def refuse(vote: Vote, error: BaseException | None) -> None:
-    """Raise what a vote decided, if any rank failed."""
-    if error is not None:
-        raise error
-    if vote.failures:
-        order = {2: 0, 74: 1, 1: 2, RESTARTABLE: 3}
-        first = min(vote.failures, key=lambda one: order.get(one.exit_code, 2))
-        raise PeerError(first.text, first.exit_code, first.rank)
-
-
-def from_rank_zero(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
-    """Do `work` on rank 0 alone and give its bytes to every rank; raise on all if it fails."""
-    body = agreed(ranks, lambda: work() if ranks.rank == 0 else b"")
-    return ranks.broadcast(body)
-
-
-def on_rank_zero(ranks: Ranks, work: Callable[[], object]) -> None:
-    """Do `work` on rank 0 alone while the others wait; raise on all if it fails."""
-    agreed(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
 def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:

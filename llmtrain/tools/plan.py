@@ -144,7 +144,7 @@ def plan(
         raise UserError(*problems)
 
     hardware = _hardware(config, asked)
-    if problems := [*check_batch(config, hardware.devices), *_mesh(config, hardware)]:
+    if problems := [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
@@ -157,7 +157,7 @@ def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: boo
     rest is reckoned, and `uncounted` says why.
     """
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
-    allowed, uncounted = allowed_strategies({}, config), None
+    allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None
     try:
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
-from llmtrain.distributed.ranks import ControlGroup, lost_peer, peer_lost, refuse
+from llmtrain.distributed.ranks import lost_peer, peer_lost
 from llmtrain.errors import RESTARTABLE, PeerError, RunError
 from llmtrain.rundir import failures
 from llmtrain.training import saving
@@ -23,7 +24,7 @@ from llmtrain.training.run.run import Run
 from llmtrain.training.run_state import documents_met
 from llmtrain.training.step import flags
 from llmtrain.training.stop.signals import Signals
-from llmtrain.types import Flags
+from llmtrain.types import Flags, Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def asked_to_stop(signals: Signals) -> str | None:
     return reason if reason in (None, "launcher_lost") else "signal"
 
 
-def _heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> None:
+def _heed_a_stop(ranks: Ranks, signals: Signals, journal: Journal) -> None:
     """Raise StoppedEarlyError if any rank was asked to stop."""
     reason = signals.reason
     lost = reason == "launcher_lost"
@@ -110,7 +111,7 @@ def _heed_a_stop(ranks: ControlGroup, signals: Signals, journal: Journal) -> Non
 
 
 @contextmanager
-def stoppable(ranks: ControlGroup, signals: Signals, journal: Journal) -> Iterator[None]:
+def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None]:
     """A stage of a start, which takes its time: a stop that any rank was asked for ends it.
 
     Either in front of the stage, or as the reason why the waiting for the Hub or the reading of a

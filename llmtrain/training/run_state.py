@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmtrain.agreement import gathered
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
@@ -21,7 +22,7 @@ from llmtrain.training.run.run import Run
 FORMAT = 1
 
 
-def gathered(run: Run, step: int) -> list[dict[str, Any]]:
+def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
     """What only each rank knows, at rank 0; an empty list elsewhere."""
     before = run.data.state
     cursors = contribution(
@@ -34,7 +35,7 @@ def gathered(run: Run, step: int) -> list[dict[str, Any]]:
     )
     states = rng.capture(run.device).to_json()
     mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.feed.counts}
-    return [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
+    return gathered(run.ranks, mine)
 
 
 def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
@@ -119,7 +120,7 @@ def _encoded(value: Any) -> bytes:
 
 def documents_met(run: Run) -> dict[str, dict[str, int]]:
     """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
-    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(run.feed.counts).encode())]
+    heard = gathered(run.ranks, run.feed.counts)
     return _added(run.data.state.counts, heard) if heard else {}
 
 

@@ -13,7 +13,6 @@ end the run.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
 import os
@@ -23,21 +22,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llmtrain.agreement import attempt, from_rank_zero, gathered, on_rank_zero
 from llmtrain.checkpoint import collect, filesystem, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
-from llmtrain.checkpoint.format import Extents, complete_names
+from llmtrain.checkpoint.format import complete_names
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.ranks import from_rank_zero, on_rank_zero
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.metrics import memory
 from llmtrain.rundir import contents
-from llmtrain.training.run.flight import Flight, Saves
+from llmtrain.training.run.flight import Flight, Saves, Written
 from llmtrain.training.run.guards import check_replicas
 from llmtrain.training.run.run import Run
-from llmtrain.training.run_state import cursors_line, gathered, note_cursors, small_files
+from llmtrain.training.run_state import cursors_line, gather_parts, note_cursors, small_files
 from llmtrain.training.stop.signals import grace_warning
 from llmtrain.types import Failure, Piece
 
@@ -65,17 +64,16 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     check_replicas(run.engine.unequal_replicas(), step, run.journal.event)
     run.due.begun(step)
     run.requests.save_begins()
-    begun, cursors = _begun(run, step, gathered(run, step))
+    begun, cursors = _begun(run, step, gather_parts(run, step))
     if isinstance(begun, write.Failed):
         run.due.ended(step, saved=False)
         _tell_failure(run, step, begun.failures, last=last)
         return
     pieces = run.engine.pieces(run.built.spec, writing=True, dealt=run.checkpoints.dealt)
     writer = _writer(run, step)
-    extents, error = ({}, None) if writer else _written(run, begun, pieces)
+    written = None if writer else _write(run, begun, pieces)
     blocked = time.perf_counter() - started
-    flight = Flight(step, reason, begun, cursors, last, blocked, bool(writer), extents, error)
-    run.checkpoints.flight = flight
+    run.checkpoints.flight = Flight(step, reason, begun, cursors, last, blocked, written)
     if writer:
         writer.submit(begun, pieces, _changed_by_forward(run))
     if last or not writer:
@@ -88,13 +86,13 @@ def commit(run: Run) -> None:
     flight, saves.flight = saves.flight, None
     if flight is None:
         return
-    if flight.beside:  # begun at an earlier step
-        on_rank_zero(run.ranks, run.journal.check_directory)
-    error, extents, blocked = flight.error, flight.extents, flight.blocked
-    if flight.beside:
+    written, blocked = flight.written, flight.blocked
+    if written is None:  # begun at an earlier step
         assert saves.writer is not None
-        error, extents = saves.writer.finish()
+        on_rank_zero(run.ranks, run.journal.check_directory)
+        written = saves.writer.finish()
         blocked += saves.writer.release()
+    error, extents = written
     started = time.perf_counter()
     done = write.commit(flight.begun, extents, error, run.ranks)
     run.due.ended(flight.step, saved=isinstance(done, write.Committed))
@@ -123,32 +121,29 @@ def _begun(
 
     Returns the line of `cursors.jsonl`, too: at the commit the stream may be further.
     """
-    small: dict[str, bytes] = {}
-    cursors = b""
-    error: BaseException | None = None
-    try:
+
+    def small() -> tuple[dict[str, bytes], bytes]:
         run.journal.sync()  # no manifest is newer than the numbers that led to it
-        if heard:
-            small, cursors = small_files(run, step, heard), cursors_line(run, step, heard)
-    except Exception as caught:  # told to all ranks
-        error = caught
-    if failures := run.ranks.vote(error).failures:
+        if not heard:
+            return {}, b""
+        return small_files(run, step, heard), cursors_line(run, step, heard)
+
+    outcome = attempt(small)
+    if failures := run.ranks.vote(outcome.error).failures:
         return write.Failed(failures), b""
+    files, cursors = outcome.result()
     root = run.run_dir / contents.CHECKPOINTS
-    begun = write.begin(root, step, run.built.spec, small, run.ranks, run.processes.run_id)
+    begun = write.begin(root, step, run.built.spec, files, run.ranks, run.processes.run_id)
     return begun, cursors
 
 
-def _written(
-    run: Run, begun: write.Begun, pieces: Iterable[Piece]
-) -> tuple[Extents, Exception | None]:
-    """This rank's part, written in line."""
-    try:
-        if run.checkpoints.sent:
-            return collect.pieces(begun, pieces, run.ranks), None
-        return write.pieces(begun, pieces), None
-    except Exception as caught:  # a failed vote of the commit
-        return {}, caught
+def _write(run: Run, begun: write.Begun, pieces: Iterable[Piece]) -> Written:
+    """Write this rank's part in line."""
+    if run.checkpoints.sent:
+        outcome = attempt(lambda: collect.pieces(begun, pieces, run.ranks))
+    else:
+        outcome = attempt(lambda: write.pieces(begun, pieces))
+    return outcome.error, {} if outcome.error else outcome.result()
 
 
 def _writer(run: Run, step: int) -> Writer | None:
@@ -159,9 +154,8 @@ def _writer(run: Run, step: int) -> Writer | None:
     pieces = run.engine.pieces(run.built.spec, writing=True, dealt=saves.dealt)
     needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
     mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
-    heard = [json.loads(body) for body in run.ranks.gather(json.dumps(mine).encode())]
-    short = from_rank_zero(run.ranks, lambda: json.dumps(short_of_memory(heard)).encode())
-    if hosts := json.loads(short):
+    heard = gathered(run.ranks, mine)
+    if hosts := from_rank_zero(run.ranks, lambda: short_of_memory(heard)):
         saves.writer = None
         run.journal.event("saving_in_line", step, reason="no memory for a copy", hosts=hosts)
     saves.has_room = not hosts

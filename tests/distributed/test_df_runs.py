@@ -103,7 +103,7 @@ def test_df_25_replicated_ranks_do_not_count_tokens_twice(runs: dict[int, Path])
     assert counted[1] == counted[2] == counted[4]
     # A document's text and its end are targets once each, its first token never.
     tokenizer = open_tokenizer(runs[4] / "tokenizer")
-    manifest = load(runs[4] / "manifest.json", load_config(runs[4] / "config.yaml"))
+    manifest = load(runs[4] / "manifest.json", load_config(runs[4] / "config.yaml").data.sources)
     (source,) = manifest.sources
     lengths = [
         len(tokenizer.encode(text))

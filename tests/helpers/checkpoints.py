@@ -62,6 +62,9 @@ class Threads:
         failures = tuple(failed for failed, _ in found if failed)
         return Vote(failures, tuple(body for _, body in found) if self.rank == 0 else ())
 
+    def highest(self, value: int) -> int:
+        return max(self._exchange(value))
+
 
 def on_ranks(world_size: int, work: Callable[[Ranks], T]) -> list[T]:
     """What `work` returns on each of so many ranks; raises what the first of them raised."""

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.survey import freeze, survey
@@ -110,4 +111,4 @@ def config(*sources: Path | str | dict, **data: object) -> Config:
 
 def manifest_of(tokenizer: Path, *sources: Path | str | dict, **data: object) -> Manifest:
     """The manifest of a fresh run on these sources."""
-    return freeze(survey(config(*sources, **data), 1), open_tokenizer(tokenizer))
+    return freeze(survey(data_settings(config(*sources, **data)), 1), open_tokenizer(tokenizer))

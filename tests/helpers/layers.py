@@ -24,7 +24,7 @@ LAYERS = {
         ("errors", "types", "hashing", "durable", "faults", "heartbeat", "safe_paths", "processes"),
         0,
     ),
-    "config": 1,
+    **dict.fromkeys(("config", "agreement"), 1),
     **dict.fromkeys(ROOMS, 2),
     "training": 3,
     **dict.fromkeys(("tools", "report"), 4),

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from llmtrain.agreement import agreed, from_rank_zero
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.distributed.launch.rendezvous import meet
-from llmtrain.distributed.ranks import agreed, from_rank_zero, lost_peer
+from llmtrain.distributed.ranks import lost_peer
 from llmtrain.errors import PeerError, Problem, UserError
 
 
@@ -29,7 +30,7 @@ def talk(output: str) -> None:
     vote = ranks.vote(error, b"body %d" % ranks.rank)
     heard["failures"] = [str(failure) for failure in vote.failures]
     heard["bodies"] = [body.decode() for body in vote.bodies]
-    heard["zero"] = from_rank_zero(ranks, lambda: b"zero").decode()
+    heard["zero"] = from_rank_zero(ranks, lambda: "zero")
 
     def refuse_on_two() -> str:
         if ranks.rank == 2:

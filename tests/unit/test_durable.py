@@ -47,3 +47,23 @@ def test_a_file_that_was_removed_or_replaced_is_not_the_open_one(tmp_path):
         path.parent.write_bytes(b"a file in place of the directory")
         assert durable.is_gone(path)
         assert not durable.is_at(path, file.fileno())
+
+
+def test_a_file_that_was_not_finished_leaves_nothing_behind(tmp_path):
+    def begin():
+        with durable.replacing(tmp_path / "page", sync=False) as file:
+            file.write(b"half")
+            raise ValueError("the rest")
+
+    with pytest.raises(ValueError, match="the rest"):
+        begin()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_writers_of_a_shared_file_do_not_meet(tmp_path):
+    path = tmp_path / "part"
+    with durable.replacing(path, shared=True) as one, durable.replacing(path, shared=True) as other:
+        one.write(b"one")
+        other.write(b"other")
+    assert path.read_bytes() == b"one"  # the first that was opened is renamed last
+    assert list(tmp_path.iterdir()) == [path]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmtrain.errors import PeerError, Problem, RunError, UserError, harmless
+from llmtrain.errors import PeerError, Problem, RunError, UserError, first_line, harmless
 
 HOSTILE = "a\x1b[31m\x07\u202eb\x9bAc\ud800.jsonl"
 HARMLESS = r"a\x1b[31m\x07\u202eb\x9bAc\ud800.jsonl"
@@ -39,3 +39,16 @@ def test_an_expectation_of_several_lines_keeps_them():
 def test_what_the_machine_did_is_told_harmlessly(error):
     assert HARMLESS in str(error)
     assert str(error).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (OSError("\n  spaced  \nmore"), "spaced  "),
+        (RuntimeError(), "RuntimeError"),
+        (KeyError(""), "''"),
+    ],
+)
+def test_an_error_in_one_line_is_never_empty(error, expected):
+    assert first_line(error) == expected

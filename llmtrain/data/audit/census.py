@@ -1,226 +1,335 @@
-"""Counts the documents of a source, all of them or a sample: what `llmtrain data inspect` shows.
+"""Counts the documents of a source, all of them or a sample, for `data inspect` and for epochs.
 
-A sample takes some rows of several units, since neighbours are alike (a dump's oldest pages are its
-longest). What is seen in a unit stands for the unit, and the units seen stand for those of their
-kind: rows of parquet, bytes of lines and bytes of compressed files have no common measure. The
-trap: a few long documents hold half of the text, so text is scaled by its known size, not by rows.
+    size of a unit     known without reading it: its share of the text column, or of the file
+    sampled units      ─►  documents, bytes of text
+    some of their text ─►  tokens of a byte of text
+
+What is seen in a sample stands for all units of the same format, since rows of parquet, bytes of
+lines and bytes of compressed files have no common measure. Units are drawn at random, because
+neighbours are alike (a dump's oldest pages are its longest). The trap: a few long documents hold
+half of the text, so text is scaled by its known size, not by rows.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import xxhash
 
 from llmtrain.data import heldout
-from llmtrain.data.audit.epochs import text_size
 from llmtrain.data.audit.ledger import text_of
+from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
+from llmtrain.data.documents.units import GROUP_LIMIT
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.hashing import mix, permutation
 
-SPREAD = 64  # units that a sample is spread over
+SAMPLED_UNITS = 64  # of each format of a source
+SAMPLED_BYTES = MIB // 4  # of each of these units that are tokenized, unless rows are asked for
 BATCH = 64  # documents tokenized at once
-COUNTED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens", "training_tokens")
+_WHOLE = 1 << 64
+
+
+class Amount(NamedTuple):
+    """Documents that can be used, bytes of their text as UTF-8, their tokens with separators."""
+
+    documents: float
+    bytes: float
+    tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What a source holds.
+    """The numbers of a source.
 
-    exact: every row was looked at; else all but `looked_at`, `duplicates` and `lengths` are
-    estimates · documents: that can be used, held-out ones among them · dropped: null, empty or
-    blank · replaced: with invalid UTF-8 · duplicates: texts that were met before · bytes: of UTF-8
-    text · tokens: with separators; training_tokens: of documents that are not held out · lengths:
-    tokens of a document → how many of those looked at.
+    exact: every row was looked at; else all but `looked_at`, `duplicates`, `lengths` are estimates
+    all, training: of all documents, and of those that are not held out
+    dropped: rows that are null, empty or blank
+    replaced: documents with invalid UTF-8
+    looked_at: rows
+    duplicates: texts that were seen before
+    lengths: tokens of a document → how many of those looked at
     """
 
     exact: bool
+    all: Amount
+    training: Amount
+    dropped: float
+    replaced: float
     looked_at: int
-    documents: int
-    dropped: int
-    replaced: int
-    heldout: int
-    bytes: int
-    tokens: int
-    training_tokens: int
     duplicates: int
     lengths: Counter[int]
 
 
-class _Seen(NamedTuple):
-    """What was looked at, over all kinds of units: hashes of the texts, lengths in tokens."""
+class _Document(NamedTuple):
+    """A document that can be used.
 
-    hashes: array[int]
-    lengths: Counter[int]
+    text: None in a token cache
+    size: bytes of the text, or number of the ids
+    held: whether it is held out
+    """
+
+    rows: Rows | token_cache.Rows
+    row: int
+    text: str | None
+    size: int
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Units that are decoded together, and so sampled as one.
+
+    units: indices in their source
+    size: of their text, in bytes of the file; in a token cache their tokens
+    rows: 0 = unknown
+    trained: share of the documents that is not held out
+    """
+
+    units: tuple[int, ...]
+    size: float
+    rows: int
+    trained: float
+
+
+class _Format:
+    """The units of one format of a source, and what was seen of them so far."""
+
+    def __init__(
+        self, source: Source, k: int, seed: int, tokenizer: Tokenizer, reader: Reader
+    ) -> None:
+        self.source = source
+        self.k = k
+        self.seed = seed
+        self.tokenizer = tokenizer
+        self.reader = reader
+        # The ids of a token cache hold their separators already.
+        self.separators = 0 if source.cached else 1 if tokenizer.bos is None else 2
+        self.met: Counter[str] = Counter()  # documents, dropped, replaced: of all rows read
+        self.bytes = self.tokens = 0.0  # of all documents read, without separators
+        self.held = Amount(0, 0, 0)  # of those that were tokenized, without separators
+        self.hashes: array[int] = array("Q")
+        self.lengths: Counter[int] = Counter()
+
+    def look(self, piece: _Piece, limit: int | None) -> bool:
+        """Read a piece and tokenize some of its documents; are these all of them?
+
+        limit: of documents; 0 = all, None = `SAMPLED_BYTES`.
+        """
+        documents = [document for u in piece.units for document in self._documents(u)]
+        some = _some(documents, mix(self.seed, 10, self.k, piece.units[0]), limit)
+        size = sum(document.size for document in documents)
+        nbytes = tokens = 0
+        for start in range(0, len(some), BATCH):
+            for document, text, ids in self._encode(some[start : start + BATCH]):
+                encoded = text.encode()
+                own = len(ids) - self.separators
+                nbytes, tokens = nbytes + len(encoded), tokens + own
+                if document.held:
+                    self.held = _sum([self.held, Amount(1, len(encoded), own)])
+                self.hashes.append(xxhash.xxh3_64_intdigest(encoded))
+                self.lengths[len(ids)] += 1
+        cached = self.source.cached
+        self.bytes += size * nbytes / max(1, tokens) if cached else size
+        self.tokens += size if cached else size * tokens / max(1, nbytes)
+        return len(some) == len(documents)
+
+    def _documents(self, u: int) -> Iterator[_Document]:
+        """Yield the documents of a unit that can be used."""
+        source = self.source
+        rows = heldout.rows_of(source, u, self.reader)
+        chosen = u in source.heldout_units
+        for row in range(len(rows)):
+            text: str | None = None
+            if isinstance(rows, token_cache.Rows):
+                size = rows.size(row)
+            else:
+                text, replaced = rows.text(row)
+                size = len((text or "").encode())
+                self.met["replaced"] += replaced
+            if size:
+                self.met["documents"] += 1
+                held = chosen and rows.hash(row, self.seed) < source.threshold
+                yield _Document(rows, row, text, size, held)
+            else:
+                self.met["dropped"] += 1
+
+    def _encode(
+        self, documents: Sequence[_Document]
+    ) -> Iterator[tuple[_Document, str, np.ndarray]]:
+        """Yield each document with its text and its ids."""
+        texts = [one.text for one in documents if one.text is not None]
+        encoded = iter(self.tokenizer.documents(texts) if texts else ())
+        for document in documents:
+            if isinstance(document.rows, token_cache.Rows):
+                ids = document.rows.ids(document.row, self.tokenizer.length)
+                yield document, text_of(self.tokenizer, ids), ids
+            else:
+                yield document, document.text or "", next(encoded)
+
+    def amount(self, by_rows: float, by_size: float) -> Amount:
+        """Scale what was read by these factors."""
+        documents, tokens = self.met["documents"] * by_rows, self.tokens * by_size
+        return Amount(documents, self.bytes * by_size, tokens + self.separators * documents)
 
 
 class _Part(NamedTuple):
-    """The units of one kind: estimates by name (counts if exact), rows that were looked at."""
+    """The numbers of all units of one format. exact: every row was looked at."""
 
-    estimates: Mapping[str, float]
-    looked_at: int
     exact: bool
+    all: Amount
+    training: Amount
+    dropped: float
+    replaced: float
 
 
-def census(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, limit: int) -> Census:
-    """Look at about `limit` rows of source k; 0 = at all of them. Raises as reading does."""
-    seen = _Seen(array("Q"), Counter())
-    kinds = _by_kind(manifest.sources[k])
-    each = -(-limit // len(kinds))
-    parts = [_part(manifest, k, units, each, tokenizer, reader, seen) for units in kinds]
-    totals = {name: round(sum(part.estimates[name] for part in parts)) for name in COUNTED}
-    distinct = len(np.unique(np.frombuffer(seen.hashes, np.uint64)))
+def census(
+    manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, limit: int | None
+) -> Census:
+    """Look at about `limit` documents of source k, the same ones for the same seed.
+
+    limit: 0 = all of them; None = `SAMPLED_BYTES` of each of at most `SAMPLED_UNITS` units of each
+    format. Raises as reading does.
+    """
+    source = manifest.sources[k]
+    groups = _formats(source)
+    each = limit and -(-limit // len(groups))
+    formats = [_Format(source, k, manifest.seed, tokenizer, reader) for _ in groups]
+    parts = [
+        _part(one, list(_pieces(source, units, reader)), each)
+        for one, units in zip(formats, groups, strict=True)
+    ]
+    exact = all(part.exact for part in parts)
+    dropped = sum(part.dropped for part in parts)
+    hashes = np.concatenate([np.frombuffer(one.hashes, np.uint64) for one in formats])
+    lengths: Counter[int] = Counter()
+    for one in formats:
+        lengths.update(one.lengths)
     return Census(
-        exact=all(part.exact for part in parts),
-        looked_at=sum(part.looked_at for part in parts),
-        duplicates=len(seen.hashes) - distinct,
-        lengths=seen.lengths,
-        **totals,
+        exact=exact,
+        all=_sum([part.all for part in parts]),
+        training=_sum([part.training for part in parts]),
+        dropped=dropped,
+        replaced=sum(part.replaced for part in parts),
+        looked_at=len(hashes) + (round(dropped) if exact else 0),
+        duplicates=len(hashes) - len(np.unique(hashes)),
+        lengths=lengths,
     )
 
 
-def _by_kind(source: Source) -> list[list[int]]:
-    """Units with a common measure: rows, bytes, bytes compressed one way or the other."""
-    kinds: dict[object, list[int]] = defaultdict(list)
+def _formats(source: Source) -> list[list[int]]:
+    """Group the units by how their files are stored."""
+    found: dict[object, list[int]] = {}
     for u, unit in enumerate(source.units):
-        kinds[file_format(source.files[unit.file].name) if unit.group < 0 else None].append(u)
-    return list(kinds.values())
+        found.setdefault(file_format(source.files[unit.file].name), []).append(u)
+    return list(found.values())
 
 
-def _part(
-    manifest: Manifest,
-    k: int,
-    units: Sequence[int],
-    limit: int,
-    tokenizer: Tokenizer,
-    reader: Reader,
-    seen: _Seen,
-) -> _Part:
-    source, seed = manifest.sources[k], manifest.seed
-    met: Counter[str] = Counter()  # in the rows that were looked at
-    counted: dict[str, float] = dict.fromkeys(COUNTED, 0.0)  # each stands for more of its unit
-    covered: dict[int, float] = {}  # unit → bytes of its text
-    looked_at, exact = 0, True
-    for turn, u in enumerate(sorted(units, key=lambda u: mix(seed, 9, k, u))):
-        if limit and looked_at >= limit:
-            exact = False
-            break
-        rows = heldout.rows_of(source, u, reader)
-        quota = -(-(limit - looked_at) // max(1, min(SPREAD, len(units)) - turn))
-        taken = min(len(rows), quota) if limit else len(rows)
-        some = permutation(len(rows), mix(seed, 10, k, u))[:taken].tolist()
-        found = _count(manifest, k, u, rows, some, tokenizer, seen)
-        for name in COUNTED:
-            counted[name] += found[name] * len(rows) / max(1, taken)
-        met.update(found)
-        covered[u] = _text_bytes(rows)
-        looked_at, exact = looked_at + taken, exact and taken == len(rows)
-    if not exact:
-        separators = 1 if tokenizer.bos is None else 2
-        counted = _scaled(counted, met, source, units, covered, separators, reader)
-    return _Part(counted, looked_at, exact)
+def _part(one: _Format, pieces: Sequence[_Piece], limit: int | None) -> _Part:
+    """Look at some of the pieces, in random order, and scale what is found to all of them."""
+    order = sorted(pieces, key=lambda piece: mix(one.seed, 9, one.k, piece.units[0]))
+    spread = min(SAMPLED_UNITS, len(pieces))
+    chosen: list[_Piece] = []
+    exact = True
+    for piece in order if limit is not None else order[:spread]:
+        quota = limit
+        if limit:
+            left = limit - len(one.hashes)
+            if left <= 0:
+                break
+            quota = -(-left // max(1, spread - len(chosen)))
+        exact = one.look(piece, quota) and exact
+        chosen.append(piece)
+    if exact and len(chosen) == len(pieces):
+        found, held = one.amount(1, 1), one.held
+        tokens = held.tokens + one.separators * held.documents
+        training = Amount(
+            found.documents - held.documents, found.bytes - held.bytes, found.tokens - tokens
+        )
+        return _Part(True, found, training, one.met["dropped"], one.met["replaced"])
+    by_rows, by_size = _factors(chosen, [(piece, 1.0) for piece in pieces])
+    training = one.amount(*_factors(chosen, [(piece, piece.trained) for piece in pieces]))
+    dropped, replaced = (one.met[name] * by_rows for name in ("dropped", "replaced"))
+    return _Part(False, one.amount(by_rows, by_size), training, dropped, replaced)
 
 
-def _scaled(
-    counted: Mapping[str, float],
-    met: Mapping[str, int],
-    source: Source,
-    units: Sequence[int],
-    covered: Mapping[int, float],
-    separators: int,
-    reader: Reader,
-) -> dict[str, float]:
-    """From the units that were looked into to all of them.
+def _factors(
+    chosen: Sequence[_Piece], shares: Sequence[tuple[_Piece, float]]
+) -> tuple[float, float]:
+    """Return how much larger a share of all pieces is than the chosen ones, by rows and by size.
 
-    Documents by rows (of lines: by bytes), text by its size, and held-out documents, being few, by
-    the share that the manifest holds out. A token cache knows its tokens.
+    Rows of parquet are known; of lines only their bytes are.
     """
-    rows = {u: source.units[u].stop - source.units[u].start for u in units}
-    by_rows = sum(rows.values()) / sum(rows[u] for u in covered)
-    found = {name: by_rows * value for name, value in counted.items()}
+    by_size = sum(p.size * share for p, share in shares) / max(1, sum(p.size for p in chosen))
+    rows = sum(piece.rows for piece in chosen)
+    return sum(p.rows * share for p, share in shares) / rows if rows else by_size, by_size
+
+
+def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_Piece]:
+    """Yield the pieces of these units.
+
+    Slices of a row group are one: its size is known, that of a slice is not.
+    """
+    held = source.threshold / _WHOLE
+    evaluated = frozenset(source.heldout_units)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for u in units:
+        unit = source.units[u]
+        alone = unit.group < 0 or source.cached
+        alone = alone or _group(source, unit, reader).total_byte_size > GROUP_LIMIT
+        together.setdefault((*unit[:2], unit.start if alone else -1), []).append(u)
+    for members in together.values():
+        size = sum(_text_size(source, source.units[u], reader) for u in members)
+        known = [source.units[u] for u in members if source.units[u].group >= 0]
+        rows = sum(unit.stop - unit.start for unit in known)
+        trained = 1 - held * sum(u in evaluated for u in members) / len(members)
+        yield _Piece(tuple(members), size, rows, trained)
+
+
+def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
+    """Measure a unit's text without reading it, in bytes, or in tokens of a cache."""
     if source.cached:
-        found["tokens"] = sum(_tokens(source, source.units[u]) for u in units)
-        found["bytes"] = found["tokens"] * met["bytes"] / max(1, met["tokens"])
-    else:
-        sizes = {u: text_size(source, source.units[u], reader) for u in units}
-        by_size = sum(sizes.values()) / max(1, sum(sizes[u] for u in covered))
-        found["bytes"] = by_size * sum(covered.values())
-        own = met["tokens"] - separators * met["documents"]
-        found["tokens"] = found["bytes"] * own / max(1, met["bytes"])
-        found["tokens"] += separators * found["documents"]
-    chosen = sum(rows[u] for u in source.heldout_units if u in rows)
-    share = source.threshold / 2**64 * chosen / sum(rows.values())
-    found["heldout"] = share * found["documents"]
-    found["training_tokens"] = (1 - share) * found["tokens"]
-    return found
+        return token_cache.num_tokens(source, unit)
+    if unit.group < 0:
+        return unit.stop - unit.start
+    group = _group(source, unit, reader)
+    columns = (group.column(index) for index in range(group.num_columns))
+    text = sum(
+        column.total_uncompressed_size
+        for column in columns
+        if column.path_in_schema == source.text_column
+    )
+    return float(text * (unit.stop - unit.start) / group.num_rows)
 
 
-def _text_bytes(rows: Rows | token_cache.Rows) -> float:
-    """Of all texts of a unit; of a token cache not known."""
-    if isinstance(rows, token_cache.Rows):
-        return 0.0
-    return float(pc.sum(pc.binary_length(rows.texts)).as_py() or 0)
+def _group(source: Source, unit: Unit, reader: Reader) -> pq.RowGroupMetaData:
+    return reader.units.footer(source, unit.file).row_group(unit.group)
 
 
-def _tokens(source: Source, unit: Unit) -> int:
-    """How many a unit of a token cache holds."""
-    found = token_cache.rows_of(source, unit)
-    first, last = (found.documents.span(int(found.numbers[i])) for i in (0, -1))
-    return last[2] - first[1]
+def _some(documents: Sequence[_Document], key: int, limit: int | None) -> list[_Document]:
+    """Choose documents at random: `limit` of them, all, or until there are enough bytes."""
+    order = permutation(len(documents), key)
+    if limit is not None:
+        return [documents[index] for index in order[: limit or None]]
+    some: list[_Document] = []
+    size = 0
+    for index in order:
+        if size >= SAMPLED_BYTES:
+            break
+        some.append(documents[index])
+        size += documents[index].size
+    return some
 
 
-def _count(
-    manifest: Manifest,
-    k: int,
-    u: int,
-    rows: Rows | token_cache.Rows,
-    some: Sequence[int],
-    tokenizer: Tokenizer,
-    seen: _Seen,
-) -> Counter[str]:
-    """What some rows of unit u are."""
-    source = manifest.sources[k]
-    chosen = u in source.heldout_units
-    met: Counter[str] = Counter()
-    for row, text, ids in _documents(rows, some, tokenizer, met):
-        held = chosen and rows.hash(row, manifest.seed) < source.threshold
-        encoded = text.encode()
-        met["documents"] += 1
-        met["heldout"] += held
-        met["bytes"] += len(encoded)
-        met["tokens"] += len(ids)
-        met["training_tokens"] += 0 if held else len(ids)
-        seen.hashes.append(xxhash.xxh3_64_intdigest(encoded))
-        seen.lengths[len(ids)] += 1
-    met["dropped"] = len(some) - met["documents"]
-    return met
-
-
-def _documents(
-    rows: Rows | token_cache.Rows, some: Sequence[int], tokenizer: Tokenizer, met: Counter[str]
-) -> Iterator[tuple[int, str, np.ndarray]]:
-    """Those of these rows that can be used: row, text, ids with separators."""
-    if isinstance(rows, token_cache.Rows):
-        for row in filter(rows.usable, some):
-            ids = rows.ids(row, tokenizer.length)
-            yield row, text_of(tokenizer, ids), ids
-        return
-    for start in range(0, len(some), BATCH):
-        texts: dict[int, str] = {}
-        for row in some[start : start + BATCH]:
-            text, replaced = rows.text(row)
-            if text is not None:
-                texts[row] = text
-                met["replaced"] += replaced
-        yield from zip(texts, texts.values(), tokenizer.documents([*texts.values()]), strict=True)
+def _sum(amounts: Sequence[Amount]) -> Amount:
+    return Amount(*map(sum, zip(*amounts, strict=True)))

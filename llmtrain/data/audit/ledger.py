@@ -1,4 +1,4 @@
-"""Which documents were in which blocks: the lanes walked again, and their places looked up.
+"""Finds which documents were in which blocks, by walking the lanes again.
 
     state at a save  ─►  replay: the lanes' blocks again  ─►  origins: file, row, id, title, url
 
@@ -47,12 +47,14 @@ class Document(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a document was read, and what its row says of it.
+    """Where a document was read, and the columns of its row that describe it.
 
-    file: relative to its source · group: the row group, None in other files · at: the row of that
-    group, the byte of the file at which its line begins, or the document's number in a token cache
-    · id, title, url: None where the row has none; the id of a token cache's document is its number
-    in the source.
+    file: relative to its source
+    group: the row group, None in other files
+    at: the row of that group, the byte of the file at which its line begins, or the document's
+        number in a token cache
+    id, title, url: None where the row has none; the id of a token cache's document is its number
+        in the source
     """
 
     file: str
@@ -78,9 +80,9 @@ def replay(
     first: int,
     stop: int,
 ) -> Iterator[tuple[int, Block]]:
-    """Blocks first … stop − 1 with their numbers, from the state at `next_block`.
+    """Yield blocks first … stop − 1 with their numbers, from the state at `next_block`.
 
-    cursors (L, sources, 4): of the block at which each lane stands at `next_block` ≤ first. Raises
+    cursors (L, sources, 4): of the block that each lane is at with `next_block` ≤ first. Raises
     as reading does.
     """
     count = manifest.lanes
@@ -97,7 +99,7 @@ def replay(
 
 
 def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Document:
-    """Whose tokens a span of block g holds."""
+    """Return whose tokens a span of block g holds."""
     k, lane = block.source, g % manifest.lanes
     source = manifest.sources[k]
     if not source.cached:
@@ -125,14 +127,14 @@ def is_whole(
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """What a document's ids say, or a part of them: without begin and end token."""
+    """Return what a document's ids say, or a part of them: without begin and end token."""
     return tokenizer.decode(token_cache.text_ids(ids, tokenizer))
 
 
 def origins(
     manifest: Manifest, reader: Reader, documents: Collection[Document]
 ) -> dict[Document, Origin]:
-    """Where documents come from. Reads each unit that one of them lies in, once more."""
+    """Return where documents come from. Reads each unit that one of them is in once more."""
     wanted: dict[tuple[int, int], list[Document]] = defaultdict(list)
     found: dict[Document, Origin] = {}
     for document in documents:
@@ -152,13 +154,13 @@ def origins(
 
 
 def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -> int:
-    """The unit at a position of a lane's list."""
+    """Return the unit at a position of a lane's list."""
     units = len(manifest.sources[k].units)
     return int(units_of(units, manifest.seed, k, epoch, lane, manifest.lanes)[position])
 
 
 def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
-    """The row of a unit, in file order, at a place of the lane's order."""
+    """Return the row of a unit, in file order, at a place of the lane's order."""
     return int(permutation(rows, mix(manifest.seed, 2, k, epoch, u))[row])
 
 
@@ -171,18 +173,18 @@ def _origin(source: Source, unit: Unit, row: _Row) -> Origin:
 
 
 def _rows(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
-    """The rows of a unit in file order, with the columns that tell one document from another."""
+    """Return the rows of a unit in file order, with the columns that describe a document."""
     kind = (file_format(source.files[unit.file].name) or ("",))[0]
     if kind == "parquet":
         return _rows_of_group(reader, source, unit)
     if kind == "text":
-        return [_Row(at, {}) for at, _ in reader.lines(source, unit)]
-    found = ((at, _columns_of_line(line, source)) for at, line in reader.lines(source, unit))
+        return [_Row(at, {}) for at, _ in reader.units.lines(source, unit)]
+    found = ((at, _columns_of_line(line, source)) for at, line in reader.units.lines(source, unit))
     return [_Row(at, columns) for at, columns in found if columns is not None]
 
 
 def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | None:
-    """None: a line without a document, blank or left out as `on_bad_unit: skip` does."""
+    """Return the columns of a line; None for a blank line, or one that cannot be read."""
     if not line.strip():
         return None
     try:
@@ -190,29 +192,29 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
     except ValueError:
         return None
     row = json.loads(line.removeprefix(BOM).decode("utf-8", "replace"))
-    return {name: None if row.get(name) is None else str(row[name]) for name in _wanted(source)}
+    return {name: None if row.get(name) is None else str(row[name]) for name in _columns(source)}
 
 
 def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
-    there = reader.footer(source, unit.file).schema.to_arrow_schema().names
-    names = [name for name in _wanted(source) if name in there]
+    there = reader.units.footer(source, unit.file).schema.to_arrow_schema().names
+    names = [name for name in _columns(source) if name in there]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):
         # As if they were text and id of a source: so they are read as these are, the Hub included.
         described = replace(source, text_column=first, id_column=second)
         rows = reader.rows(described, unit, needed=True)
-        columns[first] = _decoded(rows.texts)
+        columns[first] = _decode(rows.texts)
         if rows.ids is not None:
-            columns[second] = _decoded(rows.ids)
+            columns[second] = _decode(rows.ids)
     return [
         _Row(unit.start + i, {name: values[i] for name, values in columns.items()})
         for i in range(unit.stop - unit.start)
     ]
 
 
-def _wanted(source: Source) -> list[str]:
+def _columns(source: Source) -> list[str]:
     return [source.id_column or "id", *DESCRIBING]
 
 
-def _decoded(values: pa.Array) -> list[str | None]:
+def _decode(values: pa.Array) -> list[str | None]:
     return [None if raw is None else raw.decode("utf-8", "replace") for raw in values.to_pylist()]

@@ -21,27 +21,27 @@ MERGE_BYTES = 1 << 20  # two ranges that are nearer than this are one request
 
 
 def hub_file(source: Source, file: int) -> HubFile:
-    """A file of a remote source."""
+    """Return a file of a remote source."""
     known = source.files[file]
     return HubFile(web_url(source.where(file)), known.size, known.etag)
 
 
-def wanted(source: Source) -> list[str]:
-    """The columns that are read."""
+def columns_of(source: Source) -> list[str]:
+    """Return the columns that are read."""
     return [source.text_column, *([source.id_column] if source.id_column else [])]
 
 
 def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> list[tuple[int, int]]:
-    """The byte ranges of a unit. footer: of its file if it is parquet, else None."""
+    """Return the byte ranges of a unit. footer: of its file if it is parquet, else None."""
     if footer is not None:
-        return column_spans(footer.row_group(unit.group), wanted(source))
+        return column_spans(footer.row_group(unit.group), columns_of(source))
     known = source.files[unit.file]
     compressed = (file_format(known.name) or ("", None))[1] is not None
     return [(0, known.size) if compressed else reach(unit, known.size)]
 
 
 def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[int, int]]:
-    """The byte ranges of a group that hold these columns; near ones are one."""
+    """Return the byte ranges of a group that hold these columns; near ones are one."""
     spans: list[tuple[int, int]] = []
     for index in range(group.num_columns):
         column = group.column(index)
@@ -59,11 +59,11 @@ def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[in
     return merged
 
 
-def refetched(source: Source, cache_bytes: int) -> str | None:
-    """What to say of a remote source whose row groups are fetched several times an epoch.
+def refetch_warning(source: Source, cache_bytes: int) -> str | None:
+    """Return a warning for a remote source whose row groups are fetched several times an epoch.
 
-    Slices of one group are units of their own, and lanes read them at different times. None: they
-    are kept in memory or on disk, as far as the sizes of the files tell, or there are none.
+    Slices of one group are units of their own, and lanes read them at different times. None: there
+    are no slices, or they fit into memory or the disk cache, judging by the sizes of the files.
     """
     parts = Counter((unit.file, unit.group) for unit in source.units if unit.group >= 0)
     sliced = {file for (file, _), count in parts.items() if count > 1}

@@ -1,4 +1,4 @@
-r"""Lines of JSON and of text: whose they are, what they say; compressed files as a whole.
+r"""Splits files of JSON lines and of text into lines, parses lines and decompresses files.
 
 A range [a, b) of a plain file owns the lines that *begin* in it, so neighbours neither share nor
 lose a line:
@@ -16,7 +16,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmtrain.data.documents.skipped import UnreadableError
@@ -26,30 +26,31 @@ from llmtrain.errors import Problem
 MIB = 1 << 20
 DECODED_LIMIT = 64 * MIB  # a compressed file when decoded; a line
 LINE_MARGIN = 64 * 1024
-ZSTD_CHUNK = 64 * 1024
+CHUNK_BYTES = 256 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
 GZIP_MAGIC = b"\x1f\x8b"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+A_LIST = "a JSON list, no object"
 BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 
 
 def end_of_line(kind: str) -> re.Pattern[bytes]:
-    """What ends a line of this kind of file, jsonl or text."""
+    """Return what ends a line of this kind of file, jsonl or text."""
     return JSON_END if kind == "jsonl" else TEXT_END
 
 
 def parse(
     line: bytes, text_column: str, id_column: str | None
 ) -> tuple[bytes | None, bytes | None]:
-    """Text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
-    return fields(decoded(line), text_column, id_column)
+    """Return text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
+    return fields(decode_line(line), text_column, id_column)
 
 
-def decoded(line: bytes) -> dict[str, Any]:
-    """The object of one JSON line. Raises ValueError that says what is wrong."""
+def decode_line(line: bytes) -> dict[str, Any]:
+    """Return the object of one JSON line. Raises ValueError that says what is wrong."""
     if line.lstrip(BOM + b" \t\r").startswith(b"["):
-        raise ValueError("a JSON list; `llmtrain data repack` makes one object a line of it")
+        raise ValueError(A_LIST)
     try:
         row = json.loads(line.removeprefix(BOM).decode("utf-8", "surrogateescape"))
     except RecursionError as error:
@@ -62,7 +63,7 @@ def decoded(line: bytes) -> dict[str, Any]:
 def fields(
     row: Mapping[str, Any], text_column: str, id_column: str | None
 ) -> tuple[bytes | None, bytes | None]:
-    """Text and id of a decoded line, as bytes. Raises ValueError that says what is wrong."""
+    """Return text and id of a decoded line, as bytes. Raises ValueError that says what is wrong."""
     if text_column not in row:
         raise ValueError(f"its keys are {', '.join(map(repr, row)) or 'none'}")
     text = row[text_column]
@@ -76,7 +77,7 @@ def fields(
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, for a message."""
+    """Return what a JSON value is, for a message."""
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]
@@ -90,7 +91,7 @@ def _kind(value: object) -> str:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8; what JSON cannot mean (half a surrogate pair) becomes bytes that are no UTF-8."""
+    """Encode as UTF-8; half a surrogate pair becomes bytes that are not valid UTF-8."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -98,26 +99,26 @@ def to_bytes(text: str) -> bytes:
 
 
 def reach(unit: Unit, size: int, margin: int = LINE_MARGIN) -> tuple[int, int]:
-    """The bytes that hold a range's lines, if its last one is no longer than the margin."""
+    """Return the bytes that hold a range's lines, if its last one is no longer than the margin."""
     return max(unit.start - 1, 0), min(unit.stop + margin, size)
 
 
 def refuse_utf_16(data: bytes, where: str) -> None:
-    """Raise UnreadableError if a file begins as UTF-16 and 32 do."""
+    """Raise UnreadableError if a file begins with the bytes of UTF-16 or UTF-32."""
     if data.startswith(UTF_16):
         raise UnreadableError(not_utf_8(where, "its first bytes are those of UTF-16"))
 
 
 def not_utf_8(where: str, reason: str) -> Problem:
-    """Text in another encoding."""
+    """Return the problem of text in another encoding."""
     remedy = "convert the file, with iconv for example"
     return Problem(where, f"not UTF-8: {reason}", "text in UTF-8", remedy)
 
 
-def owned(
+def read_owned(
     file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str, where: str
 ) -> tuple[bytes, int]:
-    """The lines that begin in [start, stop) as bytes, and where the first begins.
+    """Read the lines that begin in [start, stop); return them, and where the first begins.
 
     Reads a margin behind the end for the last line, and twice as much while it is too little.
     """
@@ -139,9 +140,9 @@ def owned(
 
 
 def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
-    r"""Where the line that begins behind the first end of line from `start` on begins.
+    r"""Return where the line that begins behind the first end of line from `start` on begins.
 
-    None: not in these bytes. An end of line at the very end may go on (`\r` + `\n`).
+    None: not in these bytes. An end of line at the very end may be half of `\r\n`.
     """
     found = end.search(data, start)
     if complete:
@@ -150,16 +151,16 @@ def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> 
 
 
 def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size: int) -> int:
-    """Bytes of a compressed file when decoded, as far as its own words tell; −1 or less: unknown.
+    """Return the decoded size of a compressed file as the file records it; −1 or less: unknown.
 
-    gzip says it at its end (of the last member), zstd in its header. size: of the file in bytes.
+    gzip records it at its end (of the last member), zstd in its header. size: of the file in bytes.
     """
     if compression == "gz":
         if file.read(2) != GZIP_MAGIC:
-            return -1  # reading it says so
+            return -1  # reading it raises the error
         file.seek(max(0, size - 4))
         said = int.from_bytes(file.read(4) or b"", "little")
-        # Deflate cannot make 1,032 bytes of less than one: such a file was cut off.
+        # Deflate makes at most 1,032 bytes of one: a file that claims more was cut off.
         return said if said <= 1032 * size else -1
     import zstandard
 
@@ -170,41 +171,54 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 
 
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
-    """The whole content. Raises UnreadableError over DECODED_LIMIT, EOFError if it is cut off."""
-    if compression == "gz":
-        with gzip.GzipFile(fileobj=file) as stream:
-            data = stream.read(DECODED_LIMIT + 1)
-    else:
-        data = _unpack_zstd(file)
-    if len(data) > DECODED_LIMIT:
-        raise UnreadableError(too_large(where))
-    return data
+    """Return the whole content.
+
+    Raises UnreadableError over DECODED_LIMIT, EOFError if the file is cut off.
+    """
+    data = bytearray()
+    for chunk in chunks(file, compression, CHUNK_BYTES):
+        data += chunk
+        if len(data) > DECODED_LIMIT:
+            raise UnreadableError(too_large(where))
+    return bytes(data)
 
 
-def _unpack_zstd(file: io.RawIOBase | io.BufferedReader) -> bytes:
-    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
+def chunks(
+    file: io.RawIOBase | io.BufferedReader, compression: str | None, size: int
+) -> Iterator[bytes]:
+    """Yield the content in pieces of about `size` bytes. Raises EOFError if it is cut off."""
+    match compression:
+        case "gz":
+            with gzip.GzipFile(fileobj=file) as stream:
+                yield from iter(lambda: stream.read(size), b"")
+        case "zst":
+            yield from _unpack_zstd(file, size)
+        case _:
+            yield from iter(lambda: file.read(size) or b"", b"")
+
+
+def _unpack_zstd(file: io.RawIOBase | io.BufferedReader, size: int) -> Iterator[bytes]:
+    """Decode frame by frame: zstandard's stream reader takes a cut-off file for a short one."""
     import zstandard
 
-    data = bytearray()
     decoder = None
     try:
-        while len(data) <= DECODED_LIMIT and (chunk := file.read(ZSTD_CHUNK)):
+        while chunk := file.read(size // 4):
             while chunk:
                 if decoder is None or decoder.eof:
                     decoder = zstandard.ZstdDecompressor().decompressobj()
-                data += decoder.decompress(chunk)
+                yield decoder.decompress(chunk)
                 chunk = decoder.unused_data
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from error
-    if len(data) <= DECODED_LIMIT and decoder is not None and not decoder.eof:
+    if decoder is not None and not decoder.eof:
         raise EOFError("the file ends early")
-    return bytes(data)
 
 
 def line_number(
     file: io.RawIOBase | io.BufferedReader, compression: str | None, where: str, position: int
 ) -> int:
-    """The number, from 1, of the line that begins at byte `position` of the content."""
+    """Return the number, from 1, of the line that begins at byte `position` of the content."""
     if compression:
         return decompress(file, compression, where)[:position].count(b"\n") + 1
     count = 1
@@ -215,14 +229,14 @@ def line_number(
 
 
 def too_large(where: str) -> Problem:
-    """A compressed file can only be read whole."""
+    """Return the problem of a compressed file that is too large: it can only be read whole."""
     expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
     remedy = "rewrite it with `llmtrain data repack`, or split it"
     return Problem(where, "a larger one", expected, remedy)
 
 
 def read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:
-    """The next `size` bytes. Raises EOFError if there are fewer."""
+    """Return the next `size` bytes. Raises EOFError if there are fewer."""
     parts = []
     while size > 0:
         part = file.read(size)

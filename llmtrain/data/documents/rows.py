@@ -1,4 +1,4 @@
-"""Decoded rows: texts and ids as bytes, and what makes text of them.
+"""Decoded rows: texts and ids as bytes, and how text is made of them.
 
 A text is decoded when its row is asked for; whether a unit is UTF-8 at all is judged at once.
 """
@@ -20,14 +20,16 @@ MIN_REPLACED = 8  # … and not just one damaged word in a unit of a line or two
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The decoded rows of one unit: texts and ids as bytes, null where there is none.
+    """The decoded rows of one unit: texts and ids as bytes, null where a row has no value.
 
-    skipped: parts of the file that were left out of it, the unit itself or lines.
+    skipped: parts of the file that were left out of it, the unit itself or lines
+    bad: lines without a document, as (first byte, why); "" = it is left out already
     """
 
     texts: pa.Array
     ids: pa.Array | None
     skipped: int = 0
+    bad: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -38,7 +40,10 @@ class Rows:
         return int(self.texts.nbytes) + (0 if self.ids is None else int(self.ids.nbytes))
 
     def text(self, row: int) -> tuple[str | None, bool]:
-        """The document, and whether invalid UTF-8 was replaced; None: null, empty or blank."""
+        """Return the document, and whether invalid UTF-8 was replaced.
+
+        None: the text is null, empty or blank.
+        """
         raw = self.texts[row].as_py()
         if raw is None:
             return None, False
@@ -53,19 +58,19 @@ class Rows:
         return self.text(row)[0] is not None
 
     def hash(self, row: int, seed: int) -> int:
-        """xxh3_64 of the document's id, or of its text where it has none."""
+        """Return xxh3_64 of the document's id, or of its text where it has no id."""
         name = None if self.ids is None else self.ids[row].as_py()
         if name is None:
             name = self.texts[row].as_py() or b""
         return xxhash.xxh3_64_intdigest(name, seed=seed & ((1 << 64) - 1))
 
     def slice(self, start: int, stop: int) -> Rows:
-        """A range of the rows, without a copy."""
+        """Return a range of the rows, without a copy."""
         ids = None if self.ids is None else self.ids.slice(start, stop - start)
         return Rows(self.texts.slice(start, stop - start), ids, self.skipped)
 
     def take(self, order: pa.Array) -> Rows:
-        """A copy of some rows in this order; the unit's other memory can be freed."""
+        """Return a copy of some rows in this order; the unit's other memory can be freed."""
         ids = None if self.ids is None else self.ids.take(order)
         return Rows(self.texts.take(order), ids, self.skipped)
 
@@ -78,7 +83,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def of_table(table: pa.Table, text_column: str, id_column: str | None) -> Rows:
-    """The rows of a table that has these columns."""
+    """Return the rows of a table that has these columns."""
     texts = _as_bytes(table.column(text_column))
     return Rows(texts, _as_bytes(table.column(id_column)) if id_column else None)
 

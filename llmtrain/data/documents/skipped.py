@@ -1,11 +1,11 @@
-"""What `data.on_bad_unit: skip` left out: one line each in the run's `skipped-units.jsonl`.
+"""Records what `data.on_bad_unit: skip` left out, one line each in `skipped-units.jsonl`.
 
     {"source": "en", "file": "7.parquet", "kind": "rows", "group": 3, "start": 0, "stop": 1000,
      "epoch": 0, "reason": "…", "time": 1.7e9}
 
 A line is durable before any block that follows its unit is used, and before a unit is read the file
 decides: whoever makes these blocks again leaves out the same, even if it could be read by then. The
-trap: a unit stands there with the epoch it was wanted for (null: before the first step). In one
+trap: a unit is recorded with the epoch it was wanted for (null: before the first step). In one
 epoch one lane reads it, so what a process writes never changes what another has already read; a
 record for all epochs would be a race between lanes that have drifted apart.
 """
@@ -17,13 +17,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import pyarrow as pa
+
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +36,38 @@ MANY_IN_A_ROW = 64
 
 
 class UnreadableError(UserError):
-    """Content that cannot be decoded: what `on_bad_unit` is about. Machines never cause it."""
+    """Content that cannot be decoded, which `on_bad_unit` may skip. The machine is not at fault."""
+
+
+@contextmanager
+def readable(
+    place: str, expected: str = "data that can be read", remedy: str = "replace the file"
+) -> Iterator[None]:
+    """Raise UnreadableError for bad content, RunError for an error of the system.
+
+    An error of the system has a number.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
+            message = f"{place} cannot be read: {error}"
+            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problem = Problem(place, reason, expected, remedy)
+        if isinstance(error, FileNotFoundError):  # a missing file is never left out
+            raise UserError(problem) from error
+        raise UnreadableError(problem) from error
 
 
 class LeftOut(NamedTuple):
-    """What is left out, in words that hold on any machine.
+    """What is left out, named in the same way on every machine.
 
-    kind: a whole file, rows of a row group, bytes of a file, or one line · group: −1 where there is
-    none · start, stop: rows, or bytes (a line: where it begins, twice) · epoch: None = before the
-    first step; of files and lines, whose content alone decides, always.
+    kind: a whole file, rows of a row group, bytes of a file, or one line
+    group: −1 where there is no row group
+    start, stop: rows, or bytes (a line: where it begins, twice)
+    epoch: None = before the first step; always None for files and lines, since their content alone
+        decides
     """
 
     source: str
@@ -56,7 +83,7 @@ class Skipped:
     """The parts that a run leaves out. Several processes may append to one file at a time."""
 
     def __init__(self, path: Path | None) -> None:
-        """path: the file, which need not exist; None = remembered in this process alone."""
+        """Begin with what `path` records, if it exists; None = only this process remembers."""
         self._path = path
         self._known: set[LeftOut] = set()
         self._told: set[LeftOut] = set()  # in any epoch: a warning once is enough
@@ -65,19 +92,19 @@ class Skipped:
         self._lock = threading.Lock()
 
     def holds(self, part: LeftOut) -> bool:
-        """Is this part left out, as far as any process has written down by now?"""
+        """Is this part left out, as far as any process has recorded by now?"""
         with self._lock:
             self._read_on()
             return part in self._known
 
     def lines(self, source: str, file: str) -> frozenset[int]:
-        """Where the lines of a file begin that are left out."""
+        """Return where the lines of a file begin that are left out."""
         with self._lock:
             self._read_on()
             return frozenset(self._lines.get((source, file), ()))
 
     def add(self, found: Sequence[tuple[LeftOut, str]]) -> None:
-        """Write down parts, each with its reason: durable when this returns.
+        """Record parts, each with its reason: they are on the disk when this returns.
 
         Raises RunError if the disk does not take it.
         """
@@ -104,7 +131,7 @@ class Skipped:
             self._lines.setdefault((part.source, part.file), set()).add(part.start)
 
     def _read_on(self) -> None:
-        """Take in what has been appended since the last look; an unfinished line stays for later.
+        """Read what was appended since the last call; an unfinished line stays for later.
 
         A line that a kill cut off is ended by the next writer. Its own block was never used, so
         nothing is lost with it.
@@ -122,21 +149,21 @@ class Skipped:
         whole = data.rfind(b"\n") + 1
         self._offset += whole
         for line in data[:whole].splitlines():
-            part = _parsed(line)
+            part = _parse(line)
             if part is not None:
                 self._know(part)
 
 
 def read(path: Path) -> list[LeftOut]:
-    """All parts that a run has left out, each once, as they were written."""
+    """Return all parts that a run has left out, each once, as they were written."""
     if not path.exists():
         return []
-    found = (_parsed(line) for line in path.read_bytes().splitlines())
+    found = (_parse(line) for line in path.read_bytes().splitlines())
     return list(dict.fromkeys(part for part in found if part is not None))
 
 
 def too_many(source: str, last: UnreadableError | None) -> UserError:
-    """So many parts in a row are no accident."""
+    """Return the error of too many bad parts in a row."""
     expected = "a source of which most can be read; data.on_bad_unit is skip, but"
     reason = f"; the last: {last.problems[0].key}: {last.problems[0].value}" if last else ""
     return UserError(
@@ -153,18 +180,18 @@ def _facts(reason: str, now: float) -> dict[str, object]:
     return {"reason": secrets.hider(os.environ)(reason), "time": round(now, 3)}
 
 
-def _parsed(line: bytes) -> LeftOut | None:
+def _parse(line: bytes) -> LeftOut | None:
     try:
         entry = json.loads(line)
         return LeftOut(**{name: entry[name] for name in LeftOut._fields})
     except (ValueError, KeyError, TypeError):
         if line.strip():
-            log.warning("%s: a line that was cut off says nothing: %r", FILE_NAME, line[:80])
+            log.warning("%s: a line that was cut off is ignored: %r", FILE_NAME, line[:80])
         return None
 
 
 def _append(path: Path, entries: list[dict[str, object]]) -> None:
-    """One write at the end, so that writers do not mix; then to the disk."""
+    """Append in one write, so that writers do not mix; then sync."""
     data = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)

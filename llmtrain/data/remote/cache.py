@@ -13,13 +13,13 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from llmtrain import durable
 from llmtrain.data.remote.request import quiet_hub
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class Cache:
     def __init__(self, root: Path, limit: int) -> None:
         self._root = root
         self._limit = limit
-        self._left = 0  # bytes that may be written before it is looked again what lies there
+        self._left = 0  # bytes that may be written before the directory is scanned again
         self._usable = True
 
     def get(self, etag: str, start: int, end: int) -> bytes | None:
-        """The bytes of a range that was stored whole, else None."""
+        """Return the bytes of a range that was stored whole, else None."""
         path = self._path(etag, start, end)
         if not self._usable:
             return None
@@ -59,7 +59,7 @@ class Cache:
         return None
 
     def put(self, etag: str, start: int, end: int, content: bytes) -> None:
-        """Store a range. Where that fails the run goes on without, and says so once."""
+        """Store a range. Where that fails the run continues without the cache, and logs it once."""
         path = self._path(etag, start, end)
         if not etag or not self._usable or len(content) > self._limit:
             return
@@ -93,7 +93,7 @@ class Cache:
 
 
 def cache_root() -> Path:
-    """Where bytes and answers of the Hub are kept."""
+    """Return where bytes and answers of the Hub are kept."""
     quiet_hub()
     from huggingface_hub import constants
 
@@ -101,22 +101,19 @@ def cache_root() -> Path:
 
 
 def file_name(etag: str) -> str:
-    """The etag where it is a plain name, else a digest of it."""
+    """Return the etag where it is a plain name, else a digest of it."""
     return etag if SAFE_NAME.fullmatch(etag) else xxhash.xxh3_128_hexdigest(etag.encode())
 
 
 def write(path: Path, *parts: bytes) -> None:
-    """Write a file that is whole or not there; without fsync, since it can be read again."""
+    """Write a file that can be read again, whole or not at all; without fsync."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with unfinished.open("wb") as file:
-        for part in parts:
-            file.write(part)
-    unfinished.replace(path)
+    with durable.replacing(path, sync=False, shared=True) as file:
+        file.writelines(parts)
 
 
 def _ranges(root: Path) -> list[tuple[float, int, str]]:
-    """(time of last use, size, path) of all ranges; also of what a kill left unfinished."""
+    """Return (time of last use, size, path) of all ranges, and of what a kill left unfinished."""
     found = []
     for directory in root.iterdir():
         if directory.name == SOURCES or not directory.is_dir():
@@ -131,7 +128,7 @@ def _ranges(root: Path) -> list[tuple[float, int, str]]:
 
 
 def answer_path(root: Path, question: Sequence[str | None]) -> Path:
-    """Where the answer to what a source stands for is kept.
+    """Return where the answer to what a source stands for is kept.
 
     question: endpoint, path, name, split, revision.
     """
@@ -140,7 +137,7 @@ def answer_path(root: Path, question: Sequence[str | None]) -> Path:
 
 
 def load_answer(path: Path) -> dict[str, Any] | None:
-    """What was stored; None: nothing that can be read."""
+    """Return what was stored; None: nothing that can be read."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""Footers of parquet files of the Hub, asked for once a run.
+"""Keeps footers of parquet files of the Hub, so that they are requested once a run.
 
     run.dir/footers/<etag>      a parquet file of nothing but the footer
 
@@ -21,14 +21,16 @@ from llmtrain.data.remote.cache import file_name, write
 log = logging.getLogger(__name__)
 
 
-def stored(run_dir: Path | None, etag: str, ask: Callable[[], pq.FileMetaData]) -> pq.FileMetaData:
-    """The footer that lies in the run directory; else what `ask` gives, which is then put there."""
+def load_footer(
+    run_dir: Path | None, etag: str, ask: Callable[[], pq.FileMetaData]
+) -> pq.FileMetaData:
+    """Return the footer kept in the run directory, or ask for it and keep it there."""
     if run_dir is None or not etag:
         return ask()
     path = run_dir / "footers" / file_name(etag)
     try:
         return pq.read_metadata(io.BytesIO(path.read_bytes()))
-    except OSError:  # not there yet, or not for us to see
+    except OSError:  # not there yet, or not readable
         footer = ask()
     except pa.ArrowException as error:
         log.warning("%s is damaged, and read again: %s", path, error)

@@ -15,7 +15,7 @@ from threading import Lock, Thread
 from typing import NamedTuple
 
 from llmtrain.data.remote.cache import Cache
-from llmtrain.data.remote.request import POLL_SECONDS, HubFile, Stopping, offline, stopped
+from llmtrain.data.remote.request import POLL_SECONDS, HubFile, Stopping, offline, stop_error
 from llmtrain.data.remote.retry import RangeFile, Remote
 from llmtrain.errors import RunError, UserError
 
@@ -49,7 +49,7 @@ class Ranges:
         self._expected: deque[Range] = deque()
 
     def open(self, file: HubFile, *, again: bool = False) -> RangeFile:
-        """A file to read one unit from: patience counts from here.
+        """Open a file to read one unit from: the deadline counts from here.
 
         again: what is read is likely to be read again. Reading raises as `Remote.fetch` does.
         """
@@ -59,7 +59,7 @@ class Ranges:
         )
 
     def expect(self, key: Range) -> None:
-        """This range will be asked for soon: read it ahead as soon as there is room."""
+        """Read a range ahead that will be asked for soon, once there is room."""
         with self._lock:
             known = key in self._kept or key in self._ahead or key in self._expected
             if known or key.end - key.start > AHEAD_BYTES:
@@ -68,7 +68,7 @@ class Ranges:
         self._admit()
 
     def forget(self, key: Range) -> None:
-        """This range is not asked for after all: make room for another."""
+        """Drop a range that is not asked for after all, to make room for another."""
         with self._lock:
             self._ahead.pop(key, None)
             if key in self._expected:
@@ -110,23 +110,23 @@ class Ranges:
             future.set_exception(error)
 
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
-        """What was read ahead; None if that failed: who waits asks itself, and says what is wrong.
+        """Return what was read ahead; None if that failed: then the caller reads and raises.
 
-        Its patience counts from now, not from when nobody waited yet.
+        The caller's deadline counts from now, not from when nobody was waiting.
         """
         while not wait([future], POLL_SECONDS).done:
-            self._go_on()
+            self._check_stop()
         with self._lock:
             self._ahead.pop(key, None)
         self._admit()
         if not isinstance(future.exception(), UserError | RunError):
             return future.result()
-        self._go_on()
+        self._check_stop()
         return None
 
-    def _go_on(self) -> None:
+    def _check_stop(self) -> None:
         if self._stop is not None and self._stop.wait(0):
-            raise stopped()
+            raise stop_error()
 
     def _read(self, key: Range, deadline: float) -> bytes:
         file, start, end = key

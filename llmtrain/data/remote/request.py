@@ -1,4 +1,4 @@
-"""One request for a range of a file on the Hub: the bytes that were asked for, or why not.
+"""Requests a range of a file on the Hub once: the bytes that were asked for, or why not.
 
     Hub  ──206──►  bytes                        with the token
     Hub  ──302──►  storage  ──206──►  bytes     a signed address, never the token
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
-POLL_SECONDS = 0.2  # how soon a thread that waits sees that the process shall end
+POLL_SECONDS = 0.2  # how soon a thread that waits sees that the process must end
 REDIRECTS = 5
 MOVED = (301, 302, 303, 307, 308)
 REFUSED = {
@@ -46,7 +46,7 @@ class Stopping(Protocol):
     """The part of an Event, of threads or of processes, that waiting code needs."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """True as soon as the process shall end."""
+        """Return True as soon as the process must end."""
         ...
 
 
@@ -60,7 +60,11 @@ class AttemptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file at its commit. size in bytes · etag: the Hub's name of its content ("": unknown)."""
+    """A file at its commit.
+
+    size: in bytes
+    etag: the Hub's name of its content; "" = unknown
+    """
 
     url: str
     size: int
@@ -70,10 +74,11 @@ class HubFile:
 def attempt(
     file: HubFile, start: int, end: int, until: float, signed: MutableMapping[str, str]
 ) -> bytes:
-    """Bytes [start, end) by one request, its redirects followed by hand.
+    """Fetch bytes [start, end) with one request; redirects are followed here.
 
-    until: on `time.monotonic`, when nobody waits for it any more · signed: addresses that the Hub
-    sent this process to, by the Hub's own; one that fails is dropped.
+    until: on `time.monotonic`, when nobody waits for it any more
+    signed: addresses that the Hub redirected to, by the Hub's own address; one that fails is
+        dropped
     """
     target = signed.get(file.url, file.url)
     try:
@@ -91,7 +96,7 @@ def attempt(
 
 
 def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> bytes | str:
-    """The bytes, or where they are."""
+    """Return the bytes, or the address to which the answer redirects."""
     import httpx2
     from huggingface_hub import get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -147,7 +152,7 @@ def _accept(status: int, headers: Mapping[str, str], start: int, end: int, size:
 
 
 def _body(answer: Any, length: int, until: float) -> bytes:
-    """What comes, as it comes: asked for in chunks of a size, a dripping body is not noticed."""
+    """Read the body as it arrives: with chunks of a fixed size a dripping body is not noticed."""
     body = bytearray()
     for chunk in answer.iter_raw():
         body += chunk
@@ -159,13 +164,13 @@ def _body(answer: Any, length: int, until: float) -> bytes:
 
 
 def offline(url: str, start: int, end: int) -> Problem:
-    """What is wrong where the Hub must not be asked, and bytes are nowhere here."""
+    """Return the problem of bytes that are not cached while the Hub must not be asked."""
     expected = f"unset, or 0: bytes {start} to {end} of {url} are not in the cache"
     return Problem("HF_HUB_OFFLINE", "1", expected, "read them once online, with data.cache_gb set")
 
 
 def asked_wait(headers: Mapping[str, str]) -> float:
-    """Seconds that `Retry-After` (seconds or a date) or `ratelimit` asks for; else 0."""
+    """Return seconds that `Retry-After` (seconds or a date) or `ratelimit` asks for; else 0."""
     after = headers.get("retry-after", "")
     if re.fullmatch(r"\d+", after.strip()):
         return float(after)
@@ -178,10 +183,10 @@ def asked_wait(headers: Mapping[str, str]) -> float:
     return float(limit.group(1)) if limit else 0.0
 
 
-def awaited(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
-    """What `work` returns or raises, in a daemon thread that is left alone after `seconds`.
+def wait_for(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
+    """Run `work` in a daemon thread and return what it returns; after `seconds`, leave it alone.
 
-    Raises AttemptError when they are over, RunError (75) when the process shall end: an executor
+    Raises AttemptError when they are over, RunError (75) when the process must end: an executor
     would wait for a hanging thread when the process exits.
     """
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
@@ -199,7 +204,7 @@ def awaited(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
             value, error = answers.get(timeout=min(POLL_SECONDS, left))
         except queue.Empty:
             if stop is not None and stop.wait(0):
-                raise stopped() from None
+                raise stop_error() from None
             continue
         if error is not None:
             raise error
@@ -207,8 +212,8 @@ def awaited(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
     raise AttemptError(f"no complete answer in {seconds:.0f} s")
 
 
-def stopped() -> RunError:
-    """The process ends while it waits for data."""
+def stop_error() -> RunError:
+    """Return the error of a process that ends while it waits for data."""
     return RunError("stopped while waiting for data", RESTARTABLE, "start again")
 
 
@@ -218,7 +223,7 @@ def _same_origin(one: str, other: str) -> bool:
 
 
 def web_url(address: str) -> str:
-    """Where the bytes of hf://datasets/ID@COMMIT/PATH are, on the endpoint of this process."""
+    """Return the URL of hf://datasets/ID@COMMIT/PATH on the endpoint of this process."""
     quiet_hub()
     from huggingface_hub import constants
 

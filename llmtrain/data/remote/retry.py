@@ -1,4 +1,4 @@
-"""Ranges of files on the Hub, read exactly or not at all, for as long as peers have patience.
+"""Reads ranges of files on the Hub exactly or not at all, for as long as peers wait.
 
 What a network does for a while (timeouts, resets, hangs, wrong bodies, 408, 429, 5xx) is tried
 again after a random wait that grows. Nothing is ever skipped: when time is up, the run ends so that
@@ -14,7 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from llmtrain.data.remote.request import AttemptError, HubFile, Stopping, attempt, awaited, stopped
+from llmtrain.data.remote.request import (
+    AttemptError,
+    HubFile,
+    Stopping,
+    attempt,
+    stop_error,
+    wait_for,
+)
 from llmtrain.errors import RESTARTABLE, RunError
 
 log = logging.getLogger(__name__)
@@ -40,11 +47,11 @@ class Remote:
         self._untold = 0
 
     def deadline(self) -> float:
-        """When a unit that is asked for now has failed for good, on `time.monotonic`."""
+        """Return when a unit that is asked for now has failed, on `time.monotonic`."""
         return time.monotonic() + self._limit
 
     def fetch(self, file: HubFile, start: int, end: int, deadline: float) -> bytes:
-        """Bytes [start, end); in pieces of 16 MiB.
+        """Fetch bytes [start, end) in pieces of 16 MiB.
 
         Raises UserError if the Hub refuses or the file changed, RunError (75) if the network stays
         away until the deadline.
@@ -62,7 +69,7 @@ class Remote:
             until = time.monotonic() + seconds
             work = partial(attempt, file, start, end, until, self._signed)
             try:
-                return awaited(work, seconds, self._stop)
+                return wait_for(work, seconds, self._stop)
             except AttemptError as failed:
                 what = f"bytes {start} to {end} of {file.url}"
                 wait = back_off(failures, failed.wait_seconds, deadline, what, str(failed))
@@ -71,17 +78,17 @@ class Remote:
             failures += 1
 
     def _tell(self, what: str, reason: str, wait: float) -> None:
-        """Say that an attempt failed; while many do, for one of them every few seconds."""
+        """Log that an attempt failed; while many do, one of them every few seconds."""
         self._untold += 1
         if time.monotonic() - self._told_at < TELL_SECONDS:
             return
-        more = f" ({self._untold} attempts failed since this was last said)"
+        more = f" ({self._untold} attempts failed since the last line)"
         log.warning("%s: %s, trying again in %.1f s%s", what, reason, wait, more)
         self._told_at, self._untold = time.monotonic(), 0
 
 
 class RangeFile(io.RawIOBase):
-    """A file on the Hub as a file object: every read is one range, unless it is already held.
+    """A file on the Hub as a file object: every read is one range, unless it was read before.
 
     ask(start, end): the bytes of a range.
     """
@@ -97,15 +104,15 @@ class RangeFile(io.RawIOBase):
         self._held = [(start, self._ask(start, end)) for start, end in spans]
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """The position of the next read."""
+        """Return the position of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -115,7 +122,7 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next `size` bytes, fewer only at the end of the file. What is held is kept."""
+        """Return the next `size` bytes, fewer only at the end of the file. What is held is kept."""
         end = self._size if size is None or size < 0 else min(self._position + size, self._size)
         start, self._position = self._position, max(self._position, end)
         for index, (first, held) in enumerate(self._held):
@@ -128,12 +135,12 @@ class RangeFile(io.RawIOBase):
         return self._ask(start, end) if start < end else b""
 
     def readall(self) -> bytes:
-        """All that is left."""
+        """Return all that is left."""
         return self.read()
 
 
 def back_off(failures: int, asked: float, deadline: float, what: str, reason: str) -> float:
-    """Seconds to wait after this many failures before: full jitter, at least what is asked for.
+    """Return seconds to wait after this many failures: full jitter, at least what is asked for.
 
     Raises RunError (75) if that is later than the deadline.
     """
@@ -154,4 +161,4 @@ def pause(seconds: float, stop: Stopping | None) -> None:
     if stop is None:
         time.sleep(seconds)
     elif stop.wait(seconds):
-        raise stopped()
+        raise stop_error()

@@ -1,8 +1,8 @@
 """Rewrites one data file as parquet with small row groups, in bounded memory.
 
-    source  ─►  small tables  ─►  groups of at most so many bytes  ─►  NAME.parquet
+    source  ─►  small tables  ─►  groups of at most N bytes  ─►  NAME.parquet
 
-The file appears as a whole, and its footer says what it was made of, so that the same command knows
+The file appears as a whole, and its footer records what it was made of: so the same command knows
 what is done.
 """
 
@@ -38,7 +38,7 @@ class Rewrite:
 
 
 def rewrite(task: Rewrite) -> int:
-    """Write the target; how many rows it has.
+    """Write the target and return its number of rows.
 
     Raises UserError for a source that cannot be read, RunError if the disk refuses.
     """
@@ -51,11 +51,11 @@ def rewrite(task: Rewrite) -> int:
         _representable(task.source),
         pq.ParquetWriter(file, tables.schema, compression="zstd") as writer,
     ):
-        for group in grouped(tables.batches, task.group_bytes):
+        for group in group_batches(tables.batches, task.group_bytes):
             writer.write_table(group, row_group_size=len(group))
             rows += len(group)
         writer.add_key_value_metadata({MADE_OF: json.dumps(made | {"rows": rows})})
-    if finished(task) != rows:
+    if finished_rows(task) != rows:
         task.target.unlink()
         message = f"{task.target} has not the {rows} rows that were written"
         raise RunError(message, DISK_FAILED, "look at the disk, then give the same command again")
@@ -64,7 +64,7 @@ def rewrite(task: Rewrite) -> int:
 
 @contextmanager
 def _representable(source: Path) -> Iterator[None]:
-    """Parquet lacks some types of arrow. (An OSError here is the disk's that is written to.)"""
+    """Raise UserError for types that parquet lacks. (An OSError here is of the disk written to.)"""
     try:
         yield
     except pa.ArrowException as error:
@@ -73,8 +73,8 @@ def _representable(source: Path) -> Iterator[None]:
         raise UserError(Problem(str(source), reason, expected, "leave the column out")) from error
 
 
-def finished(task: Rewrite) -> int | None:
-    """The rows of a target that is complete and made of this source; None: there is none."""
+def finished_rows(task: Rewrite) -> int | None:
+    """Return the rows of a target that is complete and made of this source, else None."""
     known = made_of(task.target)
     if known is None:
         return None
@@ -84,7 +84,7 @@ def finished(task: Rewrite) -> int | None:
 
 
 def made_of(target: Path) -> dict[str, Any] | None:
-    """What the footer of a repacked file says of its source; None: it is none."""
+    """Return what the footer of a repacked file records of its source; None for another file."""
     try:
         found = (pq.read_metadata(target).metadata or {}).get(MADE_OF)
     except (pa.ArrowException, OSError):
@@ -93,7 +93,7 @@ def made_of(target: Path) -> dict[str, Any] | None:
 
 
 def origin(task: Rewrite) -> dict[str, Any]:
-    """What decides the content of a target."""
+    """Return what decides the content of a target."""
     return {
         "version": VERSION,
         "name": task.source.name,
@@ -104,8 +104,8 @@ def origin(task: Rewrite) -> dict[str, Any]:
     }
 
 
-def grouped(batches: Iterator[pa.RecordBatch], limit: int) -> Iterator[pa.Table]:
-    """Tables of at most `limit` bytes, or of one row that has more."""
+def group_batches(batches: Iterator[pa.RecordBatch], limit: int) -> Iterator[pa.Table]:
+    """Yield tables of at most `limit` bytes, or of one row that has more."""
     pending: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
@@ -120,7 +120,7 @@ def grouped(batches: Iterator[pa.RecordBatch], limit: int) -> Iterator[pa.Table]
 
 
 def _pieces(batch: pa.RecordBatch, limit: int) -> Iterator[pa.RecordBatch]:
-    """Halves of halves, until each is small."""
+    """Yield halves of halves, until each is small."""
     if len(batch) <= 1 or batch.nbytes <= limit:
         if len(batch):
             yield batch

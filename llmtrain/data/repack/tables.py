@@ -1,7 +1,7 @@
-"""Any data file as a stream of small tables, in bounded memory: what `llmtrain data repack` reads.
+"""Reads any data file as a stream of small tables, in bounded memory, for `data repack`.
 
     parquet, arrow       all columns as they are
-    CSV                  all columns, as strings: the file says no types
+    CSV                  all columns, as strings: the file has no types
     JSON lines           all keys; a first pass finds their types, what has none becomes JSON text
     text                 one column, a line each
 
@@ -11,13 +11,11 @@ the first row is written, and a key may come, or change its type, in the last li
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +24,22 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from llmtrain.data.documents.lines import BOM, DECODED_LIMIT, MIB, end_of_line, to_bytes
-from llmtrain.data.sources.local import COMPRESSED
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.data.documents.lines import (
+    DECODED_LIMIT,
+    MIB,
+    chunks,
+    decode_line,
+    end_of_line,
+    to_bytes,
+)
+from llmtrain.data.documents.skipped import readable
+from llmtrain.data.sources.local import FORMATS, file_format
+from llmtrain.errors import Problem, UserError
 
 KINDS = {
-    ".parquet": "parquet",
+    **FORMATS,
     ".arrow": "arrow",
     ".feather": "arrow",
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".txt": "text",
     ".csv": "csv",
     ".tsv": "csv",
 }
@@ -55,36 +58,24 @@ class Tables:
     batches: Iterator[pa.RecordBatch]
 
 
-def kind_of(name: str) -> tuple[str, str | None] | None:
-    """How a file of this name is read, and its compression (gz, zst or None); None: not at all."""
-    stem, compression = name.lower(), None
-    for suffix in COMPRESSED:
-        if stem.endswith(suffix):
-            stem, compression = stem.removesuffix(suffix), suffix[1:]
-    kind = KINDS.get(Path(stem).suffix)
-    if kind is None or (compression and kind in ("parquet", "arrow")):
-        return None
-    return kind, compression
-
-
 def read_tables(path: Path, text_column: str) -> Tables:
-    """Open a file. text_column: the name of the one column of a text file.
+    """Open a file as tables. text_column: the name of the only column of a text file.
 
     Raises, now or while it is read, UserError for content that cannot be read, RunError if the
     disk fails.
     """
-    with readable(path):
-        tables = _opened(path, text_column)
-    return Tables(tables.schema, _checked(path, tables.batches))
+    with _readable(path):
+        tables = _open(path, text_column)
+    return Tables(tables.schema, _check_batches(path, tables.batches))
 
 
-def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    with readable(path):
+def _check_batches(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    with _readable(path):
         yield from batches
 
 
-def _opened(path: Path, text_column: str) -> Tables:
-    kind, compression = kind_of(path.name) or ("", None)
+def _open(path: Path, text_column: str) -> Tables:
+    kind, compression = file_format(path.name, KINDS) or ("", None)
     empty = path.stat().st_size == 0
     match kind:
         case "parquet":
@@ -99,18 +90,8 @@ def _opened(path: Path, text_column: str) -> Tables:
     return Tables(schema, _text(path, compression, schema))
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Bad content is for a person to put right; an error of the system has a number."""
-    try:
-        yield
-    except (pa.ArrowException, EOFError, OSError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno:
-            message = f"{path} cannot be read: {error}"
-            raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        expected = "a file that can be read as its suffix says"
-        raise UserError(Problem(str(path), reason, expected, "repair or replace it")) from error
+def _readable(path: Path) -> AbstractContextManager[None]:
+    return readable(str(path), "a file that can be read as its suffix says", "repair or replace it")
 
 
 def _parquet(path: Path) -> Tables:
@@ -119,7 +100,7 @@ def _parquet(path: Path) -> Tables:
 
 
 def _arrow(path: Path) -> Tables:
-    """Both forms: with a footer, and as a stream (which `datasets` writes)."""
+    """Open an arrow file of either form: with a footer, or as a stream (as `datasets` writes)."""
     opened = pa.memory_map(str(path))
     try:
         file = pa.ipc.open_file(opened)
@@ -132,7 +113,7 @@ def _arrow(path: Path) -> Tables:
 
 
 def _csv(path: Path, compression: str | None) -> Tables:
-    def opened(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
+    def open_csv(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
         return pacsv.open_csv(
             _Stream(path, compression),
             pacsv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
@@ -141,20 +122,20 @@ def _csv(path: Path, compression: str | None) -> Tables:
         )
 
     delimiter = "\t" if ".tsv" in path.suffixes else ","
-    with opened({}) as first:
+    with open_csv({}) as first:
         names = first.schema.names
     schema = pa.schema([(name, pa.string()) for name in names])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        with opened(dict.fromkeys(names, pa.binary())) as reader:
+        with open_csv(dict.fromkeys(names, pa.binary())) as reader:
             for batch in reader:
-                columns = [_decoded(column) for column in batch.columns]
+                columns = [_decode(column) for column in batch.columns]
                 yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
     return Tables(schema, batches())
 
 
-def _decoded(column: pa.Array) -> pa.Array:
+def _decode(column: pa.Array) -> pa.Array:
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
@@ -163,7 +144,7 @@ def _decoded(column: pa.Array) -> pa.Array:
 
 
 def _text(path: Path, compression: str | None, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for lines in _batched(_lines(path, compression, "text")):
+    for lines in _batches(_lines(path, compression, "text")):
         texts = [line.decode("utf-8", "replace") for _, line in lines]
         yield pa.record_batch([pa.array(texts, pa.string())], schema=schema)
 
@@ -173,8 +154,8 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
     for rows in _rows(path, compression):
         for name in {key: None for row in rows for key in row}:
             found = _type_of([row.get(name) for row in rows])
-            types[name] = _unified(types[name], found) if name in types else found
-    fields = [(name, _stored(kind)) for name, kind in types.items()]
+            types[name] = _unify(types[name], found) if name in types else found
+    fields = [(name, _parquet_type(kind)) for name, kind in types.items()]
     texts = {name for name, kind in types.items() if kind is None}
     schema = pa.schema(fields)
 
@@ -190,27 +171,25 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
 
 
 def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]:
-    for lines in _batched(_lines(path, compression, "jsonl")):
+    for lines in _batches(_lines(path, compression, "jsonl")):
         rows = [_row(path, number, line) for number, line in lines if line.strip()]
         if rows:
             yield rows
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    text = line.removeprefix(BOM).decode("utf-8", "surrogateescape")
     try:
-        row = json.loads(text)
-        if not isinstance(row, dict):
-            raise ValueError(f"a JSON {type(row).__name__}, no object")
-    except (ValueError, RecursionError) as error:
+        row = decode_line(line)
+    except ValueError as error:
         where = f"{path}, line {number}"
         expected = "a JSON object"
         raise UserError(Problem(where, str(error), expected, "repair or remove it")) from error
-    return {str(k): v for k, v in _clean(row).items()} if _SURROGATE.search(text) else row
+    odd = _SURROGATE.search(line.decode("utf-8", "surrogateescape"))
+    return {str(k): v for k, v in _clean(row).items()} if odd else row
 
 
 def _clean(value: Any) -> Any:
-    """With replacement characters for what is no UTF-8, as reading for training has them."""
+    """Replace what is not UTF-8, as reading for training does."""
     match value:
         case str():
             return to_bytes(value).decode("utf-8", "replace")
@@ -228,8 +207,8 @@ def _type_of(values: Sequence[Any]) -> pa.DataType | None:
         return None
 
 
-def _unified(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
-    """A type for the values of both; None: there is none."""
+def _unify(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    """Return a type for the values of both, or None."""
     if one is None or other is None or one == other:
         return one if one == other else None
     schemas = [pa.schema([("x", kind)]) for kind in (one, other)]
@@ -239,8 +218,8 @@ def _unified(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType 
         return None
 
 
-def _stored(kind: pa.DataType | None) -> pa.DataType:
-    """Parquet has no type for a column of nulls that `datasets` would read."""
+def _parquet_type(kind: pa.DataType | None) -> pa.DataType:
+    """Return the type to store: parquet has none for nulls that `datasets` would read."""
     return pa.string() if kind is None or pa.types.is_null(kind) else kind
 
 
@@ -250,7 +229,7 @@ def _value(value: Any, as_text: bool) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _batched(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+def _batches(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
     batch: list[tuple[int, bytes]] = []
     size = 0
     for number, line in lines:
@@ -264,14 +243,14 @@ def _batched(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, byt
 
 
 def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1, and lines without their end."""
+    """Yield line numbers from 1, and lines without their end."""
     end = end_of_line(kind)
     number, rest = 1, b""
     for chunk in _chunks(path, compression):
         data, position = rest + chunk, 0
         for found in end.finditer(data, max(0, len(rest) - 1)):
             if found.end() == len(data) and data.endswith(b"\r"):
-                break  # it may go on: `\r` + `\n`
+                break  # it may be the half of `\r\n`
             yield number, data[position : found.start()]
             number, position = number + 1, found.end()
         rest = data[position:]
@@ -284,32 +263,7 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
 
 def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
     with path.open("rb") as file:
-        match compression:
-            case "gz":
-                with gzip.GzipFile(fileobj=file) as stream:
-                    yield from iter(lambda: stream.read(CHUNK_BYTES), b"")
-            case "zst":
-                yield from _unpacked(file)
-            case _:
-                yield from iter(lambda: file.read(CHUNK_BYTES), b"")
-
-
-def _unpacked(file: io.BufferedReader) -> Iterator[bytes]:
-    """Frame by frame: zstandard's stream reader takes a file that was cut off for a short one."""
-    import zstandard
-
-    decoder = None
-    try:
-        while chunk := file.read(CHUNK_BYTES // 4):
-            while chunk:
-                if decoder is None or decoder.eof:
-                    decoder = zstandard.ZstdDecompressor().decompressobj()
-                yield decoder.decompress(chunk)
-                chunk = decoder.unused_data
-    except zstandard.ZstdError as error:
-        raise pa.ArrowInvalid(str(error)) from error
-    if decoder is not None and not decoder.eof:
-        raise EOFError("the file ends early")
+        yield from chunks(file, compression, CHUNK_BYTES)
 
 
 class _Stream(io.RawIOBase):

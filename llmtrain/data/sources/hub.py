@@ -3,7 +3,7 @@
 `datasets` knows ids, configs, splits and the patterns in a data set's README; sizes and etags come
 from the same listing, and the bytes are read by us (`remote/`). Rank 0 asks once, at the first
 start. The trap: what a network does for a while can look like a data set without files, so only
-what the Hub says in so many words is a mistake of the user; all else is asked again.
+what the Hub states explicitly is a mistake of the user; all else is asked again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llmtrain.data.remote.request import (
     AttemptError,
     Stopping,
     asked_wait,
-    awaited,
     quiet_hub,
+    wait_for,
 )
 from llmtrain.data.remote.retry import ATTEMPT_SECONDS, back_off, pause
 from llmtrain.data.sources import local
@@ -54,8 +54,11 @@ def resolve(
 ) -> Resolved:
     """Find the files of a source: here, or those of a data set on the Hub.
 
-    `key` names it in messages · keep: what the Hub answers is kept for a first start offline
-    · stop: ends the waiting. Raises UserError for what is not there, not open to this user or in a
+    key: its name in messages
+    keep: the Hub's answer is kept for a first start offline
+    stop: ends the waiting
+
+    Raises UserError for what is not there, not open to this user or in a
     format that is not read; RunError (75) if the Hub does not answer, or at a stop.
     """
     if not local.on_hub(source.path):
@@ -82,7 +85,7 @@ def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
     from huggingface_hub import HfFileSystem
 
     what = f"{source.path} (no path of this machine; data set of the Hub)"
-    urls = _retried(lambda: _file_urls(source, key), what, stop)
+    urls = _retry(lambda: _file_urls(source, key), what, stop)
     found = [PREFIX.fullmatch(url) for url in urls]
     inside = [match for match in found if match is not None]
     if len(inside) != len(urls):
@@ -101,7 +104,7 @@ def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
 
 
 def _file_urls(source: SourceConfig, key: str) -> list[str]:
-    """What `datasets` finds: hf://datasets/ID@COMMIT/PATH of every file of the split.
+    """Return what `datasets` finds: hf://datasets/ID@COMMIT/PATH of every file of the split.
 
     Raises UserError for what the Hub says is not there, OSError for what may pass.
     """
@@ -152,7 +155,7 @@ def _builder(source: SourceConfig, key: str) -> DatasetBuilder:
 
 
 def _not_found(source: SourceConfig, key: str, message: str) -> Problem:
-    """The id, its revision, or the right to see it: `datasets` has one exception for them."""
+    """Return what is wrong: id, revision or access; `datasets` has one exception for all."""
     from huggingface_hub import constants
 
     page = f"{constants.ENDPOINT}/datasets/{source.path}"
@@ -170,7 +173,7 @@ def _not_found(source: SourceConfig, key: str, message: str) -> Problem:
 
 
 def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
-    """A config that is not there or not chosen, if the data set has some; else what was said."""
+    """Return the problem of a config that does not exist or was not chosen, else of `error`."""
     import datasets
 
     names = datasets.get_dataset_config_names(source.path, revision=source.revision)
@@ -181,7 +184,7 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
 
 
 def _nearest(asked: str | None, there: Iterable[Any]) -> str:
-    """The names there are, those first that are spelt most alike; of very many the first few."""
+    """Return the first few names that exist, the most similar ones first."""
     names = [str(name) for name in there]
 
     def likeness(name: str) -> float:
@@ -201,7 +204,7 @@ def _warn_of_left_out(
     left: list[str] = []
     for folder in sorted(folders):
         place = root if folder == "." else f"{root}/{folder}"
-        entries = _retried(partial(system.ls, place, detail=True), place, stop)
+        entries = _retry(partial(system.ls, place, detail=True), place, stop)
         there = _names(entries, root)
         left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
     if left:
@@ -212,7 +215,7 @@ def _warn_of_left_out(
 
 
 def _names(entries: Iterable[Any], root: str) -> list[str]:
-    """Names of files relative to the data set, from a listing of `HfFileSystem` with details."""
+    """Return file names relative to the data set, from a detailed listing of `HfFileSystem`."""
     start = len(root.removeprefix("hf://")) + 1
     return sorted(str(entry["name"])[start:] for entry in entries if entry["type"] == "file")
 
@@ -226,22 +229,22 @@ def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
 
 
 def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> File:
-    """Name, size and etag: of a large file its sha256, else its blob id."""
-    info = _retried(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
+    """Return name, size and etag: of a large file its sha256, else its blob id."""
+    info = _retry(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
     large = info.get("lfs")
     etag = large["sha256"] if large else info["blob_id"]
     return File(name, int(info["size"]), str(etag))
 
 
-def _retried(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
-    """The answer of the Hub, asked again while it fails in a way that may pass."""
+def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
+    """Return the answer of the Hub, asked again while it fails in a way that may pass."""
     import httpx2
 
     deadline = time.monotonic() + ASK_SECONDS
     failures = 0
     while True:
         try:
-            return awaited(ask, ATTEMPT_SECONDS, stop)
+            return wait_for(ask, ATTEMPT_SECONDS, stop)
         except (OSError, httpx2.HTTPError, AttemptError) as error:
             status, asked = _status(error)
             if status in REFUSED:
@@ -256,9 +259,9 @@ def _retried(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
 
 
 def _status(error: BaseException) -> tuple[int, float]:
-    """Status of the answer that an error comes from (0: of none), and the wait it asks for.
+    """Return the status of the answer behind an error (0: no answer), and the wait it asks for.
 
-    `datasets` wraps errors in others. Of what lies below only a refusal is believed: a file that
+    `datasets` wraps errors in others. Of the errors below only a refusal is believed: a file that
     need not be there gives 404, long before the network fails.
     """
     answer = getattr(error, "response", None)
@@ -276,7 +279,7 @@ def _offline(source: SourceConfig, key: str) -> Problem:
 
 
 def _beside(key: str, name: str) -> str:
-    """data.sources.0.path → data.sources.0.name"""
+    """Replace the last part of a key: data.sources.0.path → data.sources.0.name"""
     return f"{key.rsplit('.', 1)[0]}.{name}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ FORMATS = {
 }
 COMPRESSED = (".gz", ".zst")
 INDEX = ".idx"  # of a token cache, with a .bin beside it
-# What lies beside data in many directories.
+# Files that are beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
 SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
 TABLES = {".csv", ".tsv", ".arrow"}  # rows, but not in a form that units can be cut from
@@ -40,7 +40,8 @@ ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class File(NamedTuple):
     """One file of a source.
 
-    name: relative to the source, with `/` · etag: the Hub's, or the digest of a local file's ends.
+    name: relative to the source, with `/`
+    etag: the Hub's, or the digest of a local file's ends
     """
 
     name: str
@@ -49,7 +50,7 @@ class File(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a file is read: parquet, jsonl or text; compression None, gz or zst."""
+    """How a file is read: parquet, jsonl, text …; compression None, gz or zst."""
 
     kind: str
     compression: str | None
@@ -96,7 +97,7 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
 
 
 def locate(source: DocumentsConfig, key: str) -> str:
-    """The directory that the names of a local source's files are relative to."""
+    """Return the directory that the names of a local source's files are relative to."""
     path = source.path
     if path == SAMPLE:
         return str(Path(__file__).parents[1] / "sample")
@@ -120,7 +121,7 @@ def is_local(path: str) -> bool:
 
 
 def is_glob(path: str) -> bool:
-    """Has it wildcards? A file that really is called so is no glob."""
+    """Does it have wildcards? A file of that very name is not a glob."""
     return glob.has_magic(path) and not Path(path).exists()
 
 
@@ -129,20 +130,20 @@ def is_index(name: str) -> bool:
     return name.endswith(INDEX)
 
 
-def file_format(name: str) -> Format | None:
-    """How a file of this name is read; None: unknown."""
+def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
+    """Return how a file of this name is read; None: unknown. kinds: by suffix."""
     stem, compression = name.lower(), None
     for suffix in COMPRESSED:
         if stem.endswith(suffix):
             stem, compression = stem.removesuffix(suffix), suffix[1:]
-    kind = FORMATS.get(Path(stem).suffix)
-    if kind is None or (kind == "parquet" and compression):
+    kind = kinds.get(Path(stem).suffix)
+    if kind is None or (compression and kind in ("parquet", "arrow")):
         return None
     return Format(kind, compression)
 
 
 def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
-    """Names for metrics: the last part of the path, `/name` if it has one, `-2` … if repeated."""
+    """Return names for metrics: the end of the path, `/name` if it has one, `-2` … if repeated."""
     names: list[str] = []
     for source in sources:
         base = source.path.rstrip("/").rsplit("/", 1)[-1]
@@ -156,7 +157,7 @@ def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def edges_digest(path: Path) -> str:
-    """Digest of the first and last 64 KiB: tells changed files without reading them whole."""
+    """Hash the first and last 64 KiB, which finds changed files without reading them whole."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         digest.update(file.read(EDGE_BYTES))
@@ -166,7 +167,7 @@ def edges_digest(path: Path) -> str:
 
 
 def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
-    """The first few problems, and how many more there are."""
+    """Return the first few problems, and how many more there are."""
     shown = list(problems[:SHOWN])
     if len(problems) > SHOWN:
         more = f"{len(problems) - SHOWN} more files with problems of this kind"
@@ -175,7 +176,7 @@ def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
 
 
 def list_files(path: str, root: Path, key: str) -> list[Path]:
-    """The data files of a path of this machine, in no order. Raises UserError if there is none."""
+    """Return the data files of a local path, in no order. Raises UserError if there are none."""
     if path == SAMPLE:
         return list(root.glob("*.parquet"))
     if is_glob(path):
@@ -187,7 +188,9 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
     if not Path(path).is_dir():
         return _only_files([Path(path).absolute()], key)
     there = [file for file in root.rglob("*") if _is_data(file, root)]
-    if linked := [_linked(file, key) for file in there if file.is_symlink() and file.is_dir()]:
+    if linked := [
+        _link_problem(file, key) for file in there if file.is_symlink() and file.is_dir()
+    ]:
         raise UserError(*bounded(linked, key))
     found = _only_files(there, key)
     if not found:
@@ -197,15 +200,15 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
 
 
 def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
-    """Without the directories. Raises UserError for what is no file, or has a name of no text."""
+    """Drop the directories. Raises UserError for what is not a file, or a name that is not text."""
     files: list[Path] = []
     problems: list[Problem] = []
     for path in paths:
         if path.is_dir():
             continue
-        if _shown(path) != str(path):
+        if _printable(path) != str(path):
             expected, remedy = "a file whose path is UTF-8", "rename the file, or its directory"
-            problems.append(Problem(key, _shown(path), expected, remedy))
+            problems.append(Problem(key, _printable(path), expected, remedy))
         elif not path.is_file():
             problems.append(_no_file(path, key))
         else:
@@ -215,29 +218,29 @@ def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
     return files
 
 
-def _shown(path: Path) -> str:
-    r"""A path as text that can be written anywhere; bytes that are no UTF-8 as `\xff`."""
+def _printable(path: Path) -> str:
+    r"""Return a path as text that can be written anywhere; bytes that are no UTF-8 as `\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _linked(path: Path, key: str) -> Problem:
-    """A link to a directory, which could lead round in a circle."""
+def _link_problem(path: Path, key: str) -> Problem:
+    """Return the problem of a link to a directory, which could lead into a circle."""
     expected = "a directory itself: links to directories are not followed"
     remedy = "name it as a source of its own, or link its files"
-    return Problem(key, _shown(path), expected, remedy)
+    return Problem(key, _printable(path), expected, remedy)
 
 
 def _no_file(path: Path, key: str) -> Problem:
-    """A link to nothing, a FIFO, a socket or a device."""
+    """Return the problem of a link to nothing, a FIFO, a socket or a device."""
     what = "it is a FIFO, a socket or a device"
     if not path.exists():
-        what = f"it is a link to {harmless(_shown(path.readlink()))}, which is not there"
+        what = f"it is a link to {harmless(_printable(path.readlink()))}, which is not there"
     expected = f"a file that can be read; {what}"
     return Problem(key, str(path), expected, "repair it, move it away, or remove it")
 
 
 def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
-    """The `.idx` and `.bin` files of token caches; their descriptions and tokenizers are no data.
+    """Keep the `.idx` and `.bin` files of token caches, not their descriptions and tokenizers.
 
     Raises UserError for an `.idx` without its `.bin`, and for any other data beside them.
     """
@@ -264,10 +267,9 @@ def _is_data(path: Path, root: Path) -> bool:
 
 
 def _listing(directory: Path) -> str:
-    """What lies in a directory, for a message."""
-    names = sorted(
-        harmless(_shown(Path(entry.name))) + "/" * entry.is_dir() for entry in directory.iterdir()
-    )
+    """List the entries of a directory for a message."""
+    entries = directory.iterdir()
+    names = sorted(harmless(_printable(Path(one.name))) + "/" * one.is_dir() for one in entries)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more if names else "nothing"
 

@@ -1,4 +1,4 @@
-r"""One pair of files of a token cache: Megatron's `.bin` (tokens) and `.idx` (where documents lie).
+r"""One pair of files of a token cache: Megatron's `.bin` (tokens) and `.idx` (where documents are).
 
     .idx   MMIDIDX\0\0   version 1 (u64)   dtype code (u8)   S sequences (u64)   D (u64)
            S lengths in tokens (i32)   S byte offsets into .bin (i64)   D sequence numbers (i64)
@@ -32,8 +32,10 @@ CHECKED_AT_ONCE = 1 << 20
 class TokenFile:
     """A mapped pair.
 
-    tokens (n,) of the file's dtype · lengths (S,) int32 · offsets (S,) int64, bytes · borders (D,)
-    int64, sequence numbers.
+    tokens (n,) of the file's dtype
+    lengths (S,) int32
+    offsets (S,) int64: bytes
+    borders (D,) int64: sequence numbers
     """
 
     index: Path
@@ -48,14 +50,14 @@ class TokenFile:
         return len(self.borders) - 1
 
     def begin(self, document: int) -> int:
-        """The position of a document's first token; of the number of documents: behind the last."""
+        """Return the position of a document's first token; for `documents`, the end of the last."""
         sequence = int(self.borders[document])
         if sequence == len(self.offsets):
             return len(self.tokens)
         return int(self.offsets[sequence]) // self.tokens.itemsize
 
     def at(self, position: int) -> int:
-        """The document that a token belongs to. (`bisect` without a list of all beginnings.)"""
+        """Return the document of a token. (`bisect` without a list of all beginnings.)"""
         low, high = 0, self.documents
         while high - low > 1:
             middle = (low + high) // 2
@@ -63,7 +65,7 @@ class TokenFile:
         return low
 
     def ids(self, start: int, stop: int, length: int) -> np.ndarray:
-        """Tokens [start, stop) as int32 (n,). Raises UserError for an id outside [0, length)."""
+        """Return tokens [start, stop), int32 (n,). Raises UserError for ids outside [0, length)."""
         ids = self.tokens[start:stop]
         if ids.size and (ids.max() >= length or ids.min() < 0):
             where = int(np.flatnonzero((ids >= length) | (ids < 0))[0])
@@ -79,12 +81,12 @@ class TokenFile:
 
 
 def binary(index: Path) -> Path:
-    """The `.bin` beside an `.idx`."""
+    """Return the `.bin` beside an `.idx`."""
     return index.with_suffix(".bin")
 
 
 def dtype_code(vocabulary: int) -> int:
-    """The dtype code for ids below `vocabulary`: two bytes an id, or four."""
+    """Return the dtype code for ids below `vocabulary`: two bytes an id, or four."""
     return 8 if vocabulary < SHORT_VOCABULARY else 4
 
 
@@ -104,7 +106,7 @@ def open_tokens(index: Path) -> TokenFile:
     if size != wanted or borders < 1:
         said = f"{sequences} sequences and {borders} document indices make {wanted} bytes"
         raise _bad(index, f"{size} bytes", said + ", without the modes of a multimodal file")
-    return _mapped(index, np.dtype(DTYPES[code]), sequences, borders)
+    return _map_pair(index, np.dtype(DTYPES[code]), sequences, borders)
 
 
 def check_tokens(found: TokenFile) -> None:
@@ -142,7 +144,7 @@ def _check_borders(found: TokenFile) -> None:
         raise _bad(found.index, got, f"from 0 to {len(found.lengths)}")
 
 
-def _mapped(index: Path, dtype: np.dtype, sequences: int, borders: int) -> TokenFile:
+def _map_pair(index: Path, dtype: np.dtype, sequences: int, borders: int) -> TokenFile:
     tokens = binary(index)
     if not tokens.is_file():
         raise _bad(index, f"no {tokens.name} beside it", "both files of the pair")

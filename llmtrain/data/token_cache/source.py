@@ -2,7 +2,7 @@
 
     documents    0 | 1 | 2 | 3 | 4 |          in order of files; 2 is held out
     stream       0 0 0 1 3 3 3 3 4 4 …        without it: no gap, and it is never trained on
-    blocks       |---0---|---1---|---2---|    of stride seq_len; the last goes on with document 0
+    blocks       |---0---|---1---|---2---|    of stride seq_len; the last continues with document 0
 
 An epoch deals all blocks to the lanes in an order of its own; opening at any block reads that block
 alone. The trap: with packing bestfit there is no such stream, documents are walked like those of
@@ -42,8 +42,8 @@ _MASK = (1 << 64) - 1
 class Documents:
     """All documents of a cached source, numbered in order of its files.
 
-    first: number of each file's first document, and how many there are · base: position of each
-    file's first token, and how many there are.
+    first: number of each file's first document, and the number of documents
+    base: position of each file's first token, and the number of tokens
     """
 
     files: tuple[TokenFile, ...]
@@ -51,27 +51,27 @@ class Documents:
     base: tuple[int, ...]
 
     def span(self, document: int) -> tuple[TokenFile, int, int]:
-        """The file that holds it, and its tokens [start, stop) there."""
+        """Return the file that holds it, and its tokens [start, stop) there."""
         number = bisect_right(self.first, document) - 1
         file, within = self.files[number], document - self.first[number]
         return file, file.begin(within), file.begin(within + 1)
 
     def at(self, position: int) -> tuple[int, int]:
-        """The document of a token, and the token's place in it."""
+        """Return the document of a token, and the token's place in it."""
         number = bisect_right(self.base, position) - 1
         file, within = self.files[number], position - self.base[number]
         document = file.at(within)
         return self.first[number] + document, within - file.begin(document)
 
     def begin(self, document: int) -> int:
-        """The position of a document's first token."""
+        """Return the position of a document's first token."""
         number = bisect_right(self.first, document) - 1
         return self.base[number] + self.files[number].begin(document - self.first[number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The documents of a unit: what `readers.Rows` is for text. numbers (n,) in the source."""
+    """The documents of a unit, as `documents.rows.Rows` for text. numbers (n,): in the source."""
 
     documents: Documents
     numbers: np.ndarray
@@ -79,22 +79,26 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def size(self, row: int) -> int:
+        """Return the number of its tokens."""
+        _, start, stop = self.documents.span(int(self.numbers[row]))
+        return stop - start
+
     def usable(self, row: int) -> bool:
         """Has it any token?"""
-        _, start, stop = self.documents.span(int(self.numbers[row]))
-        return stop > start
+        return self.size(row) > 0
 
     def hash(self, row: int, seed: int) -> int:
-        """xxh3_64 of the document's number in the source, as decimal digits."""
+        """Return xxh3_64 of the document's number in the source, as decimal digits."""
         return xxhash.xxh3_64_intdigest(str(int(self.numbers[row])).encode(), seed=seed & _MASK)
 
     def ids(self, row: int, vocabulary: int) -> np.ndarray:
-        """All its tokens, int32 (n,). Raises UserError for an id outside the vocabulary."""
+        """Return all its tokens, int32 (n,). Raises UserError for an id outside the vocabulary."""
         file, start, stop = self.documents.span(int(self.numbers[row]))
         return file.ids(start, stop, vocabulary)
 
     def take(self, order: np.ndarray) -> Rows:
-        """The same documents in another order."""
+        """Return the same documents in another order."""
         return Rows(self.documents, self.numbers[order])
 
 
@@ -102,8 +106,10 @@ class Rows:
 class TrainingStream:
     """The tokens of all documents that are not held out, one behind the other.
 
-    heldout (h,): their numbers, rising · gaps (h,): position in the stream before which each is
-    left out · removed (h + 1,): tokens of the first so many of them · tokens: its length.
+    heldout (h,): numbers of the held-out documents, rising
+    gaps (h,): position in the stream before which each is left out
+    removed (h + 1,): tokens of the first 0, 1, … h of them
+    tokens: length of the stream
     """
 
     documents: Documents
@@ -120,7 +126,7 @@ class TrainingStream:
     def cut(
         self, position: int, size: int, vocabulary: int
     ) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
-        """`size` ids (int32) from `position` on, and (document, start, stop, at) of their pieces.
+        """Return `size` ids (int32) from `position` on, and their (document, start, stop, at).
 
         Behind the last document comes the first. Raises UserError for an id outside the vocabulary.
         """
@@ -149,11 +155,11 @@ class TrainingStream:
 
 def open_documents(source: Source) -> Documents:
     """Map the files of a cached source, once a process. Raises UserError for damaged files."""
-    return _mapped(tuple(_indices(source)), tuple(file.etag for file in source.files))
+    return _map_files(tuple(_indices(source)), tuple(file.etag for file in source.files))
 
 
 def place_of(source: Source, number: int) -> tuple[str, int]:
-    """The name of the `.idx` that holds a document of the source, and its number in that file."""
+    """Return the name of the `.idx` that holds a document, and its number in that file."""
     documents = open_documents(source)
     file = bisect_right(documents.first, number) - 1
     names = [file.name for file in source.files if is_index(file.name)]
@@ -161,23 +167,30 @@ def place_of(source: Source, number: int) -> tuple[str, int]:
 
 
 def text_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """A document's ids without the begin token and the end of text that it may have."""
+    """Return a document's ids without the begin token and the end of text that it may have."""
     begins = tokenizer.bos is not None and ids[:1].tolist() == [tokenizer.bos]
     ends = ids[-1:].tolist() == [tokenizer.eos]
     return ids[int(begins) : len(ids) - int(ends)]
 
 
 def rows_of(source: Source, unit: Unit) -> Rows:
-    """The documents of a unit of a cached source: [start, stop) of its file."""
+    """Return the documents of a unit of a cached source: [start, stop) of its file."""
     documents = open_documents(source)
     number = sum(is_index(file.name) for file in source.files[: unit.file])
     first = documents.first[number]
     return Rows(documents, np.arange(first + unit.start, first + unit.stop))
 
 
+def num_tokens(source: Source, unit: Unit) -> int:
+    """Return the number of tokens of a unit of a cached source."""
+    found = rows_of(source, unit)
+    first, last = (found.documents.span(int(found.numbers[i])) for i in (0, -1))
+    return last[2] - first[1]
+
+
 @lru_cache(maxsize=8)
 def training_stream(source: Source, seed: int) -> TrainingStream:
-    """What of a cached source is trained on."""
+    """Return the part of a cached source that is trained on."""
     documents = open_documents(source)
     held: list[int] = []
     for u in source.heldout_units:
@@ -194,14 +207,14 @@ def training_stream(source: Source, seed: int) -> TrainingStream:
 
 
 def num_blocks(source: Source, seed: int, seq_len: int) -> int:
-    """Blocks of an epoch: every token that is trained on is a target in it."""
+    """Return the number of blocks of an epoch: every token that is trained on is a target in it."""
     return math.ceil(training_stream(source, seed).tokens / seq_len)
 
 
 def blocks(
     manifest: Manifest, k: int, lane: int, cursor: Cursor
 ) -> Generator[Packed, None, Counter[str]]:
-    """The blocks of source k in a lane from `cursor` on; its `unit` counts blocks of the epoch.
+    """Yield the blocks of source k in a lane from `cursor` on; `unit` counts an epoch's blocks.
 
     A span's `row` is the document's number in the source. Raises UserError as `TrainingStream`.
     """
@@ -228,7 +241,7 @@ def _order(blocks: int, key: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def _mapped(indices: tuple[Path, ...], _content: tuple[str, ...]) -> Documents:
+def _map_files(indices: tuple[Path, ...], _content: tuple[str, ...]) -> Documents:
     files = tuple(open_tokens(index) for index in indices)
     first = tuple(accumulate((file.documents for file in files), initial=0))
     base = tuple(accumulate((len(file.tokens) for file in files), initial=0))
@@ -238,7 +251,7 @@ def _mapped(indices: tuple[Path, ...], _content: tuple[str, ...]) -> Documents:
 def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
     """Raise UserError unless the cached ones of these sources were written by this tokenizer.
 
-    That stands in NAME.json; without one a warning says that only the ids' range is checked.
+    NAME.json records it; without one, only the ids' range is checked, with a warning.
     """
     problems: list[Problem] = []
     for source in sources:
@@ -256,8 +269,8 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
         raise UserError(*bounded(problems, "model.tokenizer"))
 
 
-def described(tokenizer: Tokenizer) -> dict[str, object]:
-    """What NAME.json says of the tokenizer: its files' digest, and what decides the ids."""
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
+    """Return what NAME.json says of the tokenizer: its files' digest, and what decides the ids."""
     return {
         "tokenizer": tokenizer.digest,
         "backend": tokenizer.backend,
@@ -269,8 +282,8 @@ def described(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _other_tokenizer(said: Path, tokenizer: Tokenizer) -> list[Problem]:
-    """The same files, or the same ids: saving a tokenizer again may change its files."""
-    now = described(tokenizer)
+    """Accept the same files or the same ids: saving a tokenizer again may change its files."""
+    now = describe_tokenizer(tokenizer)
     try:
         then = json.loads(said.read_text("utf-8"))
         differs = [name for name in now if then[name] != now[name]]

@@ -43,8 +43,9 @@ TRAILER_BYTES = COUNTS.size + DIGEST_BYTES
 class Counts(NamedTuple):
     """What a part or a whole source holds, and how much was left out.
 
-    dropped: documents that are null, empty or blank · replaced: with invalid UTF-8, which are in it
-    · skipped: units and lines that cannot be read, where the config says so.
+    dropped: documents that are null, empty or blank
+    replaced: documents with invalid UTF-8, which are kept
+    skipped: units and lines that cannot be read, where the config says so
     """
 
     documents: int = 0
@@ -58,7 +59,8 @@ class Counts(NamedTuple):
 class Task:
     """Write unit `unit` of a source to `path`, ids as dtype code `code`.
 
-    tokenizer, backend: its directory, and what opens it · reading: how the unit is read.
+    tokenizer, backend: its directory, and what opens it
+    reading: how the unit is read
     """
 
     source: Source
@@ -75,7 +77,7 @@ def write_part(task: Task) -> Counts:
 
     Raises UserError for a bad unit, RunError if it cannot be read or the disk refuses.
     """
-    tokenizer, reader = _opened(task.tokenizer, task.backend, task.reading)
+    tokenizer, reader = _open(task.tokenizer, task.backend, task.reading)
     dtype = np.dtype(DTYPES[task.code])
     rows = reader.rows(task.source, task.unit)
     texts: list[str] = []
@@ -99,13 +101,13 @@ def write_part(task: Task) -> Counts:
 
 
 @lru_cache(maxsize=1)
-def _opened(directory: Path, backend: Backend, reading: Reading) -> tuple[Tokenizer, Reader]:
-    """Once in each process."""
+def _open(directory: Path, backend: Backend, reading: Reading) -> tuple[Tokenizer, Reader]:
+    """Open tokenizer and reader once in each process."""
     return open_tokenizer(directory, backend), Reader(reading)
 
 
 def counts_of(path: Path, code: int) -> Counts | None:
-    """What a part says it holds; None: there is none, or not all of it (its content is read later).
+    """Return what a part says it holds; None: it does not exist, or is not complete.
 
     Raises RunError if the disk refuses.
     """
@@ -126,8 +128,8 @@ def counts_of(path: Path, code: int) -> Counts | None:
 
 
 def total(parts: Sequence[Path], code: int) -> Counts:
-    """What all parts of a source hold. Raises RunError if one is missing."""
-    found = [counts_of(part, code) or _changed(part) for part in parts]
+    """Return what all parts of a source hold. Raises RunError if one is missing."""
+    found = [counts_of(part, code) or _refuse_changed(part) for part in parts]
     return Counts(*(sum(values) for values in zip(*found, strict=True)))
 
 
@@ -149,27 +151,17 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` once all of it is durable, else it goes.
-
-    Raises RunError 74 if the disk refuses.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Do as `durable.replacing`. Raises RunError 74 if the disk refuses."""
     try:
-        with partial.open("w+b") as file:
+        with durable.replacing(path, shared=True) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        durable.sync_directory(path.parent)
     except OSError as error:
-        raise disk_failed(error, partial) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise disk_failed(error, path) from error
 
 
 @contextmanager
 def room_needed() -> Iterator[None]:
-    """A full or failing disk, whoever met it, is a RunError 74."""
+    """Raise RunError 74 for a full or failing disk, whatever met it."""
     try:
         yield
     except OSError as error:
@@ -179,17 +171,17 @@ def room_needed() -> Iterator[None]:
 
 
 def disk_failed(error: OSError, path: Path | None = None) -> RunError:
-    """What a disk that refuses ends the command with."""
+    """Return the error of a disk that refuses."""
     what = f"{error.filename or path or 'a file'}: {error.strerror or error}"
     return RunError(
         f"cannot write {what}",
         DISK_FAILED,
-        "make room or repair the disk, then give the same command again: it goes on",
+        "make room or repair the disk, then give the same command again: it continues",
     )
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """In order, so that long documents do not lie in memory twice."""
+    """Yield the texts in batches, so that long documents are not in memory twice."""
     first = characters = 0
     for index, text in enumerate(texts):
         characters += len(text)
@@ -201,7 +193,7 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _append(part: Path, code: int, tokens: BinaryIO, indices: BinaryIO) -> None:
-    counts = counts_of(part, code) or _changed(part)
+    counts = counts_of(part, code) or _refuse_changed(part)
     digest = xxhash.xxh3_64()
     with part.open("rb") as file:
         size = part.stat().st_size - TRAILER_BYTES
@@ -214,17 +206,17 @@ def _append(part: Path, code: int, tokens: BinaryIO, indices: BinaryIO) -> None:
         digest.update(file.read(COUNTS.size))
         whole = file.read(DIGEST_BYTES) == digest.intdigest().to_bytes(DIGEST_BYTES, "little")
     if not whole:
-        _changed(part)
+        _refuse_changed(part)
 
 
-def _changed(part: Path) -> NoReturn:
+def _refuse_changed(part: Path) -> NoReturn:
     part.unlink(missing_ok=True)
     message = f"{part} is not what was written: the disk, or another program, changed it"
-    raise RunError(message, RESTARTABLE, "give the same command again: it writes that part anew")
+    raise RunError(message, RESTARTABLE, "give the same command again: it writes that part again")
 
 
 def _write_offsets(indices: BinaryIO, documents: int, itemsize: int) -> None:
-    """Behind the lengths, where each document begins in the `.bin`: their running sum."""
+    """Write behind the lengths where each document begins in the `.bin`: their running sum."""
     position = 0
     for start in range(0, documents, CHUNK_BYTES // 8):
         count = min(documents - start, CHUNK_BYTES // 8)
@@ -237,7 +229,7 @@ def _write_offsets(indices: BinaryIO, documents: int, itemsize: int) -> None:
 
 
 def _write_borders(indices: BinaryIO, documents: int) -> None:
-    """One sequence a document: 0, 1, … documents."""
+    """Write one sequence a document: 0, 1, … documents."""
     step = CHUNK_BYTES // 8
     for start in range(0, documents + 1, step):
         indices.write(np.arange(start, min(start + step, documents + 1), dtype="<i8").tobytes())

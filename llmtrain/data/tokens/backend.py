@@ -1,4 +1,4 @@
-"""Which back end a fresh run tokenizes with: decided once, by rank 0, and said with its reason.
+"""Chooses the back end that a new run tokenizes with: once, by rank 0, and logs the reason.
 
 tiktoken where the tokenizer converts, where its merges lead to every entry, and where it gives the
 ids of `tokenizers` on documents of the run and on texts made to find a difference.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.tokens.convert import obstacles, unreached
+from llmtrain.data.tokens.convert import find_unreached, obstacles
 from llmtrain.data.tokens.probe_texts import long_runs
 from llmtrain.data.tokens.tokenizer import PART_CHARACTERS, Tokenizer, describe, open_tokenizer
 from llmtrain.errors import UserError
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a fresh run: tiktoken where it gives the same ids, and why not otherwise.
+    """Choose the tokenizer of a new run: tiktoken where it gives the same ids; log why not.
 
     texts: documents of the run, compared besides the awkward texts. One to two seconds.
     """
@@ -47,7 +47,7 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
 
 
 def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str | None:
-    """Where `other` first gives other ids, in words; None: nowhere."""
+    """Describe where `other` first gives other ids; None: nowhere."""
     for text in texts:
         expected, found = one.encode(text), other.encode(text)
         if not np.array_equal(expected, found):
@@ -59,7 +59,7 @@ def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> 
 
 
 def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
-    """What the back end says where it fails on one of these texts."""
+    """Return the error of a back end that fails on one of these texts, or None."""
     for text in texts:
         try:
             tokenizer.encode(text)
@@ -69,7 +69,7 @@ def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
 
 
 def _candidate(directory: Path) -> Tokenizer | str:
-    """The tokenizer with tiktoken, or why there is none."""
+    """Return the tokenizer with tiktoken, or the reason why it cannot be used."""
     import tokenizers
 
     if importlib.util.find_spec("tiktoken") is None:
@@ -78,7 +78,7 @@ def _candidate(directory: Path) -> Tokenizer | str:
     obstacle = next(obstacles(description), None)
     if obstacle:
         return obstacle
-    entry = unreached(description, tokenizers.Tokenizer.from_str(content.decode()).model)
+    entry = find_unreached(description, tokenizers.Tokenizer.from_str(content.decode()).model)
     if entry:
         return f"its merges do not lead to the entry {entry!r}"
     try:

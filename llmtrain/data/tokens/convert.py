@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 Description = dict[str, Any]  # the content of a tokenizer.json
 
-# What ByteLevel cuts words with (`use_regex`); it stands in no file.
+# What ByteLevel cuts words with (`use_regex`); no file contains it.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# A control token that tiktoken is told of and never allows, so it is text wherever it stands. Where
-# there is none at all, the call that gives arrays looks for it at every byte.
+# A control token that tiktoken gets and never allows, so it is text wherever it appears. Where
+# no such token exists, the call that gives arrays looks for one at every byte.
 _NEVER = "\0<|never|>\0"
 
 
@@ -35,8 +35,9 @@ _NEVER = "\0<|never|>\0"
 class Converted:
     """The back end `tiktoken`.
 
-    entries: bytes of an id, of control tokens too · ids: of ranks (n,), None where they are the
-    same · normalize: what to do to texts that are not in form NFC, None: nothing.
+    entries: bytes of an id, of control tokens too
+    ids: of ranks (n,), None where they are the same
+    normalize: what to do to texts that are not in form NFC; None = nothing
     """
 
     encoding: tiktoken.Encoding
@@ -45,11 +46,11 @@ class Converted:
     normalize: Callable[[str], str] | None
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """The ids of each text."""
-        return map(self.go_on, texts)
+        """Yield the ids of each text."""
+        return map(self.encode_part, texts)
 
-    def go_on(self, text: str) -> np.ndarray:
-        """The ids (n,) int32 of a text, or of a later part of one: nothing is put in front."""
+    def encode_part(self, text: str) -> np.ndarray:
+        """Return the ids (n,) int32 of a text, or of a later part: nothing is put in front."""
         # Python asks in 2–4 ns a character what normalizing answers in 60–120. Where the two know
         # different versions of Unicode, the check at the first start sees it.
         if self.normalize and not text.isascii() and not unicodedata.is_normalized("NFC", text):
@@ -60,7 +61,7 @@ class Converted:
         return ranks if self.ids is None else self.ids[ranks]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; those that are no entry's say nothing."""
+        """Return the text of ids; ids without an entry give no text."""
         return b"".join(self.entries.get(i, b"") for i in ids).decode("utf-8", "replace")
 
 
@@ -69,7 +70,7 @@ def convert(description: Description) -> Converted:
     import tiktoken
 
     vocab: dict[str, int] = description["model"]["vocab"]
-    names = [*byte_symbols(), *merged(description)]
+    names = [*byte_symbols(), *merge_results(description)]
     table = byte_symbols()
     keys = [bytes(map(table.__getitem__, name)) for name in names]
     ids = [vocab[name] for name in names]
@@ -77,7 +78,7 @@ def convert(description: Description) -> Converted:
     ordered = ids[256:] == sorted(ids[256:])
     ranks = ids if ordered else range(len(ids))
     entries = dict(zip(ids, keys, strict=True))
-    entries |= {token["id"]: token["content"].encode() for token in added(description)}
+    entries |= {token["id"]: token["content"].encode() for token in added_tokens(description)}
     return Converted(
         encoding=tiktoken.Encoding(
             "llmtrain",
@@ -94,7 +95,7 @@ def convert(description: Description) -> Converted:
 
 
 def obstacles(description: Description) -> Iterator[str]:
-    """Reasons why this tokenizer cannot be tiktoken's, the first one alone being reliable."""
+    """Yield reasons why this tokenizer cannot be tiktoken's, the first one alone being reliable."""
     model = description["model"]
     if model.get("type") != "BPE":
         yield f"its model is {model.get('type')}, not BPE"
@@ -108,15 +109,15 @@ def obstacles(description: Description) -> Iterator[str]:
     yield from _obstacles_of_entries(description)
 
 
-def unreached(description: Description, model: tokenizers.models.BPE) -> str | None:
-    """The first entry that its own merges do not lead to, as it is written in the vocabulary.
+def find_unreached(description: Description, model: tokenizers.models.BPE) -> str | None:
+    """Find the first entry that its own merges do not lead to, as written in the vocabulary.
 
     model: of the opened tokenizer. A second for 150,000 entries; once a run.
     """
     vocab = description["model"]["vocab"]
     at_once, model.ignore_merges = model.ignore_merges, False
     try:
-        for name in merged(description):
+        for name in merge_results(description):
             if [token.id for token in model.tokenize(name)] != [vocab[name]]:
                 return name
     finally:
@@ -125,36 +126,36 @@ def unreached(description: Description, model: tokenizers.models.BPE) -> str | N
 
 
 def control_strings(description: Description) -> list[str]:
-    """Added tokens that the model itself makes of text, though nobody looks for them there."""
+    """Return added tokens that the model itself makes of text, without being asked to."""
     model = description["model"]
-    names = {token["content"] for token in added(description)}
+    names = {token["content"] for token in added_tokens(description)}
     if model.get("type") == "BPE" and not model.get("ignore_merges"):
-        return sorted(names.intersection(merged(description)))
+        return sorted(names.intersection(merge_results(description)))
     return sorted(names.intersection(vocabulary(description)))
 
 
 def vocabulary(description: Description) -> dict[str, int]:
-    """Entry → id, of the model alone."""
+    """Return entry → id, of the model alone."""
     vocab = description["model"].get("vocab") or {}
     if isinstance(vocab, list):  # Unigram's: pieces and their scores
         return {piece: index for index, (piece, _) in enumerate(vocab)}
     return dict(vocab)
 
 
-def added(description: Description) -> list[dict[str, Any]]:
-    """The added tokens: `id`, `content` …"""
+def added_tokens(description: Description) -> list[dict[str, Any]]:
+    """Return the added tokens: `id`, `content` …"""
     return list(description.get("added_tokens") or ())
 
 
-def merged(description: Description) -> list[str]:
-    """The results of the merges, in order."""
+def merge_results(description: Description) -> list[str]:
+    """Return the results of the merges, in order."""
     merges = description["model"].get("merges") or ()
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges)
     return ["".join(pair) for pair in pairs]
 
 
 def byte_symbols() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """Return the character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = sorted(set(range(256)) - set(shown))
     symbols = {chr(byte): byte for byte in shown}
@@ -162,7 +163,7 @@ def byte_symbols() -> dict[str, int]:
 
 
 def shell(description: Description, *parts: str, **others: Any) -> tokenizers.Tokenizer:
-    """A tokenizer without entries that has these parts of a description, and others."""
+    """Return a tokenizer without entries that has these parts of a description, and others."""
     import json
 
     import tokenizers
@@ -182,7 +183,7 @@ def shell(description: Description, *parts: str, **others: Any) -> tokenizers.To
 
 
 def _obstacles_of_steps(description: Description) -> Iterator[str]:
-    """Of what happens to a text before its words are merged, and to ids when they are shown."""
+    """Yield obstacles in the normalizer, the pre-tokenizer and the decoder."""
     kinds = [step["type"] for step in _steps(description, "normalizer")]
     if kinds not in ([], ["NFC"]):
         yield f"its normalizer is {' + '.join(kinds)}"
@@ -205,7 +206,7 @@ def _obstacles_of_steps(description: Description) -> Iterator[str]:
 
 
 def _obstacles_of_entries(description: Description) -> Iterator[str]:
-    vocab, results, symbols = vocabulary(description), merged(description), byte_symbols()
+    vocab, results, symbols = vocabulary(description), merge_results(description), byte_symbols()
     missing = [f"0x{byte:02x}" for symbol, byte in symbols.items() if symbol not in vocab]
     if missing:
         yield f"its vocabulary lacks {len(missing)} of the 256 bytes, {missing[0]} first"
@@ -218,7 +219,7 @@ def _obstacles_of_entries(description: Description) -> Iterator[str]:
     if controls:
         yield f"its model makes the control token {controls[0]!r} of text"
     if description["model"].get("ignore_merges"):
-        names = {token["content"] for token in added(description)}
+        names = {token["content"] for token in added_tokens(description)}
         for name in vocab.keys() - symbols.keys() - set(results) - names:
             yield f"no merge leads to the entry {name!r}"
 
@@ -229,7 +230,7 @@ def _pattern(description: Description) -> str:
 
 
 def _steps(description: Description, part: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of its steps."""
+    """Return a normalizer or pre-tokenizer as the list of its steps."""
     found = description.get(part)
     if found is None:
         return []

@@ -36,5 +36,5 @@ PROBES = (
 
 
 def long_runs(characters: int) -> list[str]:
-    """Texts of `characters` of one kind, at which the stack of a regular expression may end."""
+    """Return texts of one repeated character, which may overflow a regular expression's stack."""
     return [run * (characters - 1) + "x" for run in (" ", "\n", "中")]

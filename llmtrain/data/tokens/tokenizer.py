@@ -5,7 +5,7 @@ as fast, for tokenizers that convert (`convert.py`). Rank 0 chooses at a run's f
 manifest keeps the choice: every later start and every worker opens that one.
 
 Text is only ever text: an article that contains `<|endoftext|>` gets the ids of these characters,
-never the control token. No back end is told of added tokens, special or not; and where a model
+never the control token. No back end knows added tokens, special or not; and where a model
 makes one of text by itself, its string is cut in two.
 """
 
@@ -25,7 +25,7 @@ import xxhash
 
 from llmtrain.data.tokens.convert import (
     Description,
-    added,
+    added_tokens,
     control_strings,
     convert,
     obstacles,
@@ -49,27 +49,29 @@ _BORDERS = (
     re.compile(r"\S\n(?=\S)"),  # behind a single newline
     re.compile(r"\S(?=\s)"),
 )
-_BORDER_CHARACTERS = 1 << 14  # so far back a border is looked for
+_BORDER_CHARACTERS = 1 << 14  # how far back a border is searched for
 
 
 class Encoder(Protocol):
     """What a back end does."""
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """The ids (n,) int32 of each text."""
+        """Yield the ids (n,) int32 of each text."""
 
-    def go_on(self, text: str) -> np.ndarray:
-        """The ids of a later part of a text."""
+    def encode_part(self, text: str) -> np.ndarray:
+        """Return the ids of a later part of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens written out."""
+        """Return the text of ids, control tokens written out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
     """The back end `tokenizers`.
 
-    whole: without added tokens · rest: puts nothing in front of a text · full: with them, decodes.
+    whole: without added tokens
+    rest: puts nothing in front of a text
+    full: with added tokens, decodes
     """
 
     whole: tokenizers.Tokenizer
@@ -77,19 +79,19 @@ class Reference:
     full: tokenizers.Tokenizer
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """The ids of each text."""
+        """Yield the ids of each text."""
         for i in range(0, len(texts), BATCH):
             part = texts[i : i + BATCH]
             for encoding in self.whole.encode_batch_fast(part, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=np.int32)
 
-    def go_on(self, text: str) -> np.ndarray:
-        """The ids of a later part of a text."""
+    def encode_part(self, text: str) -> np.ndarray:
+        """Return the ids of a later part of a text."""
         encoding = self.rest.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens written out."""
+        """Return the text of ids, control tokens written out."""
         return str(self.full.decode(ids, skip_special_tokens=False))
 
 
@@ -98,8 +100,10 @@ class Tokenizer:
     """The run's tokenizer.
 
     eos, bos, pad: ids; bos is None unless the tokenizer itself puts one before a text; pad is the
-    end-of-text id where there is none · length: ids are below it · digest: of its files · control:
-    strings that the model would make a control token of, None: there are none.
+        end-of-text id where the tokenizer has no pad token
+    length: ids are below it
+    digest: of its files
+    _control: strings of which the model would make a control token, None = no such strings
     """
 
     eos: int
@@ -113,21 +117,21 @@ class Tokenizer:
     _awkward: tuple[str, ...] = field(repr=False)
 
     def encode(self, text: str) -> np.ndarray:
-        """The text's own ids (n,) int32: no begin or end token, no control tokens."""
+        """Return the text's own ids (n,) int32: no begin or end token, no control tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+        """Encode each text."""
         return list(self._encode(texts))
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Documents as they are trained on: begin token if there is one, text, end of text."""
+        """Encode documents as they are trained on: begin token if any, text, end of text."""
         begin = np.array([] if self.bos is None else [self.bos], dtype=np.int32)
         end = np.array([self.eos], dtype=np.int32)
         return [np.concatenate((begin, ids, end)) for ids in self._encode(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, control tokens written out."""
+        """Return the text of ids, control tokens written out."""
         return self._encoder.decode([int(i) for i in ids])
 
     @property
@@ -147,7 +151,7 @@ class Tokenizer:
         parts = [split_long(text, PART_CHARACTERS, self._control) for text in texts]
         firsts = self._encoder.encode([first for first, *_ in parts])
         for ids, (_, *rest) in zip(firsts, parts, strict=True):
-            yield np.concatenate((ids, *map(self._encoder.go_on, rest))) if rest else ids
+            yield np.concatenate((ids, *map(self._encoder.encode_part, rest))) if rest else ids
 
 
 def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenizer:
@@ -161,10 +165,12 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it takes a thread for every core
     os.environ["RAYON_NUM_THREADS"] = "1"
     if backend == "tiktoken":
-        encoder: Encoder = _converted(description, str(directory))
+        encoder: Encoder = _convert(description, str(directory))
     else:
         encoder = _reference(description, content.decode())
-    ids = vocabulary(description) | {token["content"]: token["id"] for token in added(description)}
+    ids = vocabulary(description) | {
+        token["content"]: token["id"] for token in added_tokens(description)
+    }
     eos, bos, pad = (
         _token(ids, settings, name) for name in ("eos_token", "bos_token", "pad_token")
     )
@@ -183,18 +189,18 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
         _control=re.compile("|".join(map(re.escape, control))) if control else None,
         _awkward=(
             *PROBES,
-            "".join(f"a{t['content']} b {t['content']}" for t in added(description)),
+            "".join(f"a{t['content']} b {t['content']}" for t in added_tokens(description)),
         ),
     )
 
 
 def describe(directory: Path) -> tuple[bytes, Description]:
-    """The bytes of `tokenizer.json`, and what they say. Raises UserError."""
+    """Return the bytes of `tokenizer.json`, and what they say. Raises UserError."""
     return _read(directory / "tokenizer.json")
 
 
 def split_long(text: str, limit: int, control: re.Pattern[str] | None = None) -> list[str]:
-    """A text as the parts that are encoded one by one: a fixed rule, for both back ends.
+    """Return a text as the parts that are encoded one by one: a fixed rule, for both back ends.
 
     Of at most `limit` characters, cut where a word begins (before the last single space, else
     behind the last single newline, else before white space), so that the ids are those of the whole
@@ -212,7 +218,7 @@ def split_long(text: str, limit: int, control: re.Pattern[str] | None = None) ->
 
 
 def _border(text: str, start: int, end: int) -> int:
-    """The best place of text[start:end] to cut at, near its end."""
+    """Return the best place of text[start:end] to cut at, near its end."""
     first = max(start, end - _BORDER_CHARACTERS)
     for border in _BORDERS:
         places = [found.end() for found in border.finditer(text, first, end)]
@@ -221,7 +227,7 @@ def _border(text: str, start: int, end: int) -> int:
     return end
 
 
-def _converted(description: Description, place: str) -> Encoder:
+def _convert(description: Description, place: str) -> Encoder:
     remedy = "restore the run's tokenizer/, and tiktoken in the version that the run began with"
     reason = next(obstacles(description), None)
     try:
@@ -249,15 +255,15 @@ def _reference(description: Description, content: str) -> Reference:
 
 
 def _without_beginning(description: Description) -> Description:
-    """Normalizer and pre-tokenizer for a text that goes on: they put nothing in front of it."""
-    return {part: _going_on(description.get(part)) for part in ("normalizer", "pre_tokenizer")}
+    """Return normalizer and pre-tokenizer for a later part: they put nothing in front of it."""
+    return {part: _continue_step(description.get(part)) for part in ("normalizer", "pre_tokenizer")}
 
 
-def _going_on(step: Description | None) -> Description | None:
+def _continue_step(step: Description | None) -> Description | None:
     if step is None or step["type"] == "Prepend":
         return None
     for key in {"normalizers", "pretokenizers"} & step.keys():
-        steps = [_going_on(inner) for inner in step[key]]
+        steps = [_continue_step(inner) for inner in step[key]]
         return {**step, key: [inner for inner in steps if inner is not None]}
     changes: Description = {
         "Metaspace": {"prepend_scheme": "never"},

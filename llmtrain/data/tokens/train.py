@@ -23,7 +23,7 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
     byte symbols and the special token, or if the texts are too small to reach it.
     """
     if entries < SMALLEST:
-        raise UserError(Problem("model.tokenizer", _asked(entries), f"at least {SMALLEST} entries"))
+        raise UserError(Problem("model.tokenizer", _value(entries), f"at least {SMALLEST} entries"))
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -43,7 +43,7 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
 
 
 def tokenizer_config() -> str:
-    """The text of the `tokenizer_config.json` that makes such a tokenizer load with transformers.
+    """Return the `tokenizer_config.json` with which transformers loads such a tokenizer.
 
     `<|endoftext|>` ends a document and, as no text holds it, also begins one and pads; nothing is
     added to a text when it is encoded.
@@ -59,14 +59,14 @@ def tokenizer_config() -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
-def _asked(entries: int) -> str:
+def _value(entries: int) -> str:
     return f"{{train: {entries}}}"
 
 
 def _too_little_text(entries: int, reached: int) -> Problem:
     return Problem(
         "model.tokenizer",
-        _asked(entries),
+        _value(entries),
         f"text enough for {entries} entries; the training text gives {reached}",
         f"{{train: {reached}}}, or more text",
     )

@@ -33,7 +33,8 @@ from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.ranks import ControlGroup, Group, Single
+from llmtrain.distributed.ranks import Group
+from llmtrain.types import Alone, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Launched:
 
     accelerator: Accelerator
     strategy: str
-    ranks: ControlGroup
+    ranks: Ranks
     device: torch.device
     engine: Engine
     sharding: Sharding | None = None
@@ -107,29 +108,24 @@ def make_accelerator(
         case "ddp":
             accelerator = _replicated(distributed, timeout, common)
         case "fsdp":
-            accelerator, sharding = _sharded(
-                strategy, precision, distributed, timeout, fsdp_sync, common
-            )
+            sharding = _sharded(strategy, precision, distributed, timeout, fsdp_sync, common)
+            accelerator = sharding.accelerator
         case "zero":
             own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
             accelerator = _partitioned(strategy, precision, timeout, own | common)
     ranks = _control_group(accelerator, timeout)
-    engine = _engine(strategy, accelerator, ranks, sharding)
+    engine: Engine
+    if family(strategy) == "zero":
+        engine = DeepSpeedEngine(accelerator)
+    else:
+        # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
+        copy = ranks.rank if sharding is None else sharding.replica
+        engine = TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 
-def _control_group(accelerator: Accelerator, timeout: timedelta) -> ControlGroup:
-    return Group(timeout) if accelerator.num_processes > 1 else Single()
-
-
-def _engine(
-    strategy: str, accelerator: Accelerator, ranks: ControlGroup, sharding: Sharding | None
-) -> Engine:
-    if family(strategy) == "zero":
-        return DeepSpeedEngine(accelerator)
-    # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
-    copy = ranks.rank if sharding is None else sharding.replica
-    return TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
+def _control_group(accelerator: Accelerator, timeout: timedelta) -> Ranks:
+    return Group(timeout) if accelerator.num_processes > 1 else Alone()
 
 
 def _replicated(
@@ -158,7 +154,7 @@ def _sharded(
     timeout: timedelta,
     sync: str,
     common: dict[str, Any],
-) -> tuple[Accelerator, Sharding]:
+) -> Sharding:
     """FSDP2 or HSDP, whatever the launch file says beside the numbers of processes."""
     env = dict(os.environ)
     with own_environment():
@@ -173,7 +169,7 @@ def _sharded(
         # transformers reads it too, and would load weights on rank 0 alone.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     offload = strategy == "fsdp2_offload" and not common["cpu"]
-    return accelerator, Sharding(distributed.wrap_class, sync, replica, replicas, offload)
+    return Sharding(accelerator, distributed.wrap_class, sync, replica, replicas, offload)
 
 
 def _partitioned(
@@ -182,7 +178,8 @@ def _partitioned(
     """DeepSpeed's ZeRO, of a single process too."""
     with own_environment():
         accelerator = zero.make(strategy, precision, timeout, **more)
-    zero.stay_launched()
+    # DeepSpeed reads a launcher's LOCAL_RANK as long as it runs, of a single process too.
+    os.environ.setdefault("LOCAL_RANK", "0")
     return accelerator
 
 

@@ -17,9 +17,9 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 from torch.distributed.rendezvous import rendezvous
 
+from llmtrain.agreement import count_votes
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import awaited, launcher_variables
-from llmtrain.distributed.ranks import vote
 from llmtrain.types import Alone, Ranks, Vote
 
 _TELL_AFTER_SECONDS = 5.0
@@ -61,8 +61,13 @@ class Meeting:
         return bytes.fromhex(self._store.get(key).decode())
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Say whether this rank failed, and hear who did."""
-        return vote(self, error, body)
+        """Say whether this rank failed, and learn who did."""
+        return count_votes(self, error, body)
+
+    def highest(self, value: int) -> int:
+        """Return the largest number that any rank gives, on every rank."""
+        heard = self.gather(b"%d" % value)
+        return int(self.broadcast(b"%d" % max(map(int, heard), default=0)))
 
 
 def meet(timeout: timedelta, tell_after: float = _TELL_AFTER_SECONDS) -> Ranks:

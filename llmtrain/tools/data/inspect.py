@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
 from typing import Any
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.audit.census import Census, census
 from llmtrain.data.audit.epochs import Epoch, epoch
 from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
-from llmtrain.data.batches import IGNORED, batch_of
+from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
@@ -26,6 +26,7 @@ from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
 from llmtrain.training.start.prepare import load_manifest, prepare
+from llmtrain.types import NOT_TRAINED
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
@@ -122,8 +123,9 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
         prepare(config, directory, max(1, workers), config.model.revision)
         manifest = load_manifest(config, directory)
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
-        check(manifest, config, tokenizer)
-        reading = reading_of(config, directory)
+        settings = data_settings(config)
+        check(manifest, settings, tokenizer)
+        reading = reading_of(settings, directory)
         return _inspection(config, manifest, tokenizer, reading, blocks, documents)
 
 
@@ -138,7 +140,7 @@ def _inspection(
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
     found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
-    once = _epoch(manifest, tokenizer, reading, found)
+    once = epoch(manifest, tokenizer, reading, found)
     packed = _pack(manifest, tokenizer, reader, blocks, once.blocks)
     read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed.padding)
     return Inspection(
@@ -147,7 +149,8 @@ def _inspection(
         backend=tokenizer.backend,
         seq_len=manifest.seq_len,
         packing=manifest.packing,
-        tokens_per_byte=sum(one.tokens for one in found) / max(1, sum(one.bytes for one in found)),
+        tokens_per_byte=sum(one.all.tokens for one in found)
+        / max(1, sum(one.all.bytes for one in found)),
         steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
         padding=packed.padding,
         documents_cut=packed.documents_cut,
@@ -157,17 +160,6 @@ def _inspection(
         blocks=packed.shown,
         estimated=_estimated(manifest, found, once),
     )
-
-
-def _epoch(
-    manifest: Manifest, tokenizer: Tokenizer, reading: Reading, found: Sequence[Census]
-) -> Epoch:
-    """One pass over the training documents, reckoned as a run does for `training.epochs`."""
-    if manifest.packing == "bestfit" or not all(one.exact for one in found):
-        return epoch(manifest, tokenizer, reading)
-    documents = sum(one.documents - one.heldout for one in found)
-    tokens = sum(one.training_tokens for one in found)
-    return Epoch(documents, tokens, ceil(tokens / manifest.seq_len), exact=True)
 
 
 def _blocks_of_run(config: Config, once: Epoch) -> float:
@@ -248,7 +240,7 @@ def _padding(manifest: Manifest, block: Block) -> int:
 def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
     """A block as text, document by document, so that no border falls inside a character."""
     batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
-    targets = [False, *(batch.labels[0] != IGNORED).tolist()]
+    targets = [False, *(batch.labels[0] != NOT_TRAINED).tolist()]
     text = ""
     borders: list[int] = []
     trained: list[tuple[int, int]] = []
@@ -285,19 +277,19 @@ def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFacts:
     """Source k. read: tokens that the whole run trains on, of all sources."""
     source = manifest.sources[k]
-    passes = read * source.weight / sum(manifest.weights) / max(1, found.training_tokens)
+    passes = read * source.weight / sum(manifest.weights) / max(1, found.training.tokens)
     return SourceFacts(
         name=source.label,
         revision=source.revision,
         files=len(source.files),
         units=len(source.units),
-        documents=found.documents,
-        dropped=found.dropped,
-        replaced=found.replaced,
+        documents=round(found.all.documents),
+        dropped=round(found.dropped),
+        replaced=round(found.replaced),
         duplicates=found.duplicates,
-        bytes=found.bytes,
-        tokens=found.tokens,
-        heldout=found.heldout,
+        bytes=round(found.all.bytes),
+        tokens=round(found.all.tokens),
+        heldout=round(found.all.documents - found.training.documents),
         epochs=min(passes, source.max_epochs or passes),
         looked_at=found.looked_at,
         estimated=() if found.exact else (*ESTIMATED, "epochs"),

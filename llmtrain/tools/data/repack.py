@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from llmtrain.config.schema import SourceConfig
-from llmtrain.data.repack.rewrite import Rewrite, finished, made_of, rewrite
-from llmtrain.data.repack.tables import kind_of
-from llmtrain.data.sources.local import bounded, is_local, list_files, locate
+from llmtrain.data.repack.rewrite import Rewrite, finished_rows, made_of, rewrite
+from llmtrain.data.repack.tables import KINDS
+from llmtrain.data.sources.local import bounded, file_format, is_local, list_files, locate
 from llmtrain.errors import Problem, UserError
 from llmtrain.tools.data.pool import Progress, each_left
 
@@ -41,7 +41,7 @@ def repack(
     began = time.perf_counter()
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)
     _refuse_others(out, [task.target for task in tasks])
-    known = [finished(task) for task in tasks]
+    known = [finished_rows(task) for task in tasks]
     rows = each_left(rewrite, tasks, known, jobs, int, progress)
     files = tuple(task.target.relative_to(out).as_posix() for task in tasks)
     return Repacked(files, rows, time.perf_counter() - began)
@@ -53,7 +53,7 @@ def _tasks(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rew
         raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
     if Path(path).is_dir() and _inside(out, root):
         raise UserError(Problem("--out", out, f"a directory outside {path}"))
-    unknown = [file for file in files if kind_of(file.name) is None]
+    unknown = [file for file in files if file_format(file.name, KINDS) is None]
     if unknown:
         expected = ".parquet, .arrow, .jsonl, .json, .txt, .csv or .tsv; .gz or .zst after lines"
         remedy = "move it away, or name the files with a glob"

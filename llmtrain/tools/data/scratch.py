@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import has_other_sources
 from llmtrain.rundir import contents
@@ -35,7 +36,7 @@ def aside_unless_other(config: Config) -> Iterator[Path]:
     """
     run_dir = config.run_dir
     manifest = run_dir / contents.MANIFEST
-    if manifest.exists() and has_other_sources(manifest, config):
+    if manifest.exists() and has_other_sources(manifest, data_settings(config)):
         with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
             (Path(folder) / "footers").mkdir()
             yield Path(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.documents.reader import reading_of
 from llmtrain.data.stream import Stream
@@ -33,7 +34,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
             rank=rank,
             world_size=world_size,
             workers=workers,
-            reading=reading_of(config, directory),
+            reading=reading_of(data_settings(config), directory),
         )
         try:
             yield stream

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from llmtrain.config.binding import Change, bind, changes, dump
+from llmtrain.config.binding import Change, bind, changes, data_settings, dump
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import (
     Config,
@@ -37,7 +37,7 @@ from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.survey import check
 from llmtrain.data.token_cache.file import dtype_code
-from llmtrain.data.token_cache.source import described
+from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
@@ -82,7 +82,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
     with RunLock(work, "tokenize"), room_needed():
         manifest, tokenizer = _begin(wanted, out, work)
         paths = [out / f"{name}.idx" for name in file_names(manifest.labels)]
-        _write(manifest, tokenizer, reading_of(wanted, work), paths, jobs, progress)
+        _write(manifest, tokenizer, reading_of(data_settings(wanted), work), paths, jobs, progress)
         for folder in (PARTS, "footers"):
             shutil.rmtree(work / folder, ignore_errors=True)
     said = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
@@ -163,7 +163,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
     if begun:
         try:
-            check(manifest, config, tokenizer)
+            check(manifest, data_settings(config), tokenizer)
         except UserError as error:  # whose remedies are those of a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error
@@ -206,7 +206,7 @@ def _write(
         parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
         origin = {"source": source.label, "path": source.path, "revision": source.revision}
-        _join(parts, paths[k], code, described(tokenizer) | origin)
+        _join(parts, paths[k], code, describe_tokenizer(tokenizer) | origin)
 
 
 def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data import manifest as manifests
@@ -27,7 +28,7 @@ from llmtrain.data.documents.reader import Reader, reading_of
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.packing import Span
-from llmtrain.data.state import DataState, carried_over
+from llmtrain.data.state import DataState, carry_over
 from llmtrain.data.survey import changed_files, differing_tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
@@ -115,7 +116,7 @@ def which(
     with aside(run_dir) as directory:
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
-        reader = Reader(reading_of(config, directory))
+        reader = Reader(reading_of(data_settings(config), directory))
         digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
         checked_at = _checked(start, digests)
         documents = _documents(manifest, reader, numbered, tokenizer if text else None)
@@ -170,7 +171,7 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
 def _manifest(run_dir: Path, config: Config) -> Manifest:
     """The run's manifest, its sources where they lie now."""
     try:
-        return manifests.load(run_dir / contents.MANIFEST, config)
+        return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
         raise UserError(*(_moved(problem) for problem in error.problems)) from error
 
@@ -194,7 +195,7 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     if others and others[-1] >= count:  # the step was saved with what is no more
         raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
-        state = carried_over(state, manifest)
+        state = carry_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
 
 

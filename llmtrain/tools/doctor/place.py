@@ -169,7 +169,8 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS
     if began.is_file() and record.is_file():
         found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
-        if problems := not_accepted(found_changes, case.config, f"with which {case.run_dir} began"):
+        accepted = case.config.checkpoint.accept_changes
+        if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
             yield refused(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")

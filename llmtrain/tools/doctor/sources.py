@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
-from llmtrain.data.remote.request import AttemptError, awaited
+from llmtrain.data.remote.request import AttemptError, wait_for
 from llmtrain.data.survey import survey
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents
@@ -81,7 +82,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
     with aside(case.run_dir) as folder, warned() as heard:
         try:
-            found = survey(case.config, ranks, folder, stop=deadline)
+            found = survey(data_settings(case.config), ranks, folder, stop=deadline)
         except RunError:
             if not deadline.wait(0):
                 raise
@@ -164,7 +165,7 @@ def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> 
     """
     _quiet_hub()
     try:
-        return awaited(lambda: _described(config, run_dir), seconds, None)
+        return wait_for(lambda: _described(config, run_dir), seconds, None)
     except UserError as wrong:
         raise UserError(*map(_with_remedy, wrong.problems)) from wrong
     except AttemptError as late:

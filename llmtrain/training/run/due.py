@@ -5,8 +5,7 @@ that all ranks received.
 from __future__ import annotations
 
 from llmtrain.config.schema import Config
-from llmtrain.distributed.ranks import ControlGroup
-from llmtrain.types import Flags, Numbers
+from llmtrain.types import Flags, Numbers, Ranks
 
 # A lost launcher comes first: ranks are reparented one after another, each with a signal.
 STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
@@ -107,7 +106,7 @@ class Due:
         return step == self._steps or self.data_ended
 
 
-def agreed_stop(ranks: ControlGroup, flags: Flags) -> tuple[str, ...]:
+def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
     """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
     said = {
         "launcher_lost": flags.lost_launcher,

@@ -8,6 +8,9 @@ from llmtrain.checkpoint.background import Writer
 from llmtrain.checkpoint.format import Extents
 from llmtrain.checkpoint.write import Begun
 
+# Why this rank did not write its part, or where it wrote it.
+Written = tuple[BaseException | None, Extents]
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -15,7 +18,7 @@ class Flight:
 
     cursors: the line of `cursors.jsonl`, at rank 0 · last: this start makes no step after it ·
     blocked: seconds that the training has waited for it so far, but for those that its writer
-    counts · extents, error: of one written in line.
+    counts · written: what came of one written in line, None where a writer has it.
     """
 
     step: int
@@ -24,9 +27,7 @@ class Flight:
     cursors: bytes
     last: bool
     blocked: float
-    beside: bool
-    extents: Extents = field(default_factory=dict)
-    error: BaseException | None = None
+    written: Written | None
 
 
 @dataclass(slots=True)
@@ -54,5 +55,5 @@ class Saves:
 
     def flags(self) -> dict[str, bool]:
         """What this rank's writer has to say in the step's vector."""
-        state = self.writer.state if self.writer and self.flight and self.flight.beside else "idle"
+        state = self.writer.state if self.writer and self.flight else "idle"
         return {"writer_ready": state == "ready", "writer_failed": state == "failed"}

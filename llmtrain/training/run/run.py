@@ -15,7 +15,6 @@ from torch import nn
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.engine import Engine
-from llmtrain.distributed.ranks import ControlGroup
 from llmtrain.metrics.meter import Meter
 from llmtrain.training.run.due import Due
 from llmtrain.training.run.feed import Feed
@@ -25,6 +24,7 @@ from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.run.opened import DataSide, ModelSide, Processes
 from llmtrain.training.stop.requests import Requests
 from llmtrain.training.stop.signals import Signals
+from llmtrain.types import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Run:
         return self.processes.launched.device
 
     @property
-    def ranks(self) -> ControlGroup:
+    def ranks(self) -> Ranks:
         """How the processes talk to each other."""
         return self.processes.launched.ranks
 

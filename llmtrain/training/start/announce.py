@@ -7,8 +7,8 @@ import platform
 
 import torch
 
+from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import changes
-from llmtrain.distributed.ranks import on_rank_zero
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate_factor

@@ -200,7 +200,9 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
 def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
     changed = changes(bind(began_with).binding, bind(config).binding)
-    if problems := refused(changed, config, f"with which {run_dir} began"):
+    if problems := refused(
+        changed, config.checkpoint.accept_changes, f"with which {run_dir} began"
+    ):
         raise UserError(*problems)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmtrain import heartbeat
+from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import Found
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data import heldout, survey
 from llmtrain.data.audit.epochs import epoch
@@ -20,14 +22,14 @@ from llmtrain.data.file_parts import UNITS_PER_LANE
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
-from llmtrain.data.state import DataState, carried_over, check, differing
+from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.distributed.ranks import ControlGroup, agreed, from_rank_zero, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
 from llmtrain.training.run.opened import DataSide, Processes
 from llmtrain.training.start import prepare
+from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -52,10 +54,10 @@ def open_data(
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
     state = saved or DataState.fresh(manifest)
-    agreed(ranks, lambda: check(state, manifest, config))
+    agreed(ranks, lambda: check(state, manifest, config.checkpoint.accept_changes))
     changed = differing(state, manifest)
     if changed:
-        state = carried_over(state, manifest)
+        state = carry_over(state, manifest)
     if found:
         state = replace(state, next_block=found.step * config.training.global_batch_size)
     if found and tuple(found.state["weights"]) != manifest.weights:
@@ -64,7 +66,7 @@ def open_data(
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
     path = run_dir / HELDOUT
-    reading = reading_of(config, run_dir, stop)
+    reading = reading_of(data_settings(config), run_dir, stop)
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
     held = _same_heldout(ranks, path)
     stream = open_stream(
@@ -76,7 +78,7 @@ def open_data(
         workers=workers,
         next_block=state.next_block,
         cursors=state.cursors,
-        reading=reading_of(config, run_dir),
+        reading=replace(reading, stop=None),
     )
     stack.enter_context(closing(stream))
     return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
@@ -93,9 +95,8 @@ def with_steps(
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
-            reading = reading_of(config, config.run_dir, stop)
-            body = from_rank_zero(ranks, lambda: _epoch(data, reading))
-            auto.run["epoch"] = json.loads(body)
+            reading = reading_of(data_settings(config), config.run_dir, stop)
+            auto.run["epoch"] = from_rank_zero(ranks, lambda: _epoch(data, reading))
         blocks = auto.run["epoch"]["blocks"]
         steps = max(1, round(training.epochs * blocks / training.global_batch_size))
         how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
@@ -106,9 +107,9 @@ def with_steps(
     return config
 
 
-def _epoch(data: DataSide, reading: Reading) -> bytes:
-    reckoned = asdict(epoch(data.manifest, data.tokenizer, reading))
-    return json.dumps({"data": data.manifest.fingerprint, **reckoned}).encode()
+def _epoch(data: DataSide, reading: Reading) -> dict[str, Any]:
+    found = epoch(data.manifest, data.tokenizer, reading)
+    return {"data": data.manifest.fingerprint, **asdict(found)}
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:
@@ -130,7 +131,7 @@ def _workers(config: Config, device: torch.device) -> int:
 def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
     manifest = prepare.load_manifest(config, run_dir)
     tokenizer = open_tokenizer(run_dir / TOKENIZER, manifest.tokenizer.backend)
-    survey.check(manifest, config, tokenizer)
+    survey.check(manifest, data_settings(config), tokenizer)
     return manifest, tokenizer
 
 
@@ -167,21 +168,21 @@ def _prepare_heldout(
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)
-    own = survey.evaluation_sources(config, reading)
+    own = survey.evaluation_sources(data_settings(config), reading)
     limit = config.evaluation.max_documents
     heldout.prepare(manifest, tokenizer, path, limit, reading, own)
 
 
-def _same_heldout(ranks: ControlGroup, path: Path) -> HeldOut | None:
+def _same_heldout(ranks: Ranks, path: Path) -> HeldOut | None:
     """What rank 0 prepared, on every rank: evaluation is collective."""
     held = agreed(ranks, lambda: heldout.load(path))
     tokens = len(held.ids) if held else 0
 
     def compare() -> None:
-        if int(there) != tokens:
+        if there != tokens:
             expected = "the same file on every rank: the run directory must be shared"
             raise UserError(Problem(str(path), None, expected))
 
-    there = ranks.broadcast(str(tokens).encode())
+    there = from_rank_zero(ranks, lambda: tokens)
     agreed(ranks, compare)
     return held

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from llmtrain.agreement import agreed
 from llmtrain.config.schema import Config
 from llmtrain.data.survey import packing_of
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.ranks import agreed
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.documents import document_tensors

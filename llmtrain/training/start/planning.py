@@ -153,7 +153,9 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
     hardware = this_machine(config, os.environ)
     model = described(config, hardware, run_dir)
     asked = work(config, precision, cpu=hardware.cpu)
-    allowed, without = _possible(allowed_strategies(os.environ, config), cpu=hardware.cpu)
+    allowed, without = _possible(
+        allowed_strategies(os.environ, config.distributed.strategy), cpu=hardware.cpu
+    )
     resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)

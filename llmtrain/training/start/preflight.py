@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from llmtrain.config.checks import Rule, check_micro_batch, check_split
+from llmtrain.config.checks import Rule, check_batch, check_micro_batch
 from llmtrain.config.schema import (
     DataConfig,
     DocumentsConfig,
@@ -58,7 +58,7 @@ def _on_disk(config_file: str) -> list[Rule]:
 
 def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
     """The batch over the processes, where it can be split over one."""
-    return [] if check_micro_batch(training) else check_split(training, processes)
+    return [] if check_micro_batch(training) else check_batch(training, processes)
 
 
 def _source_problems(

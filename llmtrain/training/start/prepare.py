@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmtrain.config.binding import changes, data_values, is_accepted
+from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
 from llmtrain.data.manifest import Manifest
@@ -50,7 +50,7 @@ def prepare(
     """
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
-        found = survey(config, processes, run_dir, stop=stop)
+        found = survey(data_settings(config), processes, run_dir, stop=stop)
         _write(config, found, run_dir, revision)
     elif changed := accepted_changes(config, run_dir):
         _log.info("made anew, as checkpoint.accept_changes asks: %s", ", ".join(changed))
@@ -61,7 +61,7 @@ def _write(config: Config, found: Survey, directory: Path, revision: str | None)
     _tokenizer(config, found, directory / TOKENIZER, revision)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
-    _save(manifest, directory / MANIFEST)
+    write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
 def _make_anew(
@@ -77,7 +77,7 @@ def _make_anew(
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
-    found = survey(config, processes, run_dir, lanes, stop)
+    found = survey(data_settings(config), processes, run_dir, lanes, stop)
     partial = run_dir / f"{ANEW}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -85,7 +85,7 @@ def _make_anew(
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
     _write(config, found, partial, revision)
     if saved is not None:
-        check(saved, load_manifest(config, partial), config)
+        check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / ANEW)
     _take_over(run_dir)
 
@@ -110,25 +110,18 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
     Nothing if one of them may not: the check that follows on every rank refuses it.
     """
     known = manifests.glance(run_dir / MANIFEST)
-    keys = [change.key for change in changes(known.made_with, data_values(config))]
+    settings = data_settings(config)
+    keys = [change.key for change in changes(known.made_with, settings.values)]
     try:
         keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
     except UserError as error:
         keys += [problem.key for problem in error.problems]
-    return sorted(set(keys)) if all(is_accepted(key, config) for key in keys) else []
-
-
-def _save(manifest: Manifest, path: Path) -> None:
-    """Durable before it is there: a run that began needs it for ever."""
-    whole = path.with_name(f"{path.name}.whole")
-    manifest.save(whole)
-    write_atomically(path, whole.read_bytes())
-    whole.unlink()
+    return sorted(set(keys)) if all(is_accepted(key, settings.accepted) for key in keys) else []
 
 
 def load_manifest(config: Config, run_dir: Path) -> Manifest:
     """What rank 0 wrote, its sources where this config says they lie."""
-    return manifests.load(run_dir / MANIFEST, config)
+    return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
 def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -15,6 +14,7 @@ from importlib.metadata import version
 import torch
 
 from llmtrain import heartbeat
+from llmtrain.agreement import agreed, from_rank_zero, gathered
 from llmtrain.config.binding import Bound
 from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
@@ -24,7 +24,6 @@ from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family, verify_launch
 from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
-from llmtrain.distributed.ranks import agreed, from_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.processes import cores
 from llmtrain.rundir.auto import Auto
@@ -65,7 +64,7 @@ def start_processes(
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
     check_shared(config.run_dir, ranks)
-    run_id = from_rank_zero(ranks, lambda: place.run_id.encode() if place else b"").decode()
+    run_id = from_rank_zero(ranks, lambda: place.run_id if place else "")
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(config.run_dir, kind)
     anew = planned.decided_anew or (bool(auto.launches) and kind not in auto.launches)
@@ -100,8 +99,9 @@ def _precision(config: Config) -> tuple[str, str]:
 def _verify(config: Config, launched: Launched) -> None:
     world_size = launched.accelerator.num_processes
     kind = launched.accelerator.distributed_type.value
-    verify_launch(os.environ, config, world_size, kind, launched.strategy)
-    problems = check_batch(config, world_size)
+    asked = config.distributed.strategy
+    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
+    problems = check_batch(config.training, world_size)
     if problems:
         raise UserError(*problems)
 
@@ -128,7 +128,7 @@ def _same_everywhere(
     layout = {key: str(value) for key, value in asdict(planned.layout).items()}
     values = {key: str(value) for key, value in bound.values.items()}
     mine = {**values, **layout, **versions, "device": planned.hardware.device or "cpu"}
-    bodies = [json.loads(body) for body in ranks.gather(json.dumps(mine).encode())]
+    heard = gathered(ranks, mine)
 
     def compare() -> None:
         problems = [
@@ -138,7 +138,7 @@ def _same_everywhere(
                 f"{value}, as on rank 0",
                 _SAME_MEMORY if key in layout else "",
             )
-            for rank, other in enumerate(bodies)
+            for rank, other in enumerate(heard)
             for key, value in mine.items()
             if other.get(key) != value
         ]

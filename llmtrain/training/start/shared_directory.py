@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import time
@@ -16,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llmtrain.distributed.ranks import from_rank_zero, on_rank_zero
+from llmtrain.agreement import from_rank_zero, gathered, on_rank_zero
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir.contents import SHARED, write_atomically
 from llmtrain.types import Ranks
@@ -36,22 +35,22 @@ def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = 
         return
     token = from_rank_zero(ranks, lambda: _write_token(run_dir / SHARED))
     seen = {"host": socket.gethostname(), "trouble": _trouble(run_dir, token, wait)}
-    heard = [json.loads(body) for body in ranks.gather(json.dumps(seen).encode())]
+    heard = gathered(ranks, seen)
     on_rank_zero(ranks, lambda: _judge(run_dir, [(one["host"], one["trouble"]) for one in heard]))
 
 
-def _write_token(path: Path) -> bytes:
-    token = uuid.uuid4().hex.encode()
-    write_atomically(path, token)
+def _write_token(path: Path) -> str:
+    token = uuid.uuid4().hex
+    write_atomically(path, token.encode())
     return token
 
 
-def _trouble(run_dir: Path, token: bytes, wait: Callable[[float], object]) -> str | None:
+def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str | None:
     """Why rank 0's directory is not the one that this rank has; None if it is."""
     said = None
     for _ in range(_LOOKS):
         try:
-            if (run_dir / SHARED).read_bytes() == token:
+            if (run_dir / SHARED).read_bytes() == token.encode():
                 writable = os.access(run_dir, os.W_OK | os.X_OK)
                 return None if writable else "it cannot be written there"
             said = "another file of that name lies there"

@@ -7,6 +7,8 @@ bits from three processes on. And memory that does not suffice shows before the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import nn
 from llmtrain import heartbeat
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.errors import Problem, UserError
+from llmtrain.metrics import memory
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training.run import rng
@@ -40,14 +43,8 @@ def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
 
     Buffers, random states and gradients are put back.
     """
-    device = trial.launched.device
-    states = rng.capture(device)
-    buffers = [(buffer, buffer.clone()) for buffer in trial.model.buffers()]
-    _pass(trial, micro_batch_size, last=True)
-    trial.launched.engine.clear()
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    rng.restore(states, device)
+    with _put_back(trial):
+        _pass(trial, micro_batch_size, last=True)
 
 
 def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
@@ -55,25 +52,25 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
 
     Each rank tries alone, two micro-batches without synchronisation, and then all vote: a rank that
     ran out of memory inside a collective would leave the others hanging. A CPU does not say when
-    memory runs out, so nothing is tried there. Raises UserError when none fits.
+    memory runs out, so nothing is tried there. Raises UserError when none fits. Leaves no trace, as
+    `discarded_pass` does; what did not fit does not count in the run's peak of memory.
     """
     device = trial.launched.device
     if device.type != "cuda":
         return candidates[0]
-    states = rng.capture(device)
     for micro_batch_size in candidates:
         heartbeat.beat("trying a micro-batch")
         failed = 0
-        try:
-            for _ in range(2):
-                _pass(trial, micro_batch_size, last=False)
-        except torch.cuda.OutOfMemoryError:
-            failed = 1
-        trial.launched.engine.clear()
+        with _put_back(trial):
+            try:
+                for _ in range(2):
+                    _pass(trial, micro_batch_size, last=False)
+            except torch.cuda.OutOfMemoryError:
+                failed = 1
         torch.cuda.empty_cache()
-        rng.restore(states, device)
         if not trial.launched.ranks.highest(failed):
             return micro_batch_size
+        memory.reset_peak(device)
     raise UserError(
         Problem(
             "training.micro_batch_size",
@@ -82,6 +79,19 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
             "a smaller model, a shorter data.seq_len or a device with more memory",
         )
     )
+
+
+@contextmanager
+def _put_back(trial: Trial) -> Iterator[None]:
+    """Restore buffers, random states and gradients afterwards."""
+    device = trial.launched.device
+    states = rng.capture(device)
+    buffers = [(buffer, buffer.clone()) for buffer in trial.model.buffers()]
+    yield
+    trial.launched.engine.clear()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    rng.restore(states, device)
 
 
 def _pass(trial: Trial, rows: int, *, last: bool) -> None:

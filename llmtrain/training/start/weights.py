@@ -8,7 +8,6 @@ have it on meta, and it is sent once everybody has room for its part.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from llmtrain import heartbeat
+from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint import retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retention import Policy
@@ -24,7 +24,6 @@ from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.ranks import agreed, from_rank_zero, on_rank_zero
 from llmtrain.metrics import memory
 from llmtrain.model import attention, recompute
 from llmtrain.model.build import (
@@ -89,8 +88,7 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
         return None
     if "revision" not in auto.run:
         asked = config.model.revision
-        body = from_rank_zero(ranks, lambda: json.dumps(resolve_revision(path, asked)).encode())
-        auto.run["revision"] = json.loads(body)
+        auto.run["revision"] = from_rank_zero(ranks, lambda: resolve_revision(path, asked))
         on_rank_zero(ranks, auto.save)
     revision: str | None = auto.run["revision"]
     return revision
@@ -117,9 +115,9 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
     if launched.sharding is None or ranks.world_size == 1:
         return Built(agreed(ranks, load), False, None)
     whole = agreed(ranks, lambda: load() if ranks.rank == 0 else None)
-    name = from_rank_zero(ranks, lambda: attention.backend(whole).encode() if whole else b"")
+    name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
     bare = skeleton(described, config.model)
-    attention.use(bare, name.decode())
+    attention.use(bare, name)
     if whole:
         bare.generation_config = whole.generation_config
     return Built(bare, True, whole)
@@ -133,7 +131,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
     module: nn.Module = LossModule(model.bare)
     if model.apart:
         assert launched.sharding is not None
-        module = fsdp.prepare_empty(launched.accelerator, module, optimizer, launched.sharding)
+        module = fsdp.prepare_empty(module, optimizer, launched.sharding)
         weights.share(model.bare, model.whole, launched.device)
         if model.whole:
             model.whole.to("meta")

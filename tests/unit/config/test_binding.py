@@ -150,13 +150,13 @@ def test_what_accept_changes_names_is_not_refused(tmp_path):
         "model.config.hidden_size",
         "run.seed",
     }
-    (problem,) = refused(found, new, "as before")
+    (problem,) = refused(found, new.checkpoint.accept_changes, "as before")
     assert problem.key == "run.seed"
     assert "accept_changes=[run.seed]" in str(problem)
 
 
 def test_a_key_that_only_begins_alike_is_not_accepted(tmp_path):
     config = loaded(tmp_path, "checkpoint.accept_changes=[data.sources.1]")
-    assert is_accepted("data.sources.1.text_column", config)
-    assert not is_accepted("data.sources.10.text_column", config)
-    assert not is_accepted("data.sources", config)
+    assert is_accepted("data.sources.1.text_column", config.checkpoint.accept_changes)
+    assert not is_accepted("data.sources.10.text_column", config.checkpoint.accept_changes)
+    assert not is_accepted("data.sources", config.checkpoint.accept_changes)

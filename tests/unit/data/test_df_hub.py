@@ -18,6 +18,7 @@ import psutil
 import pytest
 from helpers import corpus, hub
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.remote import request, retry
 from llmtrain.data.remote.request import HubFile
@@ -252,7 +253,9 @@ def listed(server, place, tmp_path):
     config = corpus.config({"path": hub.ID}, lanes=4, heldout=0.1)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    return lambda: freeze(survey(config, 1, run_dir), open_tokenizer(place / "tokenizer")), run_dir
+    return lambda: freeze(
+        survey(data_settings(config), 1, run_dir), open_tokenizer(place / "tokenizer")
+    ), run_dir
 
 
 def spans_of(manifest, run_dir):
@@ -262,7 +265,7 @@ def spans_of(manifest, run_dir):
     return {
         (source.files[unit.file].name, *span)
         for unit in source.units
-        for span in reader._spans(source, unit)
+        for span in reader.units._spans(source, unit)
     }
 
 
@@ -298,7 +301,7 @@ def test_df_38_only_rank_0_of_a_first_start_lists_and_reads_footers(listed, serv
     (source,) = manifest.sources
     for _ in range(4):
         for file in range(len(source.files)):
-            Reader(Reading(60, run_dir)).footer(source, file)
+            Reader(Reading(60, run_dir)).units.footer(source, file)
     assert server.requests.total() == asked
 
 
@@ -364,11 +367,11 @@ def test_a_first_start_offline_is_the_one_that_was_online(server, place, tmp_pat
     config = corpus.config({"path": hub.ID}, lanes=4, heldout=0.1, cache_gb=1)
     tokenizer = open_tokenizer(place / "tokenizer")
     (tmp_path / "one").mkdir()
-    first = freeze(survey(config, 1, tmp_path / "one"), tokenizer)
+    first = freeze(survey(data_settings(config), 1, tmp_path / "one"), tokenizer)
     asked = server.requests.total()
     offline()
     (tmp_path / "two").mkdir()
-    assert freeze(survey(config, 1, tmp_path / "two"), tokenizer) == first
+    assert freeze(survey(data_settings(config), 1, tmp_path / "two"), tokenizer) == first
     assert server.requests.total() == asked
 
 
@@ -396,7 +399,7 @@ from llmtrain.config.schema import Config
 def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     config = Config.model_validate_json(sys.argv[1])
-    manifest = load(Path(sys.argv[2]) / "manifest.json", config)
+    manifest = load(Path(sys.argv[2]) / "manifest.json", config.data.sources)
     stream = open_stream(manifest, Path(sys.argv[2]) / "tokenizer", blocks_per_step=4, rank=0,
                          world_size=1, workers=int(sys.argv[3]), reading=Reading(1200))
     try:
@@ -418,7 +421,7 @@ def test_df_42_a_process_ends_within_seconds_while_a_read_hangs(tmp_path, where,
     path = corpus.write_parquet(tmp_path / "data" / "a.parquet", corpus.articles(60))
     config = corpus.config(tmp_path / "data", lanes=4)
     with hub.serving(hub.read_files(tmp_path / "data")) as server:
-        manifest = freeze(survey(config, 1), open_tokenizer(tmp_path / "tokenizer"))
+        manifest = freeze(survey(data_settings(config), 1), open_tokenizer(tmp_path / "tokenizer"))
         if where == "away":
             manifest = away(manifest, tmp_path, server.files)
             config = corpus.config({"path": hub.ID}, lanes=4)
@@ -426,7 +429,7 @@ def test_df_42_a_process_ends_within_seconds_while_a_read_hangs(tmp_path, where,
         else:
             path.unlink()
             os.mkfifo(path)  # whoever opens it to read waits for a writer
-        manifest.save(tmp_path / "manifest.json")
+        (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
         (tmp_path / "hangs.py").write_text(HANGS)
         arguments = [config.model_dump_json(by_alias=True), str(tmp_path), str(workers)]
         environment = os.environ | {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)}

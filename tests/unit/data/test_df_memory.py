@@ -42,7 +42,7 @@ from llmtrain.data.manifest import load
 from llmtrain.data.documents.reader import Reader, Reading
 
 place = Path(sys.argv[1])
-manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]))
+manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]).data.sources)
 (source,) = manifest.sources
 reader = Reader(Reading(60))
 
@@ -63,7 +63,7 @@ from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import open_stream
 
 place = Path(sys.argv[1])
-manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]))
+manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]).data.sources)
 stream = open_stream(manifest, place / "tokenizer", blocks_per_step=24, rank=0, world_size=1,
                      workers=0, reading=Reading(60))
 cursors = {}
@@ -123,7 +123,8 @@ def prepared(place, name, **data):
     folder = place / name
     (folder / "tokenizer").symlink_to("../tokenizer")
     path = folder / "data.parquet"
-    corpus.manifest_of(place / "tokenizer", path, **data).save(folder / "manifest.json")
+    manifest = corpus.manifest_of(place / "tokenizer", path, **data)
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
     return folder, corpus.config(path, **data).model_dump_json(by_alias=True)
 
 

@@ -9,6 +9,7 @@ import pytest
 from helpers import corpus
 from helpers.streams import Run
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reading
 from llmtrain.data.stream import Blocks
 from llmtrain.data.survey import survey
@@ -137,11 +138,11 @@ def test_df_41_a_glob_without_a_match_says_what_is_there(tmp_path):
     (tmp_path / "text" / "heldout").mkdir()
     for pattern in ("text/*.parquet", "text/train-*/x.jsonl"):
         with pytest.raises(UserError) as raised:
-            survey(corpus.config(tmp_path / pattern), 1)
+            survey(data_settings(corpus.config(tmp_path / pattern)), 1)
         said = str(raised.value)
         assert "data.sources.0.path" in said
         assert str(tmp_path / pattern) in said
         assert "a glob that matches files" in said
         assert "heldout/, train-00.jsonl" in said
     with pytest.raises(UserError, match=f"{tmp_path} holds text/"):
-        survey(corpus.config(tmp_path / "txt" / "*.parquet"), 1)
+        survey(data_settings(corpus.config(tmp_path / "txt" / "*.parquet")), 1)

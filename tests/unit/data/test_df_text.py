@@ -9,6 +9,7 @@ from helpers import corpus
 from helpers.streams import Run
 from tokenizers import Tokenizer as Plain
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.packing import START, Document, bestfit, concat
 from llmtrain.data.survey import freeze, survey
 from llmtrain.data.tokens.tokenizer import open_tokenizer
@@ -37,7 +38,7 @@ def once(place, name="letters", tokenizer="tokenizer", backend="tokenizers", **d
         home.mkdir(exist_ok=True)
         (home / "tokenizer").unlink(missing_ok=True)
         (home / "tokenizer").symlink_to(f"../{tokenizer}")
-    manifest = freeze(survey(config, 1), opened)
+    manifest = freeze(survey(data_settings(config), 1), opened)
     return Run(manifest, home, blocks_per_step=1).start(1, 80), opened
 
 

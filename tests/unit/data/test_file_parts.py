@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.file_parts import Part, cut
 from llmtrain.data.manifest import Unit
@@ -21,7 +22,7 @@ def groups(*rows, nbytes=1000):
 
 def message(*sources, **data):
     with pytest.raises(UserError) as raised:
-        survey(corpus.config(*sources, **data), 1)
+        survey(data_settings(corpus.config(*sources, **data)), 1)
     return str(raised.value)
 
 
@@ -56,7 +57,7 @@ def test_ranges_and_whole_files_are_never_sliced():
 
 def test_fewer_documents_than_lanes_still_give_a_unit_to_each_document(tmp_path):
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(3))
-    (source,) = survey(corpus.config(path, lanes=48), 1).sources
+    (source,) = survey(data_settings(corpus.config(path, lanes=48)), 1).sources
     assert [unit.stop - unit.start for unit in source.units] == [1, 1, 1]
 
 
@@ -111,6 +112,7 @@ def test_a_json_array_is_refused_with_the_way_out(tmp_path, indent):
 
 READ_SLICES = """
 import resource, sys
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.survey import survey
@@ -118,7 +120,7 @@ from llmtrain.data.survey import survey
 described = {"data": {"sources": [{"path": sys.argv[1]}], "heldout": 0.0, "lanes": 2},
              "training": {"steps": 1}}
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-source = survey(Config.model_validate(described), 1).sources[0]
+source = survey(data_settings(Config.model_validate(described)), 1).sources[0]
 before, reader = peak(), Reader(Reading(60))
 for unit in source.units[::5]:
     assert len(reader.rows(source, unit)) == unit.stop - unit.start

@@ -5,6 +5,7 @@ import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.heldout import HeldOut, load, prepare
 from llmtrain.data.survey import evaluation_sources, freeze, survey
@@ -31,7 +32,7 @@ def held_names(source, seed=42):
 
 
 def split(path, fraction, **data):
-    return survey(corpus.config(path, heldout=fraction, **data), 1).sources[0]
+    return survey(data_settings(corpus.config(path, heldout=fraction, **data)), 1).sources[0]
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.2])
@@ -200,17 +201,17 @@ def with_evaluation(place, *paths, limit=2000, **data):
 
 
 def own(config, place, tmp_path, reading=None):
-    reading = reading or reading_of(config, None)
+    reading = reading or reading_of(data_settings(config), None)
     tokenizer = open_tokenizer(place / "tokenizer")
-    manifest = freeze(survey(config, 1), tokenizer)
-    sources = evaluation_sources(config, reading)
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
+    sources = evaluation_sources(data_settings(config), reading)
     path = tmp_path / "eval.safetensors"
     prepare(manifest, tokenizer, path, config.evaluation.max_documents, reading, sources)
     return load(path)
 
 
 def test_with_evaluation_sources_nothing_is_held_out_of_the_others(place):
-    found = survey(with_evaluation(place, place / "b.parquet"), 1)
+    found = survey(data_settings(with_evaluation(place, place / "b.parquet")), 1)
     assert found.own_evaluation
     assert [(source.heldout_units, source.threshold) for source in found.sources] == [((), 0)]
 
@@ -231,10 +232,10 @@ def test_evaluation_reads_no_more_units_than_it_needs(place, tmp_path, monkeypat
         return original(self, source, unit, *more, **named)
 
     config = with_evaluation(place, place / "a.parquet", place / "b.parquet", limit=30)
-    sources = evaluation_sources(config, Reading(60))
+    sources = evaluation_sources(data_settings(config), Reading(60))
     assert [len(source.units) for source in sources] == [100, 12]
     tokenizer = open_tokenizer(place / "tokenizer")
-    manifest = freeze(survey(config, 1), tokenizer)
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
     monkeypatch.setattr(Reader, "rows", counting)
     prepare(manifest, tokenizer, tmp_path / "e", 30, Reading(60), sources)
     # 15 documents of each: one unit of 40, and three of 5.
@@ -252,7 +253,7 @@ def test_the_choice_among_evaluation_documents_follows_the_seed_alone(place, tmp
 def test_problems_of_evaluation_sources_are_told_with_the_others(place, tmp_path):
     config = with_evaluation(place, tmp_path / "missing.jsonl", tmp_path / "none" / "*.txt")
     with pytest.raises(UserError) as raised:
-        survey(config, 1)
+        survey(data_settings(config), 1)
     keys = [problem.key for problem in raised.value.problems]
     assert keys == ["evaluation.sources.0.path", "evaluation.sources.1.path"]
 
@@ -266,12 +267,12 @@ def test_evaluation_sources_without_a_document_are_refused(place, tmp_path):
 def test_a_bad_unit_of_an_evaluation_source_is_skipped_if_bad_units_are(place, tmp_path):
     path = corpus.write_lines(tmp_path / "e.jsonl", [b'{"text": "one two"}', b"{half"])
     config = with_evaluation(place, path, on_bad_unit="skip")
-    held = own(config, place, tmp_path, reading_of(config, tmp_path))
+    held = own(config, place, tmp_path, reading_of(data_settings(config), tmp_path))
     assert held.documents == 1
     with pytest.raises(UserError, match=r"e\.jsonl, line 2"):
         own(with_evaluation(place, path), place, tmp_path)
 
 
 def test_a_file_that_is_trained_and_evaluated_on_is_warned_of(place, caplog):
-    survey(with_evaluation(place, place / "a.parquet"), 1)
+    survey(data_settings(with_evaluation(place, place / "a.parquet")), 1)
     assert "of source evaluation/a.parquet is in source a.parquet too" in caplog.text

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import corpus
 
-from llmtrain.data.state import DataState, carried_over, check, last_block
+from llmtrain.data.state import DataState, carry_over, check, last_block
 from llmtrain.errors import UserError
 
 
@@ -30,7 +30,7 @@ def test_a_state_comes_back_from_json_as_it_was(manifests):
     assert again.to_json() == state.to_json()
     assert np.array_equal(again.cursors, cursors)
     assert (again.next_block, again.stream_digest) == (480, 2**64 - 1)
-    check(again, manifests[0], corpus.config("any"))
+    check(again, manifests[0], ())
 
 
 @pytest.mark.parametrize("lanes", [24, 48])
@@ -49,7 +49,7 @@ def test_a_state_is_at_most_1_kb_and_24_bytes_a_lane_and_source(manifests, lanes
 
 def test_bad_input_09_a_state_of_other_data_is_refused_with_what_differs(manifests):
     with pytest.raises(UserError) as raised:
-        check(DataState.fresh(manifests[0]), manifests[1], corpus.config("any"))
+        check(DataState.fresh(manifests[0]), manifests[1], ())
     keys = {problem.key for problem in raised.value.problems}
     assert keys == {"data: files", "data: units", "data: seq_len"}
 
@@ -62,17 +62,11 @@ def test_the_last_block_of_a_lane_is_known_by_arithmetic(lanes):
             assert max(last_block(lane, lanes, next_block), -1) == max(blocks, default=-1)
 
 
-def accepting(*names):
-    config = corpus.config("any")
-    checkpoint = config.checkpoint.model_copy(update={"accept_changes": names})
-    return config.model_copy(update={"checkpoint": checkpoint})
-
-
 def test_what_accept_changes_names_is_no_mismatch(manifests):
     state = DataState.fresh(manifests[0])
-    check(state, manifests[1], accepting("data.sources.0.path", "data.seq_len"))
+    check(state, manifests[1], ("data.sources.0.path", "data.seq_len"))
     with pytest.raises(UserError) as raised:
-        check(state, manifests[1], accepting("data.sources"))
+        check(state, manifests[1], ("data.sources",))
     (problem,) = raised.value.problems
     assert problem.key == "data: seq_len"
     assert "checkpoint.accept_changes=[data.seq_len]" in str(problem)
@@ -82,14 +76,14 @@ def test_other_blocks_of_the_same_order_begin_each_lanes_document_again(manifest
     cursors = np.tile([1, 2, 3, 4], (24, 1, 1))
     state = DataState.fresh(manifests[0]).after(48, cursors, 1, {})
     longer = replace(manifests[0], seq_len=32)
-    again = carried_over(state, longer)
+    again = carry_over(state, longer)
     assert (again.cursors == [1, 2, 3, 0]).all()
-    check(again, longer, corpus.config("any"))
+    check(again, longer, ())
 
 
 def test_another_order_begins_at_its_beginning(manifests):
     cursors = np.tile([1, 2, 3, 4], (24, 1, 1))
     state = DataState.fresh(manifests[0]).after(48, cursors, 1, {"a": {"dropped": 1}})
-    again = carried_over(state, manifests[1])
+    again = carry_over(state, manifests[1])
     assert not again.cursors.any()
     assert (again.next_block, again.counts) == (48, {"a": {"dropped": 1}})

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
@@ -422,10 +423,10 @@ def test_a_worker_that_sends_nothing_is_a_failure_that_a_restart_cures(single, p
 
 
 def test_whatever_is_raised_names_the_unit_that_was_read(single, place, monkeypatch):
-    def broken(self, source, unit):
+    def broken(self, source, unit, left_out):
         raise ZeroDivisionError("by a test")
 
-    monkeypatch.setattr(Reader, "_kept", broken)
+    monkeypatch.setattr(Units, "_rows_kept", broken)
     with pytest.raises(ZeroDivisionError) as raised:
         next(opened(single, place))
     assert any(

@@ -10,6 +10,7 @@ import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.manifest import load
 from llmtrain.data.survey import check, differing_tokenizer, freeze, survey, training_texts
 from llmtrain.data.tokens.tokenizer import open_tokenizer
@@ -31,12 +32,12 @@ def place(tmp_path):
 
 def message(*sources, **data):
     with pytest.raises(UserError) as raised:
-        survey(corpus.config(*sources, **data), 1)
+        survey(data_settings(corpus.config(*sources, **data)), 1)
     return str(raised.value)
 
 
 def test_units_hold_every_row_once_and_are_four_a_lane(place):
-    found = survey(corpus.config(place / "a", lanes=6), 1)
+    found = survey(data_settings(corpus.config(place / "a", lanes=6)), 1)
     (source,) = found.sources
     ids = [name for unit in source.units for name, _ in unit_rows(source, unit)]
     assert ids == [str(n) for n in range(115)]
@@ -45,12 +46,12 @@ def test_units_hold_every_row_once_and_are_four_a_lane(place):
 
 
 def test_a_slice_has_at_least_one_row(place):
-    (source,) = survey(corpus.config(place / "a", lanes=100), 1).sources
+    (source,) = survey(data_settings(corpus.config(place / "a", lanes=100)), 1).sources
     assert len(source.units) == 115
 
 
 def test_plain_lines_are_cut_into_ranges_that_cover_the_file(place):
-    (source,) = survey(corpus.config(place / "b.jsonl"), 1).sources
+    (source,) = survey(data_settings(corpus.config(place / "b.jsonl")), 1).sources
     ends = [0, *(unit.stop for unit in source.units)]
     assert [unit.start for unit in source.units] == ends[:-1]
     assert ends[-1] == (place / "b.jsonl").stat().st_size
@@ -61,18 +62,18 @@ def test_plain_lines_are_cut_into_ranges_that_cover_the_file(place):
 
 @pytest.mark.parametrize(("processes", "lanes"), [(1, 24), (2, 24), (5, 120), (16, 48)])
 def test_lanes_follow_the_data_and_only_then_the_processes(place, processes, lanes):
-    assert survey(corpus.config(place / "a"), processes).lanes == lanes
+    assert survey(data_settings(corpus.config(place / "a")), processes).lanes == lanes
 
 
 def test_many_units_get_48_lanes(tmp_path):
     corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(800), group=1)
-    found = survey(corpus.config(tmp_path / "a.parquet"), 1)
+    found = survey(data_settings(corpus.config(tmp_path / "a.parquet")), 1)
     assert found.lanes == 48
 
 
 def test_tokenizer_texts_are_training_documents_of_all_sources_in_turn(place):
     config = corpus.config(place / "a", place / "b.jsonl", heldout=0.2)
-    found = survey(config, 1)
+    found = survey(data_settings(config), 1)
     texts = list(training_texts(found, 1 << 30))
     assert len(texts) == len(set(texts))
     held = {
@@ -146,11 +147,11 @@ def test_files_without_a_byte_are_refused(place, name):
 
 
 def test_an_id_column_that_the_user_named_must_be_there(place):
-    assert survey(corpus.config(place / "a"), 1).sources[0].id_column == "id"
+    assert survey(data_settings(corpus.config(place / "a")), 1).sources[0].id_column == "id"
     named = {"path": str(place / "a"), "id_column": "page"}
     assert "data.sources.0.id_column = page" in message(named)
     corpus.write_parquet(place / "c.parquet", [{"text": "x"}])
-    assert survey(corpus.config(place / "c.parquet"), 1).sources[0].id_column is None
+    assert survey(data_settings(corpus.config(place / "c.parquet")), 1).sources[0].id_column is None
 
 
 @pytest.mark.parametrize("texts", [["", None, "  "], ["only one"]])
@@ -169,35 +170,36 @@ def test_a_compressed_file_that_says_it_is_too_large_is_refused_at_start(place, 
 
 def test_a_manifest_comes_back_from_its_file_as_it_was(place, tokenizer):
     config = corpus.config(place / "a", place / "b.jsonl", heldout=0.1)
-    manifest = freeze(survey(config, 1), tokenizer)
-    manifest.save(place / "manifest.json")
-    again = load(place / "manifest.json", config)
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
+    (place / "manifest.json").write_bytes(manifest.to_bytes())
+    again = load(place / "manifest.json", config.data.sources)
     assert again == manifest
     assert again.fingerprint == manifest.fingerprint
-    check(again, config, tokenizer)
+    check(again, data_settings(config), tokenizer)
 
 
 def test_the_same_data_under_another_path_is_the_same_data(place, tokenizer):
     config = corpus.config(place / "a")
-    freeze(survey(config, 1), tokenizer).save(place / "manifest.json")
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
+    (place / "manifest.json").write_bytes(manifest.to_bytes())
     shutil.copytree(place / "a", place / "moved")
     shutil.rmtree(place / "a")
     moved = corpus.config(place / "moved")
-    again = load(place / "manifest.json", moved)
-    check(again, moved, tokenizer)
+    again = load(place / "manifest.json", moved.data.sources)
+    check(again, data_settings(moved), tokenizer)
     assert again.sources[0].root == str(place / "moved")
-    assert again.fingerprint == freeze(survey(moved, 1), tokenizer).fingerprint
+    assert again.fingerprint == freeze(survey(data_settings(moved), 1), tokenizer).fingerprint
 
 
 def test_files_that_changed_since_the_run_began_are_named(place, tokenizer):
     config = corpus.config(place / "a", place / "b.jsonl")
-    manifest = freeze(survey(config, 1), tokenizer)
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
     with (place / "b.jsonl").open("ab") as file:
         file.write(b"\n")
     corpus.write_parquet(place / "a" / "2.parquet", corpus.articles(20, 1095), group=3)
     (place / "a" / "1.parquet").unlink()
     with pytest.raises(UserError) as raised:
-        check(manifest, config, tokenizer)
+        check(manifest, data_settings(config), tokenizer)
     assert len(raised.value.problems) == 3
     assert "1.parquet" in str(raised.value)
     assert "a file of this name, as when the run began" in str(raised.value)
@@ -205,20 +207,20 @@ def test_files_that_changed_since_the_run_began_are_named(place, tokenizer):
 
 def test_a_file_of_the_same_size_with_other_bytes_is_noticed(place, tokenizer):
     config = corpus.config(place / "b.jsonl")
-    manifest = freeze(survey(config, 1), tokenizer)
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
     data = (place / "b.jsonl").read_bytes()
     (place / "b.jsonl").write_bytes(data.replace(b"river", b"RIVER"))
     with pytest.raises(UserError, match="it has changed"):
-        check(manifest, config, tokenizer)
+        check(manifest, data_settings(config), tokenizer)
 
 
 def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
-    manifest = freeze(survey(corpus.config(place / "a"), 1), tokenizer)
+    manifest = freeze(survey(data_settings(corpus.config(place / "a")), 1), tokenizer)
     source = {"path": str(place / "a"), "text_column": "title", "id_column": "title"}
     other = corpus.config(source, seq_len=32, heldout=0.5, seed=7, lanes=3)
     small = open_tokenizer(corpus.write_tokenizer(place / "small", entries=280))
     with pytest.raises(UserError) as raised:
-        check(manifest, other, small)
+        check(manifest, data_settings(other), small)
     keys = {problem.key for problem in raised.value.problems}
     assert keys == {
         "run.seed",
@@ -234,7 +236,7 @@ def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
 
 
 def test_other_ids_than_when_the_run_began_name_the_versions(place, tokenizer):
-    manifest = freeze(survey(corpus.config(place / "a"), 1), tokenizer)
+    manifest = freeze(survey(data_settings(corpus.config(place / "a")), 1), tokenizer)
     assert differing_tokenizer(manifest, tokenizer) == []
     facts = replace(manifest.tokenizer, probe="0" * 16, versions="tokenizers 0.1, tiktoken 0.2")
     (problem,) = differing_tokenizer(replace(manifest, tokenizer=facts), tokenizer)
@@ -245,25 +247,26 @@ def test_other_ids_than_when_the_run_began_name_the_versions(place, tokenizer):
 
 
 def test_another_number_of_sources_is_refused(place, tokenizer):
-    freeze(survey(corpus.config(place / "a"), 1), tokenizer).save(place / "manifest.json")
+    manifest = freeze(survey(data_settings(corpus.config(place / "a")), 1), tokenizer)
+    (place / "manifest.json").write_bytes(manifest.to_bytes())
     with pytest.raises(UserError, match="2 sources"):
-        load(place / "manifest.json", corpus.config(place / "a", place / "b.jsonl"))
+        load(place / "manifest.json", corpus.config(place / "a", place / "b.jsonl").data.sources)
 
 
 def test_new_weights_change_no_fingerprint(place, tokenizer):
     config = corpus.config(place / "a", place / "b.jsonl")
-    manifest = freeze(survey(config, 1), tokenizer)
-    manifest.save(place / "manifest.json")
+    manifest = freeze(survey(data_settings(config), 1), tokenizer)
+    (place / "manifest.json").write_bytes(manifest.to_bytes())
     heavier = {"path": str(place / "a"), "weight": 5.0}
-    again = load(place / "manifest.json", corpus.config(heavier, place / "b.jsonl"))
+    again = load(place / "manifest.json", corpus.config(heavier, place / "b.jsonl").data.sources)
     assert again.weights == (5.0, 1.0)
     assert again.fingerprint == manifest.fingerprint
 
 
 def test_the_manifest_is_plain_json_without_paths_of_this_machine(place, tokenizer, monkeypatch):
     monkeypatch.chdir(place)
-    manifest = freeze(survey(corpus.config("a"), 1), tokenizer)
-    manifest.save(place / "manifest.json")
+    manifest = freeze(survey(data_settings(corpus.config("a")), 1), tokenizer)
+    (place / "manifest.json").write_bytes(manifest.to_bytes())
     text = (place / "manifest.json").read_text()
     stored = json.loads(text)
     assert str(place) not in text
@@ -273,7 +276,7 @@ def test_the_manifest_is_plain_json_without_paths_of_this_machine(place, tokeniz
 
 
 def test_the_built_in_sample_is_a_source_like_any_other():
-    found = survey(corpus.config("sample", heldout=0.005), 2)
+    found = survey(data_settings(corpus.config("sample", heldout=0.005)), 2)
     (source,) = found.sources
     assert (source.label, source.id_column, found.lanes) == ("sample", "id", 24)
     assert len(source.units) >= 4 * found.lanes
@@ -288,7 +291,7 @@ def test_two_sources_may_take_other_columns_of_one_file(tmp_path):
     second = config.data.sources[1].model_copy(update={"text_column": "title"})
     sources = (config.data.sources[0], second)
     config = config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
-    texts = set(training_texts(survey(config, 1), 1 << 20))
+    texts = set(training_texts(survey(data_settings(config), 1), 1 << 20))
     assert texts == {row[name] for row in rows for name in ("text", "title")}
 
 
@@ -306,6 +309,6 @@ def test_a_source_of_text_files_says_once_that_each_line_is_a_document(place, ca
         texts = [row["text"].replace("\n", " ").encode() for row in corpus.articles(50)]
         corpus.write_lines(place / "books" / name, texts)
     with caplog.at_level(logging.INFO, "llmtrain.data"):
-        survey(corpus.config(place / "books", place / "a", place / "b.jsonl"), 1)
+        survey(data_settings(corpus.config(place / "books", place / "a", place / "b.jsonl")), 1)
     (said,) = [text for text in caplog.messages if "document" in text]
     assert said.startswith("books: each line of a text file is a document of its own")

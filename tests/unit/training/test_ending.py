@@ -11,11 +11,11 @@ import pytest
 from helpers.tiny import lines
 
 from llmtrain.checkpoint.retry import StoppedError
-from llmtrain.distributed.ranks import Single
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.training.ending import StoppedEarlyError, stoppable, tell_of_documents
 from llmtrain.training.run.journal import Journal
 from llmtrain.training.stop.signals import Signals
+from llmtrain.types import Alone
 
 
 class Asked(Signals):
@@ -34,7 +34,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def test_a_stop_ends_the_start_in_front_of_the_next_stage(journal: Journal) -> None:
     signals = Asked()
     signals.reason = "SIGTERM"
-    with pytest.raises(StoppedEarlyError) as stopped, stoppable(Single(), signals, journal):
+    with pytest.raises(StoppedEarlyError) as stopped, stoppable(Alone(), signals, journal):
         pytest.fail("the stage began")
     assert (stopped.value.reason, stopped.value.step) == ("signal", 7)
 
@@ -45,15 +45,15 @@ def test_a_wait_that_a_stop_cut_short_ends_as_a_stop(journal: Journal) -> None:
         raise RunError("the Hub does not answer", RESTARTABLE, "wait")
 
     signals = Asked()
-    with pytest.raises(StoppedEarlyError, match="launcher"), stoppable(Single(), signals, journal):
+    with pytest.raises(StoppedEarlyError, match="launcher"), stoppable(Alone(), signals, journal):
         wait()
-    with pytest.raises(StoppedEarlyError, match="signal"), stoppable(Single(), Asked(), journal):
+    with pytest.raises(StoppedEarlyError, match="signal"), stoppable(Alone(), Asked(), journal):
         raise StoppedError("signal")
 
 
 @pytest.mark.parametrize("code", [1, RESTARTABLE])
 def test_without_a_stop_the_error_of_a_stage_is_its_own(journal: Journal, code: int) -> None:
-    with pytest.raises(RunError, match="no route"), stoppable(Single(), Asked(), journal):
+    with pytest.raises(RunError, match="no route"), stoppable(Alone(), Asked(), journal):
         raise RunError("no route", code, "wait")
 
 

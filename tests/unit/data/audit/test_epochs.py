@@ -4,7 +4,7 @@ import pytest
 from helpers import corpus, megatron
 from helpers.reference_stream import is_heldout, unit_rows
 
-from llmtrain.data.audit import epochs
+from llmtrain.data.audit import census, epochs
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
@@ -60,8 +60,8 @@ def test_a_sample_tells_the_rest_within_some_percent(place, monkeypatch, name, h
     manifest = manifest_of(place, name, heldout=heldout)
     exact = epoch(manifest, tokenizer, Reading(60))
     monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
-    monkeypatch.setattr(epochs, "SAMPLED_UNITS", 30)
-    monkeypatch.setattr(epochs, "SAMPLED_BYTES", 4000)
+    monkeypatch.setattr(census, "SAMPLED_UNITS", 30)
+    monkeypatch.setattr(census, "SAMPLED_BYTES", 4000)
     estimate = epoch(manifest, tokenizer, Reading(60))
     assert exact.exact
     assert not estimate.exact
@@ -81,7 +81,7 @@ def test_an_estimate_reads_no_more_than_its_sample(place, monkeypatch):
     manifest = manifest_of(place, "mixed", lanes=48)
     assert len(manifest.sources[0].units) > 40
     monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
-    monkeypatch.setattr(epochs, "SAMPLED_UNITS", 10)
+    monkeypatch.setattr(census, "SAMPLED_UNITS", 10)
     monkeypatch.setattr(Reader, "rows", counting)
     first = epoch(manifest, tokenizer, Reading(60))
     names = [name for name, _ in read]
@@ -138,7 +138,7 @@ def test_a_token_cache_is_counted_beside_text(place):
 def test_documents_of_real_text_are_estimated_within_two_percent(place, monkeypatch):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = corpus.manifest_of(place / "tokenizer", WIKIPEDIA, heldout=0.005)
-    monkeypatch.setattr(epochs, "SAMPLED_BYTES", 4096)
+    monkeypatch.setattr(census, "SAMPLED_BYTES", 4096)
     found = epoch(manifest, tokenizer, Reading(60))
     assert not found.exact
     assert found.documents == pytest.approx(WIKIPEDIA_DOCUMENTS * 0.995, rel=0.02)

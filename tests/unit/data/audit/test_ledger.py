@@ -160,7 +160,7 @@ def test_only_the_lanes_that_are_asked_for_are_walked(place):
     tokenizer = open_tokenizer(place / "tokenizer")
     cursors = DataState.fresh(manifest).cursors
     list(replay(manifest, tokenizer, reader, cursors=cursors, next_block=0, first=3, stop=4))
-    assert reader.reads == 1
+    assert reader.units.reads == 1
 
 
 def test_ids_that_are_numbers_are_named_as_text_and_missing_columns_are_none(tmp_path, place):

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus
 
-from llmtrain.data.documents.byte_ranges import column_spans, refetched
+from llmtrain.data.documents.byte_ranges import column_spans, refetch_warning
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import File
 
@@ -51,17 +51,17 @@ SLICES = tuple(Unit(0, group, 10 * part, 10 * part + 10) for group in range(3) f
 
 
 def test_slices_that_nothing_keeps_are_said_with_their_cost():
-    said = refetched(remote(3 << 30, SLICES), 0)
+    said = refetch_warning(remote(3 << 30, SLICES), 0)
     assert "source wiki" in said
     assert "up to 8.0 times an epoch" in said
     assert "data.cache_gb of at least 3.0" in said or "data.cache_gb of at least 3.1" in said
-    assert refetched(remote(3 << 30, SLICES), 1 << 30) is not None  # a cache that is too small
+    assert refetch_warning(remote(3 << 30, SLICES), 1 << 30) is not None  # too small
 
 
 def test_slices_that_are_kept_are_not_worth_a_word():
-    assert refetched(remote(3 << 30, SLICES), 4 << 30) is None
-    assert refetched(remote(200 << 20, SLICES), 0) is None
+    assert refetch_warning(remote(3 << 30, SLICES), 4 << 30) is None
+    assert refetch_warning(remote(200 << 20, SLICES), 0) is None
     whole = tuple(Unit(0, group, 0, 80) for group in range(3))
-    assert refetched(remote(3 << 30, whole), 0) is None
+    assert refetch_warning(remote(3 << 30, whole), 0) is None
     lines = tuple(Unit(0, -1, start, start + 10) for start in range(0, 50, 10))
-    assert refetched(remote(3 << 30, lines), 0) is None
+    assert refetch_warning(remote(3 << 30, lines), 0) is None

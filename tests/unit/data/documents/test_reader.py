@@ -7,8 +7,8 @@ import pytest
 import xxhash
 from helpers import corpus
 
-from llmtrain.data.documents import lines
-from llmtrain.data.documents import reader as readers
+from llmtrain.config.binding import data_settings
+from llmtrain.data.documents import lines, units
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Unit
 from llmtrain.data.survey import survey
@@ -16,7 +16,9 @@ from llmtrain.errors import UserError
 
 
 def source_of(path, **data):
-    return survey(corpus.config(path, lanes=data.pop("lanes", 1), **data), 1).sources[0]
+    return survey(
+        data_settings(corpus.config(path, lanes=data.pop("lanes", 1), **data)), 1
+    ).sources[0]
 
 
 def documents(source, reader=None):
@@ -72,7 +74,7 @@ def test_ranges_own_each_line_once(tmp_path, data, kind, step, monkeypatch):
     found = []
     for start in range(0, len(data), step):
         unit = Unit(0, -1, start, min(start + step, len(data)))
-        found += [line for _, line in reader.lines(whole, unit)]
+        found += [line for _, line in reader.units.lines(whole, unit)]
     expected = data.splitlines() if kind == "text" else data.removesuffix(b"\n").split(b"\n")
     assert found == expected
 
@@ -169,7 +171,7 @@ def test_a_group_too_large_to_decode_at_once_gives_the_same_rows(tmp_path, monke
     source = source_of(path, lanes=10)
     assert len(source.units) == 40
     expected = documents(source)
-    monkeypatch.setattr(readers, "GROUP_LIMIT", 1)
+    monkeypatch.setattr(units, "GROUP_LIMIT", 1)
     assert documents(source) == expected
 
 
@@ -178,7 +180,7 @@ def test_slices_of_one_group_decode_it_once(tmp_path):
     source, reader = source_of(path, lanes=3), Reader(Reading(60))
     assert len(source.units) == 12
     documents(source, reader)
-    assert reader.reads == 1
+    assert reader.units.reads == 1
 
 
 def test_decoded_groups_are_kept_within_a_bound(tmp_path):
@@ -186,8 +188,8 @@ def test_decoded_groups_are_kept_within_a_bound(tmp_path):
     source, reader = source_of(path), Reader(Reading(60))
     documents(source, reader)
     documents(source, reader)
-    assert reader.reads == 20
-    assert len(reader._decoded) == readers.CACHED_GROUPS
+    assert reader.units.reads == 20
+    assert len(reader.units._decoded) == units.CACHED_GROUPS
 
 
 def test_a_file_with_fewer_rows_than_the_manifest_says_is_refused(tmp_path):

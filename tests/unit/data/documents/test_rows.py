@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError
@@ -36,7 +37,7 @@ def encoded(root, kind, encoding):
 def test_a_file_in_another_encoding_is_refused_before_training(tmp_path, kind, encoding):
     path = encoded(tmp_path, kind, encoding)
     with pytest.raises(UserError) as raised:
-        survey(corpus.config(path, heldout=0.05), 1)
+        survey(data_settings(corpus.config(path, heldout=0.05)), 1)
     told = str(raised.value)
     assert path.name in told
     # A line of JSON with a NUL behind each letter is no JSON, whatever the encoding.
@@ -46,7 +47,7 @@ def test_a_file_in_another_encoding_is_refused_before_training(tmp_path, kind, e
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
 def test_the_same_file_in_utf_8_is_read(tmp_path, kind):
     path = encoded(tmp_path, kind, "utf-8")
-    (source,) = survey(corpus.config(path), 1).sources
+    (source,) = survey(data_settings(corpus.config(path)), 1).sources
     reader = Reader(Reading(60))
     found = [reader.rows(source, unit) for unit in source.units]
     texts = [rows.text(row) for rows in found for row in range(len(rows))]
@@ -57,7 +58,7 @@ def test_the_same_file_in_utf_8_is_read(tmp_path, kind):
 def test_a_file_in_another_encoding_is_skipped_where_bad_units_are(tmp_path):
     encoded(tmp_path, "text", "latin-1")
     corpus.write_jsonl(tmp_path / "good.jsonl", corpus.articles(30))
-    found = survey(corpus.config(tmp_path / "*", on_bad_unit="skip"), 1)
+    found = survey(data_settings(corpus.config(tmp_path / "*", on_bad_unit="skip")), 1)
     reader = Reader(found.reading)
     (source,) = found.sources
     read = {source.files[unit.file].name: len(reader.rows(source, unit)) for unit in source.units}

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from helpers import corpus
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import skipped
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.documents.skipped import FILE_NAME, LeftOut, Skipped
+from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.manifest import load
 from llmtrain.data.stream import open_stream
@@ -248,7 +250,7 @@ def test_trouble_of_the_machine_is_never_skipped(tmp_path, tokenizer_dir, monkey
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reader, "_group", fails)
+        patch.setattr(Units, "_group", fails)
         with pytest.raises(RunError):
             reader.rows(source, source.units[0], 0)
     path.unlink()
@@ -281,7 +283,7 @@ def test_a_bad_line_is_left_out_and_the_others_stay(tmp_path, suffix):
     path = corpus.write_lines(tmp_path / f"a.jsonl{suffix}", lines)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    found = survey(corpus.config(path, on_bad_unit="skip"), 1, run_dir)
+    found = survey(data_settings(corpus.config(path, on_bad_unit="skip")), 1, run_dir)
     assert sorted(training_texts(found, 1 << 20)) == sorted(row["text"] for row in rows)
     data = b"".join(line + b"\n" for line in lines)
     said = {record["start"] for record in records(run_dir)}
@@ -293,8 +295,8 @@ def test_the_parts_left_out_are_counted_where_they_are_met(tmp_path):
     _, lines = lines_with_bad_ones()
     path = corpus.write_lines(tmp_path / "a.jsonl", lines)
     config = corpus.config(path, on_bad_unit="skip", lanes=1)
-    source = survey(config, 1).sources[0]
-    reader = Reader(reading_of(config, None))
+    source = survey(data_settings(config), 1).sources[0]
+    reader = Reader(reading_of(data_settings(config), None))
     assert sum(reader.rows(source, unit, 0).skipped for unit in source.units) == len(BAD_LINES)
 
 
@@ -302,7 +304,7 @@ def test_a_unit_without_one_good_line_is_one_record(tmp_path, tokenizer_dir):
     rows = [json.dumps(row).encode() for row in corpus.articles(2)]
     one = corpus.write_lines(tmp_path / "a" / "1.jsonl.gz", [b'{"body": "x"}'] * 500)
     corpus.write_lines(tmp_path / "a" / "2.jsonl.gz", rows)
-    survey(corpus.config(one.parent, on_bad_unit="skip"), 1, tmp_path)
+    survey(data_settings(corpus.config(one.parent, on_bad_unit="skip")), 1, tmp_path)
     assert [(r["kind"], r["file"]) for r in records(tmp_path)] == [("bytes", "1.jsonl.gz")]
 
 
@@ -314,15 +316,20 @@ def test_bad_files_are_left_out_of_the_manifest_and_not_looked_at_again(tmp_path
     (root / "2.parquet").write_bytes(whole[:-40] + bytes(40))
     (root / "3.jsonl.gz").write_bytes(b"never compressed")
     config = corpus.config(root, on_bad_unit="skip", heldout=0.1)
-    found = survey(config, 1, tmp_path)
+    found = survey(data_settings(config), 1, tmp_path)
     assert {unit.file for unit in found.sources[0].units} == {0}
     assert [r["file"] for r in records(tmp_path)] == ["2.parquet", "3.jsonl.gz"]
     (root / "2.parquet").write_bytes(whole)
-    again = survey(config, 1, tmp_path)
+    again = survey(data_settings(config), 1, tmp_path)
     assert again.sources[0].units == found.sources[0].units
-    freeze(again, open_tokenizer(tokenizer_dir)).save(tmp_path / "manifest.json")
+    manifest = freeze(again, open_tokenizer(tokenizer_dir))
+    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
     (root / "3.jsonl.gz").unlink()
-    check(load(tmp_path / "manifest.json", config), config, open_tokenizer(tokenizer_dir))
+    check(
+        load(tmp_path / "manifest.json", config.data.sources),
+        data_settings(config),
+        open_tokenizer(tokenizer_dir),
+    )
 
 
 def test_a_source_of_which_nothing_can_be_read_is_refused(tmp_path):
@@ -331,10 +338,12 @@ def test_a_source_of_which_nothing_can_be_read_is_refused(tmp_path):
         damage(path, group)
     config = corpus.config(path, on_bad_unit="skip", heldout=0.05)
     with pytest.raises(UserError, match="no training document is left"):
-        survey(config, 1, tmp_path)
+        survey(data_settings(config), 1, tmp_path)
     (tmp_path / "b.parquet").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="all are left out"):
-        survey(corpus.config(tmp_path / "b.parquet", on_bad_unit="skip"), 1, tmp_path)
+        survey(
+            data_settings(corpus.config(tmp_path / "b.parquet", on_bad_unit="skip")), 1, tmp_path
+        )
 
 
 def test_many_bad_units_in_a_row_end_the_run_before_all_are_read(tmp_path):
@@ -342,7 +351,7 @@ def test_many_bad_units_in_a_row_end_the_run_before_all_are_read(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with pytest.raises(UserError, match=r"64 parts in a row .*\n.*its keys are 'body'"):
-        survey(corpus.config(path, on_bad_unit="skip"), 1, run_dir)
+        survey(data_settings(corpus.config(path, on_bad_unit="skip")), 1, run_dir)
     assert len(records(run_dir)) == 64
 
 
@@ -350,7 +359,7 @@ def test_slices_of_one_bad_group_are_one_bad_part(tmp_path, tokenizer_dir):
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(200), group=100)
     damage(path, 0)
     config = corpus.config(path, on_bad_unit="skip", lanes=48)
-    assert len(survey(config, 1, tmp_path).sources[0].units) == 192
+    assert len(survey(data_settings(config), 1, tmp_path).sources[0].units) == 192
 
 
 def test_a_lane_whose_source_turned_bad_ends_in_reasonable_time(tmp_path, tokenizer_dir):

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
-from llmtrain.data.documents import byte_ranges
-from llmtrain.data.documents import reader as readers
+from llmtrain.config.binding import data_settings
+from llmtrain.data.documents import byte_ranges, units
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Unit
 from llmtrain.data.remote import request, retry
@@ -287,7 +287,7 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
         corpus.write_parquet(tmp_path / name, rows, group=50)
     else:
         corpus.write_jsonl(tmp_path / name, rows)
-    local = survey(corpus.config(tmp_path / name, lanes=1), 1).sources[0]
+    local = survey(data_settings(corpus.config(tmp_path / name, lanes=1)), 1).sources[0]
     content = (tmp_path / name).read_bytes()
     with hub.serving({name: content}) as server:
         monkeypatch.setattr(
@@ -307,7 +307,7 @@ def away(tmp_path, monkeypatch):
     """A local file as a source, and the same one on the Hub."""
 
     def away(path, lanes=1):
-        local = survey(corpus.config(path, lanes=lanes), 1).sources[0]
+        local = survey(data_settings(corpus.config(path, lanes=lanes)), 1).sources[0]
         content = path.read_bytes()
         server.files[path.name] = content
         monkeypatch.setattr(
@@ -334,7 +334,7 @@ def test_slices_of_a_group_cost_one_request_together(tmp_path, away):
     backwards = sorted(local.units, key=lambda unit: unit.stop - 100 * unit.group)
     reader = Reader(Reading(60))
     for unit in backwards:  # by slice, so that no decoded group is still there
-        reader._decoded.clear()
+        reader.units._decoded.clear()
         reader.rows(there, unit)
     assert server.requests["range"] == 4 + 1
 
@@ -344,7 +344,7 @@ def test_slices_of_a_group_that_is_never_decoded_at_once_cost_one_request(
 ):
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(400), group=200)
     local, there, server = away(path, lanes=2)
-    monkeypatch.setattr(readers, "GROUP_LIMIT", 1000)
+    monkeypatch.setattr(units, "GROUP_LIMIT", 1000)
     read_both(local, there)
     assert server.requests["range"] == 2 + 1
 
@@ -352,9 +352,9 @@ def test_slices_of_a_group_that_is_never_decoded_at_once_cost_one_request(
 def test_a_group_that_is_not_held_at_once_is_read_in_pieces(tmp_path, away, monkeypatch):
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(400), group=200)
     local, there, server = away(path, lanes=2)
-    monkeypatch.setattr(readers, "GROUP_LIMIT", 1000)
-    monkeypatch.setattr(readers, "HELD_BYTES", 1000)
-    monkeypatch.setattr(readers, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(units, "GROUP_LIMIT", 1000)
+    monkeypatch.setattr(units, "HELD_BYTES", 1000)
+    monkeypatch.setattr(units, "PIECE_BYTES", 2000)
     read_both(local, there)
     assert max(end - start for _, start, end in server.ranges[1:]) < 8000
 

@@ -264,11 +264,12 @@ def test_a_path_of_this_machine_is_never_asked_for(serve, tmp_path):
 
 READ_ALL = """
 import json, sys
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.survey import survey
 data = {"sources": [json.loads(sys.argv[1])], "heldout": 0.0, "lanes": 2}
-found = survey(Config.model_validate({"data": data, "training": {"steps": 1}}), 1)
+found = survey(data_settings(Config.model_validate({"data": data, "training": {"steps": 1}})), 1)
 reader, (source,) = Reader(Reading(60)), found.sources
 rows = [reader.rows(source, unit) for unit in source.units]
 texts = [part.text(row)[0] for part in rows for row in range(len(part))]

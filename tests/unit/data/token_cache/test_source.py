@@ -7,6 +7,7 @@ import pytest
 import xxhash
 from helpers import corpus, megatron
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data import heldout
 from llmtrain.data.audit.census import census
 from llmtrain.data.audit.epochs import epoch
@@ -179,7 +180,7 @@ def test_as_evaluation_source_every_document_counts(place, tmp_path):
 
     values = corpus.config(place / "cache").model_dump(by_alias=True)
     values["evaluation"]["sources"] = [{"path": str(place / "cache")}]
-    sources = evaluation_sources(Config.model_validate(values), Reading(60))
+    sources = evaluation_sources(data_settings(Config.model_validate(values)), Reading(60))
     manifest = corpus.manifest_of(place / "tokenizer", place / "cache")
     tokenizer = open_tokenizer(place / "tokenizer")
     heldout.prepare(manifest, tokenizer, tmp_path / "eval", 1000, Reading(60), sources)
@@ -238,10 +239,10 @@ def test_changed_tokens_are_refused_at_a_later_start(place, tmp_path):
     index = megatron.write(tmp_path / "a.idx", [[[1, 2]], [[3]]])
     manifest = corpus.manifest_of(place / "tokenizer", index)
     config, tokenizer = corpus.config(index), open_tokenizer(place / "tokenizer")
-    check(manifest, config, tokenizer)
+    check(manifest, data_settings(config), tokenizer)
     megatron.write(index, [[[1, 2]], [[4]]])
     with pytest.raises(UserError, match=r"a\.bin"):
-        check(manifest, config, tokenizer)
+        check(manifest, data_settings(config), tokenizer)
 
 
 def test_an_id_beyond_the_tokenizer_is_named_when_it_is_met(place, tmp_path):
@@ -277,7 +278,7 @@ def test_another_tokenizer_than_the_caches_is_refused(place, tmp_path):
 def test_no_tokenizer_can_be_trained_on_tokens(place):
     from llmtrain.data.survey import survey, training_texts
 
-    found = survey(corpus.config(place / "cache"), 1)
+    found = survey(data_settings(corpus.config(place / "cache")), 1)
     with pytest.raises(UserError, match="sources of text"):
         next(training_texts(found, 100))
 
@@ -359,10 +360,10 @@ def test_a_census_counts_the_documents_of_a_cache(manifest, place, limit):
     documents = [ids for ids in all_documents(place) if ids]
     if limit:
         assert found.looked_at >= limit
-        assert found.documents == pytest.approx(len(documents), abs=6)
+        assert found.all.documents == pytest.approx(len(documents), abs=6)
     else:
-        assert (found.documents, found.dropped) == (len(documents), 2)
-        assert found.tokens == sum(map(len, documents))
-        assert found.heldout == len(held_out(manifest, place))
+        assert (found.all.documents, found.dropped) == (len(documents), 2)
+        assert found.all.tokens == sum(map(len, documents))
+        assert found.training.documents == len(documents) - len(held_out(manifest, place))
         texts = [tokenizer.decode(ids[:-1]).encode() for ids in documents]
-        assert found.bytes == sum(map(len, texts))
+        assert found.all.bytes == sum(map(len, texts))

@@ -6,6 +6,7 @@ import pytest
 from helpers import corpus, vocabularies
 from helpers.vocabularies import edited, word_pieces
 
+from llmtrain.config.binding import data_settings
 from llmtrain.data.survey import some_texts, survey
 from llmtrain.data.tokens.backend import choose_tokenizer, first_difference
 from llmtrain.data.tokens.convert import byte_symbols
@@ -114,7 +115,7 @@ def test_documents_to_compare_come_from_all_sources_in_turn(tmp_path):
     rows = corpus.articles(60)
     corpus.write_parquet(tmp_path / "a" / "0.parquet", rows[:40])
     corpus.write_jsonl(tmp_path / "b.jsonl", rows[40:])
-    found = survey(corpus.config(tmp_path / "a", tmp_path / "b.jsonl"), 1)
+    found = survey(data_settings(corpus.config(tmp_path / "a", tmp_path / "b.jsonl")), 1)
     texts = list(some_texts(found, 10, 1 << 20))
     first, second = ({row["text"] for row in part} for part in (rows[:40], rows[40:]))
     assert first.issuperset(texts[0::2])

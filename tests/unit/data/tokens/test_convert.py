@@ -5,7 +5,7 @@ import pytest
 from helpers import corpus, vocabularies
 from helpers.vocabularies import description, edited, library_ids
 
-from llmtrain.data.tokens.convert import byte_symbols, convert, obstacles, unreached
+from llmtrain.data.tokens.convert import byte_symbols, convert, find_unreached, obstacles
 from llmtrain.data.tokens.probe_texts import PROBES
 
 QWEN = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
@@ -118,7 +118,7 @@ def test_the_same_ids_as_the_library_on_awkward_texts(convertible):
     assert list(obstacles(found)) == []
     converted = convert(found)
     for text in PROBES:
-        assert converted.go_on(text).tolist() == library_ids(convertible, text), repr(text)
+        assert converted.encode_part(text).tolist() == library_ids(convertible, text), repr(text)
 
 
 @pytest.mark.parametrize("language", ["20140304.en", "20210520.vi"])
@@ -146,7 +146,7 @@ def test_the_same_text_as_the_library_from_any_ids(convertible):
 def test_a_pattern_of_its_own_is_used(small, tmp_path):
     directory = edited(small, tmp_path / "edited", whole(pre_tokenizer=split(r"[ a]|[^ a]+")))
     text = "rain falls on quiet towns"
-    ids = convert(description(directory)).go_on(text).tolist()
+    ids = convert(description(directory)).encode_part(text).tolist()
     assert ids == library_ids(directory, text)
     assert ids != library_ids(small, text)
 
@@ -161,8 +161,8 @@ def test_ids_that_contradict_the_order_of_merges_are_looked_up(small, tmp_path):
     converted = convert(description(directory))
     assert converted.ids is not None
     for text in ("river under moss", *PROBES):
-        assert converted.go_on(text).tolist() == library_ids(directory, text)
-        assert converted.decode(converted.go_on(text).tolist()) == text
+        assert converted.encode_part(text).tolist() == library_ids(directory, text)
+        assert converted.decode(converted.encode_part(text).tolist()) == text
 
 
 def test_ids_in_the_order_of_merges_need_no_lookup(small):
@@ -174,10 +174,10 @@ def test_texts_are_brought_to_form_nfc_where_the_tokenizer_does(small, tmp_path)
     directory = edited(small, tmp_path / "edited", whole(normalizer={"type": "NFC"}))
     converted = convert(description(directory))
     for text in ("e\u0301", "plain", "\u00e9", "Tiê\u0301ng Viê\u0323t", *PROBES):
-        assert converted.go_on(text).tolist() == library_ids(directory, text), ascii(text)
-    assert converted.go_on("e\u0301").tolist() == converted.go_on("\u00e9").tolist()
-    decomposed = convert(description(small)).go_on("e\u0301")
-    assert decomposed.tolist() != converted.go_on("e\u0301").tolist()
+        assert converted.encode_part(text).tolist() == library_ids(directory, text), ascii(text)
+    assert converted.encode_part("e\u0301").tolist() == converted.encode_part("\u00e9").tolist()
+    decomposed = convert(description(small)).encode_part("e\u0301")
+    assert decomposed.tolist() != converted.encode_part("e\u0301").tolist()
 
 
 def test_merges_may_be_written_as_pairs_or_as_strings(small, tmp_path):
@@ -185,7 +185,7 @@ def test_merges_may_be_written_as_pairs_or_as_strings(small, tmp_path):
         found["model"]["merges"] = [" ".join(pair) for pair in found["model"]["merges"]]
 
     directory = edited(small, tmp_path / "edited", as_strings)
-    ids = convert(description(directory)).go_on("river under moss").tolist()
+    ids = convert(description(directory)).encode_part("river under moss").tolist()
     assert ids == library_ids(small, "river under moss")
 
 
@@ -211,11 +211,11 @@ def test_an_entry_that_merges_do_not_lead_to_is_found(small, tmp_path, ignore_me
     )
     found, model = description(directory), opened_model(directory)
     assert list(obstacles(found)) == []
-    assert unreached(found, model) == "abc"
+    assert find_unreached(found, model) == "abc"
     assert model.ignore_merges is ignore_merges
     text = "xabc"  # no word is an entry here
-    assert convert(found).go_on(text).tolist() != library_ids(directory, text)
+    assert convert(found).encode_part(text).tolist() != library_ids(directory, text)
 
 
 def test_trained_vocabularies_have_no_such_entry(convertible):
-    assert unreached(description(convertible), opened_model(convertible)) is None
+    assert find_unreached(description(convertible), opened_model(convertible)) is None

@@ -84,7 +84,7 @@ def test_what_is_held_out_is_counted_as_the_manifest_splits(place, whole, tmp_pa
     config = config_of(place, tmp_path / "run")
     (tmp_path / "run").mkdir()
     prepare(config, tmp_path / "run", 1, None)
-    manifest = manifests.load(tmp_path / "run" / "manifest.json", config)
+    manifest = manifests.load(tmp_path / "run" / "manifest.json", config.data.sources)
     for source, found, documents in zip(
         manifest.sources, whole.sources, usable(place), strict=True
     ):

@@ -1,0 +1,98 @@
+"""How all ranks come to one decision, over any `Ranks`.
+
+Each rank does its part, all learn who failed, and all go on or all raise: a rank that raised alone
+would leave the others waiting in the next collective. Every function here but `attempt` is
+collective. Values travel as JSON; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+from llmtrain import heartbeat
+from llmtrain.errors import RESTARTABLE, PeerError
+from llmtrain.types import Failure, Ranks, Vote, failure
+
+T = TypeVar("T")
+
+# A cause outranks its consequences: bad input, the disk, a defect, a lost peer.
+_ORDER = {2: 0, 74: 1, 1: 2, RESTARTABLE: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What a piece of work returned, or the exception that ended it."""
+
+    returned: tuple[T, ...] = ()
+    error: Exception | None = None
+
+    def result(self) -> T:
+        """Return the value, or raise the exception."""
+        if self.error is not None:
+            raise self.error
+        return self.returned[0]
+
+
+def attempt(work: Callable[[], T]) -> Outcome[T]:
+    """Do `work` and keep whatever ends it: the peers must learn of it before it is raised."""
+    try:
+        return Outcome((work(),))
+    except Exception as caught:  # the edge of every vote
+        return Outcome(error=caught)
+
+
+def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Do `work` on every rank; if it fails on any, raise on all.
+
+    The failing rank raises its own error, the others a `PeerError` with its text and exit code.
+    """
+    outcome = attempt(work)
+    refuse(ranks.vote(outcome.error), outcome.error)
+    return outcome.result()
+
+
+def refuse(vote: Vote, error: BaseException | None) -> None:
+    """Raise what a vote decided, if any rank failed. error: this rank's own."""
+    if error is not None:
+        raise error
+    if vote.failures:
+        first = min(vote.failures, key=lambda one: _ORDER.get(one.exit_code, 2))
+        raise PeerError(first.text, first.exit_code, first.rank)
+
+
+def on_rank_zero(ranks: Ranks, work: Callable[[], object]) -> None:
+    """Do `work` on rank 0 alone while the others wait; raise on all if it fails."""
+    agreed(ranks, lambda: work() if ranks.rank == 0 else None)
+
+
+def from_rank_zero(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Do `work` on rank 0 alone and return its value, as JSON keeps it, on every rank."""
+    body = agreed(ranks, lambda: json.dumps(work()).encode() if ranks.rank == 0 else b"")
+    value: T = json.loads(ranks.broadcast(body))
+    return value
+
+
+def gathered(ranks: Ranks, value: object) -> list[Any]:
+    """Return every rank's value at rank 0, in the order of ranks, and an empty list elsewhere."""
+    return [json.loads(body) for body in ranks.gather(json.dumps(value).encode())]
+
+
+def count_votes(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
+    """`Ranks.vote` for ranks that can gather and broadcast."""
+    _, phase = heartbeat.read()
+    heartbeat.beat(f"a vote of all processes ({phase})")
+    said = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
+    heard = ranks.gather(len(said).to_bytes(8, "little") + said + body)
+    ballots = [_split(ballot) for ballot in heard]
+    failed = [json.loads(said) for said, _ in ballots if said]
+    failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
+    heartbeat.beat(phase)
+    return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
+
+
+def _split(ballot: bytes) -> tuple[bytes, bytes]:
+    size = int.from_bytes(ballot[:8], "little")
+    return ballot[8 : 8 + size], ballot[8 + size :]

@@ -1,0 +1,259 @@
+"""From a unit to its decoded rows: parquet, JSON lines, text; plain or compressed.
+
+What is kept is bytes; a text is decoded, and judged, when its row is asked for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
+from llmtrain.data.documents.lines import (
+    MIB,
+    decompress,
+    end_of_line,
+    parse,
+    read_owned,
+    refuse_utf_16,
+)
+from llmtrain.data.documents.rows import Rows, of_table, refuse_other_encoding
+from llmtrain.data.documents.skipped import UnreadableError, readable
+from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.remote.cache import Cache, cache_root
+from llmtrain.data.remote.footers import load_footer
+from llmtrain.data.remote.prefetch import Range, Ranges
+from llmtrain.data.remote.request import Stopping
+from llmtrain.data.remote.retry import PIECE_BYTES, RangeFile, Remote
+from llmtrain.data.sources.local import file_format
+from llmtrain.errors import Problem, UserError
+
+GROUP_LIMIT = 64 * MIB  # a row group that is decoded at once
+CACHED_GROUPS = 4
+CACHED_BYTES = 64 * MIB
+OPEN_FOOTERS = 64
+HELD_BYTES = 128 * MIB  # of a group on the Hub that are read at once, still compressed
+
+
+class Units:
+    """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
+
+    timeout_seconds, run_dir, cache_bytes, stop: as in `Reading`
+    asked: called with the name of each unit before it is read
+    reads: units decoded so far, without those that were still in memory
+    """
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        run_dir: Path | None,
+        cache_bytes: int,
+        stop: Stopping | None,
+        asked: Callable[[str], None] | None,
+    ) -> None:
+        self.reads = 0
+        cache = Cache(cache_root(), cache_bytes) if cache_bytes else None
+        self._ranges = Ranges(Remote(timeout_seconds, stop), cache, stop)
+        self._run_dir = run_dir
+        self._asked = asked
+        self._expected: dict[tuple[str, Unit], list[Range]] = {}
+        self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+
+    def rows(self, source: Source, unit: Unit, left_out: Collection[int] = ()) -> Rows:
+        """Return the rows of a unit, in file order.
+
+        left_out: bytes at which lines begin that are not read. Raises UserError for bad content,
+        RunError for what the machine did.
+        """
+        self._expected.pop((source.where(unit.file), unit), None)
+        if self._asked is not None:
+            self._asked(place_of(source, unit))
+        with readable(place_of(source, unit)):
+            if unit.group < 0:
+                return self._rows_kept(source, unit, left_out)
+            footer = self.footer(source, unit.file)
+            if unit.group >= footer.num_row_groups:
+                raise UserError(_fewer_rows(source, unit))
+            group = footer.row_group(unit.group)
+            if unit.stop > group.num_rows:
+                raise UserError(_fewer_rows(source, unit))
+            if group.total_byte_size > GROUP_LIMIT:
+                self.reads += 1
+                return self._slice_of_large(source, unit)
+            return self._rows_kept(source, unit, left_out).slice(unit.start, unit.stop)
+
+    def footer(self, source: Source, file: int) -> pq.FileMetaData:
+        """Return the footer of a parquet file."""
+        where = source.where(file)
+        footer = self._footers.get(where)
+        if footer is None:
+            footer = self._footers[where] = self._read_footer(source, file)
+            if len(self._footers) > OPEN_FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
+
+    def _read_footer(self, source: Source, file: int) -> pq.FileMetaData:
+        if not source.remote:
+            return pq.read_metadata(source.where(file))
+        etag = source.files[file].etag
+        return load_footer(
+            self._run_dir, etag, lambda: pq.read_metadata(self._open_range(source, file))
+        )
+
+    def expect(self, source: Source, unit: Unit) -> None:
+        """Begin to read a remote unit that will be asked for soon."""
+        if not source.remote or self._key(source, unit) in self._decoded:
+            return
+        try:
+            with readable(place_of(source, unit)):
+                spans = self._spans(source, unit)
+        except UnreadableError:  # reported, or left out, when its turn comes
+            return
+        file = hub_file(source, unit.file)
+        self._expected[source.where(unit.file), unit] = [Range(file, *span) for span in spans]
+        for span in spans:
+            self._ranges.expect(Range(file, *span))
+
+    def forget(self, source: Source, unit: Unit) -> None:
+        """Drop what `expect` began: the unit is not read after all."""
+        for span in self._expected.pop((source.where(unit.file), unit), []):
+            self._ranges.forget(span)
+
+    def _spans(self, source: Source, unit: Unit) -> list[tuple[int, int]]:
+        footer = self.footer(source, unit.file) if unit.group >= 0 else None
+        if footer is not None and unit.group >= footer.num_row_groups:
+            raise UserError(_fewer_rows(source, unit))
+        return unit_spans(source, unit, footer)
+
+    def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
+        """Open a file of a source, here or on the Hub, for reading at any position."""
+        if not source.remote:
+            return Path(source.where(file)).open("rb")
+        return self._open_range(source, file)
+
+    def _open_range(self, source: Source, file: int, *, again: bool = False) -> RangeFile:
+        return self._ranges.open(hub_file(source, file), again=again)
+
+    def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines of a range or compressed file as (position of the first byte, line)."""
+        known, where = source.files[unit.file], source.where(unit.file)
+        kind, compression = file_format(known.name) or ("", None)
+        with self.open(source, unit.file) as file:
+            if isinstance(file, RangeFile):
+                file.hold(self._spans(source, unit))
+            if compression:
+                data, start = decompress(file, compression, where), 0
+            else:
+                data, start = read_owned(file, unit, known.size, kind, where)
+        if start == 0:
+            refuse_utf_16(data, where)
+        position = 0
+        for end in end_of_line(kind).finditer(data):
+            yield start + position, data[position : end.start()]
+            position = end.end()
+        if position < len(data):
+            yield start + position, data[position:]
+
+    def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
+        begin = 0 if unit.group >= 0 else unit.start
+        # With the columns: two sources may take other columns of the same file.
+        return (source.where(unit.file), unit.group, begin, *columns_of(source))
+
+    def _rows_kept(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
+        key = self._key(source, unit)
+        rows = self._decoded.pop(key, None)
+        if rows is None:
+            self.reads += 1
+            rows = (
+                self._group(source, unit)
+                if unit.group >= 0
+                else self._range(source, unit, left_out)
+            )
+            refuse_other_encoding(rows.texts, place_of(source, unit))
+        self._decoded[key] = rows
+        while len(self._decoded) > 1 and (
+            len(self._decoded) > CACHED_GROUPS
+            or sum(kept.nbytes for kept in self._decoded.values()) > CACHED_BYTES
+        ):
+            self._decoded.popitem(last=False)
+        return rows
+
+    def _group(self, source: Source, unit: Unit) -> Rows:
+        with self._parquet(source, unit) as file:
+            table = file.read_row_group(unit.group, columns=columns_of(source), use_threads=False)
+        return of_table(table, source.text_column, source.id_column)
+
+    def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
+        """Read rows [start, stop) of a group, without ever holding all of it."""
+        with self._parquet(source, unit, buffer_size=MIB) as file:
+            tables, position = [], 0
+            batches = file.iter_batches(
+                1000, row_groups=[unit.group], columns=columns_of(source), use_threads=False
+            )
+            for batch in batches:
+                first, last = unit.start - position, unit.stop - position
+                position += len(batch)
+                if first < len(batch) and last > 0:
+                    part = batch.slice(max(first, 0), last - max(first, 0))
+                    tables.append(pa.Table.from_batches([part]))
+                if position >= unit.stop:
+                    break
+        table = pa.concat_tables(tables)
+        rows = of_table(table, source.text_column, source.id_column)
+        refuse_other_encoding(rows.texts, place_of(source, unit))
+        return rows
+
+    def _parquet(self, source: Source, unit: Unit, buffer_size: int = 0) -> pq.ParquetFile:
+        """Open a parquet file; on the Hub the columns of the unit's group are read at once."""
+        footer = self.footer(source, unit.file)
+        opened: str | pa.PythonFile = source.where(unit.file)
+        if source.remote:
+            sliced = unit.stop - unit.start < footer.row_group(unit.group).num_rows
+            ranged = self._open_range(source, unit.file, again=sliced)
+            spans = self._spans(source, unit)
+            if sum(end - start for start, end in spans) <= HELD_BYTES:
+                ranged.hold(spans)
+            else:
+                buffer_size = PIECE_BYTES
+            opened = pa.PythonFile(ranged, "r")
+        return pq.ParquetFile(opened, metadata=footer, pre_buffer=False, buffer_size=buffer_size)
+
+    def _range(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
+        lines = self.lines(source, unit)
+        if (file_format(source.files[unit.file].name) or ("",))[0] == "text":
+            return Rows(pa.array([line for _, line in lines], pa.large_binary()), None)
+        texts: list[bytes | None] = []
+        ids: list[bytes | None] = []
+        bad: list[tuple[int, str]] = []
+        for position, line in lines:
+            if not line.strip():
+                continue
+            if position in left_out:
+                bad.append((position, ""))
+                continue
+            try:
+                text, name = parse(line, source.text_column, source.id_column)
+            except ValueError as error:
+                bad.append((position, str(error)))
+            else:
+                texts.append(text)
+                ids.append(name)
+        kind = pa.large_binary()
+        return Rows(pa.array(texts, kind), pa.array(ids, kind), len(bad), tuple(bad))
+
+
+def place_of(source: Source, unit: Unit) -> str:
+    """Return the name of a unit in messages."""
+    part = f", row group {unit.group}" if unit.group >= 0 else f", byte {unit.start}"
+    return source.where(unit.file) + part
+
+
+def _fewer_rows(source: Source, unit: Unit) -> Problem:
+    expected = f"rows {unit.start} to {unit.stop}, as when the run began"
+    return Problem(place_of(source, unit), "fewer rows", expected, "bring the file back")

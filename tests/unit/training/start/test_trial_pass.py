@@ -1,0 +1,90 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.distributed.ranks import Single as Alone
+from llmtrain.errors import UserError
+from llmtrain.metrics import memory
+from llmtrain.training.run import rng
+from llmtrain.training.start import trial_pass
+from llmtrain.training.start.trial_pass import Trial
+
+CUDA = torch.device("cuda")
+
+
+class Counting(nn.Module):
+    """A buffer that each forward changes, as batch norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device that is not there: micro-batches over `fits` run out of memory in the backward."""
+    seen = SimpleNamespace(
+        sizes=[], peaks=[], cleared=0, emptied=0, fits=0, model=Counting(), ranks=Alone()
+    )
+
+    def one_pass(trial: Any, rows: int, **_: Any) -> None:
+        torch.rand(3)
+        trial.model.passes.add_(1)
+        seen.sizes.append(rows)
+        if rows > seen.fits:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    def clear() -> None:
+        seen.cleared += 1
+
+    def empty_cache() -> None:
+        seen.emptied += 1
+
+    def fitting(candidates: list[int]) -> int:
+        engine = SimpleNamespace(clear=clear)
+        launched: Any = SimpleNamespace(engine=engine, ranks=seen.ranks, device=CUDA)
+        return trial_pass.fitting_micro_batch(Trial(seen.model, launched, 8, 5), candidates)
+
+    seen.fitting = fitting
+    captured, restored = rng.capture, rng.restore
+    host = torch.device("cpu")
+    monkeypatch.setattr(rng, "capture", lambda _: captured(host))
+    monkeypatch.setattr(rng, "restore", lambda states, _: restored(states, host))
+    monkeypatch.setattr(trial_pass, "_pass", one_pass)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(memory, "reset_peak", lambda device: seen.peaks.append(device) or 0)
+    return seen
+
+
+def test_the_largest_micro_batch_that_runs_twice_is_taken(tried: Any) -> None:
+    tried.fits = 3
+    assert tried.fitting([8, 4, 2, 1]) == 2
+    assert tried.sizes == [8, 4, 2, 2]
+    assert (tried.cleared, tried.emptied) == (3, 3)
+
+
+def test_what_did_not_fit_is_not_in_the_peak_of_memory(tried: Any) -> None:
+    tried.fits = 2
+    tried.fitting([8, 4, 2, 1])
+    assert tried.peaks == [CUDA, CUDA]
+
+
+def test_a_trial_leaves_buffers_and_random_states_alone(tried: Any) -> None:
+    tried.fits = 2
+    before = torch.get_rng_state()
+    tried.fitting([4, 2])
+    assert tried.model.passes == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_none_that_fits_is_a_problem_of_the_config(tried: Any) -> None:
+    with pytest.raises(UserError, match=r"training\.micro_batch_size"):
+        tried.fitting([2, 1])
+
+
+def test_on_a_cpu_nothing_is_tried() -> None:
+    launched: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert trial_pass.fitting_micro_batch(Trial(nn.Module(), launched, 8, 5), [8, 4]) == 8
