@@ -67,7 +67,7 @@ def verify(
         tell("", 0, 0)
         found.append(one)
         if not as_json:
-            show(verified(one))
+            show(verification(one))
     if as_json:
         show([json.dumps({"checkpoints": [one.to_json() for one in found]})])
     raise typer.Exit(0 if found and all(not one.problems for one in found) else 2)
@@ -93,7 +93,7 @@ def prune(
     tell = _progress()
     found = clear(run, keep_last, yes=yes, set_aside=set_aside, told=tell)
     tell("", 0, 0)
-    show([json.dumps(found.to_json())] if as_json else pruned(found))
+    show([json.dumps(found.to_json())] if as_json else pruning(found))
     raise typer.Exit(2 if found.lost else 0)
 
 
@@ -142,7 +142,7 @@ def listing(found: Listing) -> Iterator[str]:
             yield f"    {wrong}"
 
 
-def verified(one: Verified) -> Iterator[str]:
+def verification(one: Verified) -> Iterator[str]:
     """One line, and below it a line for each file that is not what was written."""
     state = "damaged" if one.problems else "ok"
     if one.other_format:
@@ -156,7 +156,7 @@ def verified(one: Verified) -> Iterator[str]:
             yield f"    {problem.key}: {problem.value}"
 
 
-def pruned(found: Pruned) -> Iterator[str]:
+def pruning(found: Pruned) -> Iterator[str]:
     """What goes and what stays, and what to do if nothing was deleted yet."""
     for word, rows in (("goes", found.goes), ("stays", found.stays)):
         for row in rows:

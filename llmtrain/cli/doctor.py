@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, clipped, wrapped
+from llmtrain.cli.escapes import WIDTH, clip, wrap
 from llmtrain.cli.escapes import show as print_lines
 from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import harmless
@@ -41,7 +41,7 @@ def show(
 
     def tell(name: str) -> None:
         if line.moves:
-            line.show(clipped(f"looking at {name} …", WIDTH - 1))
+            line.show(clip(f"looking at {name} …", WIDTH - 1))
 
     checks = []
     for check in doctor(config, overrides, accelerate, skip, told=tell):
@@ -62,11 +62,11 @@ def lines(check: Check, *, colours: bool) -> Iterator[str]:
     state = f"{check.state:<{_STATE}}"
     if colours:
         state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
-    first, *more = wrapped(harmless(check.found), WIDTH - indent)
+    first, *more = wrap(harmless(check.found), WIDTH - indent)
     yield f"{state}{name}{first}".rstrip()
     yield from (f"{'':{indent}}{line}" for line in more)
     if check.remedy:
-        advice = wrapped(f"try: {harmless(check.remedy)}", WIDTH - indent)
+        advice = wrap(f"try: {harmless(check.remedy)}", WIDTH - indent)
         yield from (f"{'':{indent}}{line}" for line in advice)
 
 

@@ -40,14 +40,14 @@ def columns(text: str) -> int:
     return sum(_columns(char) for char in text)
 
 
-def clipped(text: str, width: int) -> str:
+def clip(text: str, width: int) -> str:
     """At most so wide; what is cut off is said by three dots."""
     if columns(text) <= width:
         return text
-    return next(wrapped(text, width - 3)) + "..."
+    return next(wrap(text, width - 3)) + "..."
 
 
-def wrapped(text: str, width: int) -> Iterator[str]:
+def wrap(text: str, width: int) -> Iterator[str]:
     """Lines that are at most so wide, broken at spaces where there are any; at least one."""
     line, used, space = "", 0, -1
     for char in text:

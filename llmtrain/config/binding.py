@@ -117,7 +117,7 @@ def touches(key: str, accepted: Sequence[str]) -> bool:
     return is_accepted(key, accepted) or any(within)
 
 
-def refused(found: Iterable[Change], accepted: Sequence[str], expected: str) -> list[Problem]:
+def refusals(found: Iterable[Change], accepted: Sequence[str], expected: str) -> list[Problem]:
     """One problem for each change that is not accepted. expected: `as …`, where the old is from."""
     return [
         Problem(key, new, f"{old}, {expected}", f"put it back, or {way_out(key)}")

@@ -106,7 +106,7 @@ def problems(found: Iterable[Found]) -> list[Problem]:
     return [Problem(hide(one.key), None, expected, remedy.format(one.variable)) for one in found]
 
 
-def cleared(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
+def clear(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
     """The secrets' own problems, and the others without anything of them in their texts."""
     found = list(found)
     hide, keys = without(one.text for one in found), {one.key for one in found}
@@ -118,7 +118,7 @@ def cleared(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
     return [*problems(found), *others]
 
 
-def unparsed(text: str) -> str:
+def hide_unparsed(text: str) -> str:
     """A text that is no YAML, as far as it can be shown: up to the first name of a secret."""
     text = without([])(text)
     for name in _KEY.finditer(text):

@@ -174,12 +174,12 @@ def guess(name: str, *, is_section: bool = False) -> Guess:
     plain, numbers = _without_numbers(name)
     last = plain.rpartition(".")[2].lower().replace("-", "_")
     if last in FOREIGN:
-        return _numbered(Guess(*FOREIGN[last]), numbers)
+        return _with_number(Guess(*FOREIGN[last]), numbers)
     found = _same_last(plain, last)
     if found is None and (section := near_section(name)):
         return Guess(section)
     found = found or _near(plain, last)
-    return _numbered(found, numbers) if found else Guess("", _neighbours(plain))
+    return _with_number(found, numbers) if found else Guess("", _neighbours(plain))
 
 
 def near_section(name: str) -> str:
@@ -244,5 +244,5 @@ def _without_numbers(name: str) -> tuple[str, list[str]]:
     return ".".join(ITEM if part.isdigit() else part for part in parts), numbers
 
 
-def _numbered(found: Guess, numbers: list[str]) -> Guess:
+def _with_number(found: Guess, numbers: list[str]) -> Guess:
     return Guess(found.key.replace(ITEM, numbers[0] if numbers else "0"), found.advice)

@@ -95,7 +95,7 @@ def write(value: object) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def dotted(path: Path) -> str:
+def dotted_name(path: Path) -> str:
     """A path as people write it: `data.sources.0.path`."""
     return ".".join(str(part) for part in path)
 
@@ -118,7 +118,7 @@ def _build(node: yaml.Node, path: Path, document: Document) -> object:
             return _scalar(node.tag.removeprefix(_TAG), node.value)
         except ValueError:
             pass  # reported below: the tag is not ours, or contradicts the text
-    where = f"{dotted(path) or 'the file'} (line {node.start_mark.line + 1})"
+    where = f"{dotted_name(path) or 'the file'} (line {node.start_mark.line + 1})"
     document.problems.append(Problem(where, node.tag, "plain values", "leave the YAML tag out"))
     return None
 
@@ -130,14 +130,16 @@ def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
             shown = getattr(key_node, "value", "")
-            key = dotted((*path, shown if isinstance(shown, str) else "?"))
+            key = dotted_name((*path, shown if isinstance(shown, str) else "?"))
             remedy = "put it in quotes if it is meant"
             document.problems.append(Problem(key, None, f"a string as key (line {line})", remedy))
             continue
         key = key_node.value
         if key in lines:
             expected = f"every key once; it stands on line {lines[key]} and on line {line}"
-            document.problems.append(Problem(dotted((*path, key)), None, expected, "remove one"))
+            document.problems.append(
+                Problem(dotted_name((*path, key)), None, expected, "remove one")
+            )
         lines.setdefault(key, line)
         built[key] = _build(value_node, (*path, key), document)
     return built

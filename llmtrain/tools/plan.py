@@ -171,7 +171,7 @@ def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: boo
         hardware=hardware,
         assumed=assumed,
         checkpoint_bytes=size,
-        disk_bytes=size * _kept(config, steps),
+        disk_bytes=size * _checkpoints_at_once(config, steps),
         steps=steps,
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
@@ -270,7 +270,7 @@ def _precision(config: Config, hardware: Hardware) -> str:
     return "bf16" if asked == "auto" else asked
 
 
-def _kept(config: Config, steps: int | None) -> int:
+def _checkpoints_at_once(config: Config, steps: int | None) -> int:
     """How many checkpoints are there at once."""
     keep = config.checkpoint
     return most_at_once(Policy.of(keep), steps or 0)

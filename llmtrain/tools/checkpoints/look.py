@@ -149,7 +149,7 @@ def verify(
         raise UserError(Problem("NAME", asked, expected, f"there are {', '.join(names) or 'none'}"))
     if asked is None and not names:
         raise UserError(Problem("RUN", path, "a run with a complete checkpoint; there is none"))
-    return verified(place.root, [asked] if asked else names, told)
+    return verify_each(place.root, [asked] if asked else names, told)
 
 
 def place_of(path: Path) -> Place:
@@ -226,7 +226,7 @@ def _row(path: Path, run_id: str | None) -> Row | None:
     size, loss, wrong = _bytes(path), None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
         wrong, of = _sizes(path)
-        wrong = _said(path) if kind == "damaged" and not wrong else wrong
+        wrong = _why_quarantined(path) if kind == "damaged" and not wrong else wrong
         loss = _loss(path)
         if kind == COMPLETE and (of is None or of != run_id):
             kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
@@ -253,7 +253,7 @@ def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
     return tuple(wrong), manifest.run_id
 
 
-def _said(path: Path) -> tuple[str, ...]:
+def _why_quarantined(path: Path) -> tuple[str, ...]:
     """Why it was set aside, where the start that did so has left a word: sizes do not tell all."""
     why = path / candidates.WHY
     return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
@@ -300,7 +300,7 @@ def _resumed_from(run_dir: Path | None) -> str | None:
     return str(starts[-1]) if starts and starts[-1] else None
 
 
-def verified(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
+def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
     """Each of these checkpoints, to the last byte. Raises RunError 74 if the disk does not answer.
 
     One that goes away meanwhile, as in a live run, is left out.

@@ -29,7 +29,7 @@ from llmtrain.tools.checkpoints.look import (
     place_of,
     policy_of,
     run_id_of,
-    verified,
+    verify_each,
 )
 
 _LEAST_KEPT = 2
@@ -93,17 +93,17 @@ def prune(
     lock = RunLock(place.run_dir, run_id_of(place) or "")
     if not yes:
         lock.check()
-        return _planned(listing(place, policy), set_aside)
+        return _plan(listing(place, policy), set_aside)
     with lock:
         found = listing(place, policy)
-        plan = _planned(found, set_aside)
+        plan = _plan(found, set_aside)
         if plan.goes:
             _refuse(_wrong_inside(found, plan.stays, told))
             _delete(found, plan.goes)
     return replace(plan, deleted=True)
 
 
-def _planned(found: Listing, set_aside: bool) -> Pruned:
+def _plan(found: Listing, set_aside: bool) -> Pruned:
     """UserError if sizes show that one which is to stay is not valid."""
     valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
     goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
@@ -123,7 +123,7 @@ def _wrong_inside(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What is wrong with each of the run's that stay, to the last byte."""
     names = [row.name for row in stays if row.kind == COMPLETE]
-    for one in verified(found.root, names, told):
+    for one in verify_each(found.root, names, told):
         yield one.name, tuple(f"{problem.key}: {problem.value}" for problem in one.problems)
 
 

@@ -143,7 +143,7 @@ def rehearse(
 
 def compare(straight: Path, killed: Path) -> Compared:
     """Two run directories of the same config: one that ran through, one that was resumed."""
-    one, other = _started(straight), _started(killed)
+    one, other = _last_start(straight), _last_start(killed)
     differences = [] if other.resumed_from else ["nothing was resumed: no checkpoint was complete"]
     ours, theirs = _numbers(straight), _numbers(killed)
     if ours.keys() != theirs.keys():
@@ -268,10 +268,10 @@ def _start(
         ended.exit_code == RESTARTABLE if fault else (ended.exit_code, state) == (0, "finished")
     )
     if not as_meant:
-        raise _failed(place, name, ended)
+        raise _failure(place, name, ended)
 
 
-def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
+def _failure(place: _Kept, name: str, ended: Ended) -> RunError:
     place.keep = True
     log = place.folder / f"{name}.log"
     tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
@@ -280,7 +280,7 @@ def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
     return RunError(message, ended.exit_code or 1, f"see {log}; {place.folder} was kept")
 
 
-def _started(run_dir: Path) -> Launched:
+def _last_start(run_dir: Path) -> Launched:
     """What the last start of a run was."""
     lines = record.record(run_dir)
     last = [line for line in lines if line["kind"] == "start"][-1]

@@ -158,7 +158,7 @@ def _inspection(
         measured_documents=packed.documents,
         lengths=_buckets(found),
         blocks=packed.shown,
-        estimated=_estimated(manifest, found, once),
+        estimated=_estimates(manifest, found, once),
     )
 
 
@@ -170,7 +170,7 @@ def _blocks_of_run(config: Config, once: Epoch) -> float:
     return training.epochs * once.blocks
 
 
-def _estimated(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
+def _estimates(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
     names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
     names += [] if once.exact else ["steps_per_epoch"]
     names += [] if manifest.always_full else ["padding"]
@@ -253,7 +253,7 @@ def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Sh
         text += tokenizer.decode(ids)
     source = manifest.labels[block.source] if block.source >= 0 else None
     padding = _padding(manifest, block)
-    return Shown(g, source, text, tuple(borders), tuple(_joined(trained)), padding)
+    return Shown(g, source, text, tuple(borders), tuple(_join(trained)), padding)
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
@@ -263,7 +263,7 @@ def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same characters as stretches that do not touch."""
     joined: list[tuple[int, int]] = []
     for begin, end in stretches:

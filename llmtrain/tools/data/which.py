@@ -117,8 +117,8 @@ def which(
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
         reader = Reader(reading_of(data_settings(config), directory))
-        digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
-        checked_at = _checked(start, digests)
+        digests, numbered = _replay(manifest, tokenizer, reader, state, start, step)
+        checked_at = _check_digest(start, digests)
         documents = _documents(manifest, reader, numbered, tokenizer if text else None)
     return StepDocuments(step, f"{digests[step]:016x}", checked_at, len(numbered), documents)
 
@@ -173,10 +173,10 @@ def _manifest(run_dir: Path, config: Config) -> Manifest:
     try:
         return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
-        raise UserError(*(_moved(problem) for problem in error.problems)) from error
+        raise UserError(*(_with_way_out(problem) for problem in error.problems)) from error
 
 
-def _moved(problem: Problem) -> Problem:
+def _with_way_out(problem: Problem) -> Problem:
     """A problem of a source's place, with the way to name another one."""
     if not problem.key.startswith("data.sources"):
         return problem
@@ -231,12 +231,15 @@ def _changed_since(step: int, last: int) -> UserError:
 
 
 def _check_data(manifest: Manifest, tokenizer: Tokenizer) -> None:
-    problems = [*differing_tokenizer(manifest, tokenizer), *map(_moved, changed_files(manifest))]
+    problems = [
+        *differing_tokenizer(manifest, tokenizer),
+        *map(_with_way_out, changed_files(manifest)),
+    ]
     if problems:
         raise UserError(*problems)
 
 
-def _replayed(
+def _replay(
     manifest: Manifest,
     tokenizer: Tokenizer,
     reader: Reader,
@@ -278,7 +281,7 @@ def _checking(start: _Start, step: int) -> int:
     return later if (later - step) * start.blocks_per_step <= MAX_BLOCKS_TO_CHECK else step
 
 
-def _checked(start: _Start, digests: Mapping[int, int]) -> int | None:
+def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:
     """The step whose logged digest is the recomputed one. Raises UserError if it is another."""
     step, found = max(digests.items())
     logged = start.digests.get(step)

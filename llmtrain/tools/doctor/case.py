@@ -78,7 +78,7 @@ def error(found: str, remedy: str) -> Verdict:
     return Verdict("error", found, remedy)
 
 
-def refused(problems: Iterable[Problem], where: str = "") -> Verdict:
+def refusal(problems: Iterable[Problem], where: str = "") -> Verdict:
     """What a start would say, in one line. where: what the problems are in, such as a file."""
     listed = list(problems)
     found = "; ".join(_in_a_line(problem) for problem in listed)
@@ -87,12 +87,12 @@ def refused(problems: Iterable[Problem], where: str = "") -> Verdict:
     return error(found, "; ".join(remedies) or "change it as expected")
 
 
-def tried(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
+def attempt(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
     """What it gives, or why it gives nothing. The edge of each look: no exception passes it."""
     try:
         return work(), None
     except UserError as wrong:
-        return None, refused(wrong.problems, wrong.where)
+        return None, refusal(wrong.problems, wrong.where)
     except RunError as failed:
         return None, error(str(failed.args[0]), failed.remedy)
     except Exception as broken:  # no look may keep the others from being made
@@ -100,7 +100,7 @@ def tried(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
         return None, error(found, "put right what it says, or leave it out: --skip NAME")
 
 
-def joined(verdicts: Iterable[Verdict]) -> Verdict:
+def join(verdicts: Iterable[Verdict]) -> Verdict:
     """Several looks at one thing: the worst state counts."""
     listed = list(verdicts)
     state = max((one.state for one in listed), key=_RANKS.index)

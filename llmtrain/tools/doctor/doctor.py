@@ -19,8 +19,8 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.tools.doctor import launch as doctor_launch
 from llmtrain.tools.doctor import machine, memory_plan, place, reduce, sources
-from llmtrain.tools.doctor.case import Case, State, Verdict, ok, tried
-from llmtrain.tools.doctor.launch import launched
+from llmtrain.tools.doctor.case import Case, State, Verdict, attempt, ok
+from llmtrain.tools.doctor.launch import describe_launch
 from llmtrain.tools.launch.file import read_launch_file
 
 Look = Callable[[], Verdict]
@@ -107,12 +107,12 @@ def _checks(
     """What does not load is said in a line of its own, and what it decides is not looked at."""
     config = launch = None
     if read is not None:
-        config, broken = tried(read)
+        config, broken = attempt(read)
         yield _line(CONFIG, broken or ok(f"loads; the run lives in {config and config.run.dir}"))
     if accelerate_file is not None:
         read_file = functools.partial(read_launch_file, accelerate_file, None)
-        yield _line(LAUNCH, _seen(lambda: launched(read_file(config))))
-        launch, _ = tried(read_file)  # it may contradict the config alone
+        yield _line(LAUNCH, _seen(lambda: describe_launch(read_file(config))))
+        launch, _ = attempt(read_file)  # it may contradict the config alone
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     for name, look in _looks(Case(config, launch, env, wall, steady)).items():
         if name not in skip:
@@ -127,7 +127,7 @@ def _looks(case: Case) -> dict[str, Look]:
     }
     if case.config is not None:
         work = functools.partial(sources.describe, case.config, case.run_dir)
-        describe = functools.cache(functools.partial(tried, work))  # once, also where it fails
+        describe = functools.cache(functools.partial(attempt, work))  # once, also where it fails
         looks["directory"] = functools.partial(place.directory, case)
         looks["model"] = functools.partial(sources.model, describe)
         looks["plan"] = functools.partial(memory_plan.plan, case)
@@ -138,7 +138,7 @@ def _looks(case: Case) -> dict[str, Look]:
 
 
 def _seen(look: Look) -> Verdict:
-    verdict, broken = tried(look)
+    verdict, broken = attempt(look)
     return verdict or broken or ok("")
 
 

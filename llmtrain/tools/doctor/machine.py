@@ -24,7 +24,7 @@ from llmtrain import processes
 from llmtrain.checkpoint.retention import size
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
 from llmtrain.metrics.trackers import check_installed
-from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, tried, warning
+from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning
 from llmtrain.tools.doctor.place import room
 from llmtrain.tools.launch.launch import has_gpu
 
@@ -51,9 +51,9 @@ def devices(case: Case) -> Verdict:
     import torch
 
     if count := gpus(case):
-        looked = [(index, *tried(functools.partial(_gpu, index))) for index in range(count)]
+        looked = [(index, *attempt(functools.partial(_gpu, index))) for index in range(count)]
         broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
-        return joined([*_grouped([gpu for _, gpu, _ in looked if gpu], case), *broken])
+        return join([*_by_kind([gpu for _, gpu, _ in looked if gpu], case), *broken])
     cores = processes.cores()
     found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
     if has_gpu(case.env):
@@ -100,7 +100,7 @@ def _gpu(index: int) -> Gpu:
     return Gpu(index, torch.cuda.get_device_name(device), total, free, bf16, _speeds(device))
 
 
-def _grouped(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
+def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
     """Equal ones together, and what is wrong with them or their number."""
     kinds: dict[tuple[str, int], list[Gpu]] = {}
     for gpu in found:
@@ -177,7 +177,7 @@ def limits(case: Case) -> Verdict:
         found = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
         verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))
-    return joined(verdicts)
+    return join(verdicts)
 
 
 def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
@@ -194,7 +194,7 @@ def versions(case: Case) -> Verdict:
         check_installed(case.config.logging.trackers)
     python = ".".join(map(str, sys.version_info[:3]))
     looked = [_version(name, wanted, case) for name, wanted in requirements().items()]
-    return joined([ok(f"Python {python}"), *looked])
+    return join([ok(f"Python {python}"), *looked])
 
 
 def requirements() -> dict[str, str]:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from llmtrain import durable
 from llmtrain.config.binding import bind, changes
-from llmtrain.config.binding import refused as not_accepted
+from llmtrain.config.binding import refusals as not_accepted
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents, lock
-from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
+from llmtrain.tools.doctor.case import Case, Verdict, error, join, ok, refusal, warning
 
 _FORGETFUL = {
     "tmpfs": "memory: gone when the machine restarts",
@@ -70,7 +70,7 @@ def directory(case: Case) -> Verdict:
     except OSError as failed:
         found = f"{place} cannot be written: {failed.strerror or failed}"
         return error(found, "change its permissions, make room, or set another run.dir")
-    return joined([_kind(system, place, case), *probed, *_run_there(case)])
+    return join([_kind(system, place, case), *probed, *_run_there(case)])
 
 
 def existing(path: Path) -> Path:
@@ -103,13 +103,13 @@ def _kind(system: FileSystem, place: Path, case: Case) -> Verdict:
     if system.kind in _FORGETFUL:
         found += f" ({_FORGETFUL[system.kind]})"
     if case.machines > 1:
-        return _shared(system, found, case)
+        return _check_shared(system, found, case)
     if system.kind in _FORGETFUL:
         return warning(found, "run.dir=DIR on a disk that stays")
     return ok(found)
 
 
-def _shared(system: FileSystem, found: str, case: Case) -> Verdict:
+def _check_shared(system: FileSystem, found: str, case: Case) -> Verdict:
     """Every machine must see the same directory: rank 0 writes what the others read."""
     if _SHARED.fullmatch(system.kind):
         return ok(f"{found}, which {case.machines} machines can share")
@@ -160,7 +160,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     try:
         contents.check(case.run_dir)
     except UserError as strange:
-        yield refused(strange.problems)
+        yield refusal(strange.problems)
         return
     holder = lock.read(case.run_dir / contents.LOCK)
     if holder and lock.lives_here(holder):
@@ -171,7 +171,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
         found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
         accepted = case.config.checkpoint.accept_changes
         if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
-            yield refused(problems)
+            yield refusal(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")
 
@@ -182,7 +182,7 @@ def clocks(case: Case) -> Verdict:
     verdicts = [_date(case.wall), _drift(drift)]
     if case.config is not None:
         verdicts.append(_skew(existing(case.run_dir)))
-    return joined(verdicts)
+    return join(verdicts)
 
 
 def _date(now: float) -> Verdict:

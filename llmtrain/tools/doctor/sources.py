@@ -80,7 +80,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     _quiet_hub()
     workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
     ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
-    with aside(case.run_dir) as folder, warned() as heard:
+    with aside(case.run_dir) as folder, collect_warnings() as heard:
         try:
             found = survey(data_settings(case.config), ranks, folder, stop=deadline)
         except RunError:
@@ -106,7 +106,7 @@ def _quiet_hub() -> None:
 
 
 @contextmanager
-def warned() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """What our own code warns of meanwhile, in place of showing it."""
     heard: list[str] = []
     logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
@@ -165,7 +165,7 @@ def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> 
     """
     _quiet_hub()
     try:
-        return wait_for(lambda: _described(config, run_dir), seconds, None)
+        return wait_for(lambda: _describe(config, run_dir), seconds, None)
     except UserError as wrong:
         raise UserError(*map(_with_remedy, wrong.problems)) from wrong
     except AttemptError as late:
@@ -178,7 +178,7 @@ def _with_remedy(problem: Problem) -> Problem:
     return replace(problem, remedy=_ABSENT) if absent else problem
 
 
-def _described(config: Config, run_dir: Path) -> Described:
+def _describe(config: Config, run_dir: Path) -> Described:
     from llmtrain.distributed.engines import state
     from llmtrain.model.build import model_config, resolve_revision
     from llmtrain.model.freeze import freeze

@@ -22,7 +22,7 @@ _FSDP1 = (
 )
 
 
-def exported(values: Mapping[str, object], processes: int) -> dict[str, str]:
+def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]:
     """What a rank finds in its environment, as far as it decides something.
 
     values: of the file · processes: of all machines together.

@@ -117,12 +117,12 @@ def supervise(
     patience = patience or Patience(leave=_grace(os.environ) + 30.0)
     run_dir = checked_run_dir(command, run_dir)
     RunLock(run_dir, "").check()
-    known, tries, hide = _committed(run_dir), Tries(), hider(os.environ)
+    known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
     with passing_signals_on(to_group=True) as forward:
         for number in count(1):
             say(f"start {number}: {shown(command)}")
             outcome = _start(command, run_dir, forward, patience.leave, say, restarts=number - 1)
-            now = _committed(run_dir)
+            now = _complete_checkpoints(run_dir)
             progress, known = bool(now - known), known | now
             stopped = forward.asked is not None
             decision = decide(outcome, tries, patience, progress=progress, stopped=stopped)
@@ -284,7 +284,7 @@ def _spread(seconds: float) -> float:
     return seconds * (0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32)
 
 
-def _committed(run_dir: Path) -> frozenset[str]:
+def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
     """The names of all complete checkpoints."""
     return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
 

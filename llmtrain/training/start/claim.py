@@ -17,7 +17,7 @@ from typing import Any
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
-from llmtrain.config.binding import bind, changes, dump, refused
+from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
@@ -200,7 +200,7 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
 def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
     changed = changes(bind(began_with).binding, bind(config).binding)
-    if problems := refused(
+    if problems := refusals(
         changed, config.checkpoint.accept_changes, f"with which {run_dir} began"
     ):
         raise UserError(*problems)

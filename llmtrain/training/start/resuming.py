@@ -19,7 +19,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
-from llmtrain.config.binding import Bound, changes, refused
+from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
@@ -118,7 +118,7 @@ def _refuse_silent_restart(config: Config, found: Found | None, place: Place | N
 def _refuse_other_run(found: Found, config: Config, bound: Bound) -> None:
     """The checkpoint must be one of this config, whatever became of config.yaml."""
     changed = changes(found.state["config"], bound.binding)
-    if problems := refused(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
+    if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
         raise UserError(*problems)
 
 

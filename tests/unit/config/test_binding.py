@@ -11,7 +11,7 @@ from llmtrain.config.binding import (
     changes,
     dump,
     is_accepted,
-    refused,
+    refusals,
 )
 from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.load import load_config
@@ -150,7 +150,7 @@ def test_what_accept_changes_names_is_not_refused(tmp_path):
         "model.config.hidden_size",
         "run.seed",
     }
-    (problem,) = refused(found, new.checkpoint.accept_changes, "as before")
+    (problem,) = refusals(found, new.checkpoint.accept_changes, "as before")
     assert problem.key == "run.seed"
     assert "accept_changes=[run.seed]" in str(problem)
 
