@@ -31,8 +31,8 @@ _LARGE_BYTES = 1 << 30  # from here on a verification says how far it is
 _SIZE, _LOSS = 11, 9  # columns
 _MEANS = {
     "partial": "being written, or cut off: never read",
-    "damaged": "set aside: it is not what was written",
-    "superseded": "set aside: the run went on from an older one",
+    "damaged": "renamed: it is not what was written",
+    "superseded": "renamed: the run resumed from an older one",
     "trash": "being deleted",
     "other run": "of another run: never read, never deleted",
     "unreadable": "unreadable: its manifest is not intact, or of another format",
@@ -73,7 +73,7 @@ def verify(
     raise typer.Exit(0 if found and all(not one.problems for one in found) else 2)
 
 
-@app.command(help="delete what the config does not keep; without --yes say it only")
+@app.command(help="delete what the config does not keep; without --yes only show it")
 def prune(
     run: Run,
     keep_last: Annotated[
@@ -105,11 +105,11 @@ def rehearse(
         int, typer.Option(min=2, metavar="N", help="The step in which it is killed.")
     ] = 6,
     to: Annotated[
-        str | None, typer.Option(metavar="STRATEGY", help="What the killed run goes on under.")
+        str | None, typer.Option(metavar="STRATEGY", help="Strategy of the resumed run.")
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="How many processes the killed run goes on with."),
+        typer.Option(min=1, metavar="N", help="Number of processes of the resumed run."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -164,7 +164,7 @@ def pruning(found: Pruned) -> Iterator[str]:
             yield f"{word:<7}{row.name:<30}{_bytes(row.bytes):>{_SIZE}}  {why}".rstrip()
             yield from (f"    {wrong}" for wrong in row.wrong or () if row.kind == "unreadable")
     if found.lost:
-        yield "warning: no checkpoint of this run is valid; what was set aside stays"
+        yield "warning: no checkpoint of this run is valid; what was renamed stays"
     count = f"{len(found.goes)} of {len(found.goes) + len(found.stays)}"
     if not found.goes:
         yield "nothing to delete"

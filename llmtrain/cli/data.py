@@ -61,7 +61,7 @@ def which(
     step: Annotated[int, typer.Option(metavar="N", help="A step that the run has made.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data lies now."),
+        typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data is now."),
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Show what of them is in the step.")] = False,
     as_json: AsJson = False,
@@ -75,7 +75,7 @@ def which(
     show([json.dumps(found.to_json())] if as_json else step_documents(found))
 
 
-@app.command(help="tokens of all documents as Megatron .bin and .idx; the same command goes on")
+@app.command(help="tokens of all documents as Megatron .bin and .idx; the same command continues")
 def tokenize(
     config: ConfigFile,
     out: Out,
@@ -96,7 +96,7 @@ def tokenize(
     _show(result, as_json, out)
 
 
-@app.command(help="any data files as parquet with small row groups; the same command goes on")
+@app.command(help="any data files as parquet with small row groups; the same command continues")
 def repack(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file, a directory or a glob.")],
     out: Out,
@@ -127,10 +127,10 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        for number in signals:  # the end is near; another one would only add a traceback
+        for number in signals:  # another one would only add a traceback
             signal.signal(number, signal.SIG_IGN)
         begin = "\n" if sys.stderr.isatty() else ""  # behind the line of progress
-        print(f"{begin}interrupted; the same command goes on", file=sys.stderr, flush=True)
+        print(f"{begin}interrupted; the same command continues", file=sys.stderr, flush=True)
         raise typer.Exit(75) from None
     for number, old in zip(signals, before, strict=True):
         signal.signal(number, old)

@@ -47,7 +47,7 @@ def inspection(found: Inspection) -> Iterator[str]:
 
 
 def _mark(names: Sequence[str]) -> Callable[[str], str]:
-    """What stands before the value of that name."""
+    """A function from the name of a value to the mark before it: ~ for an estimate."""
     return lambda name: "~" if name in names else ""
 
 
@@ -133,7 +133,7 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
 
 
 def _check(found: StepDocuments) -> str:
-    """What stands for it that these were the documents."""
+    """How it was checked that these were the documents."""
     if found.checked_at == found.step:
         return "checked: metrics.jsonl has the same digest"
     if found.checked_at is not None:

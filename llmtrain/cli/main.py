@@ -118,7 +118,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reckon what a run needs on some devices, and how fast it would be; exit 2: fits nowhere."""
+    """Plan memory and speed of a run on some devices; exit code 2 if it fits nowhere."""
     from llmtrain.cli.plan_view import show_plan
 
     asked = (devices, nodes, device_memory_gb, host_memory_gb)

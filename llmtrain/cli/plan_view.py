@@ -38,7 +38,10 @@ def show_plan(
     *,
     as_json: bool,
 ) -> int:
-    """Reckon, print, write; the exit code. asked: devices, nodes, GiB of a device and of a host."""
+    """Plan, print and write; return the exit code.
+
+    asked: devices, nodes, GiB of a device and of a host
+    """
     from llmtrain.config.load import load_config
 
     loaded = load_config(config, overrides)

@@ -27,7 +27,7 @@ class ProgressLine:
         return True
 
     def show(self, text: str, *, last: bool = False) -> None:
-        """Write the line; after the last one the terminal goes on below it."""
+        """Write the line; after the last one the cursor is below it."""
         begin, end = ("\r\033[K", "\n" * last) if self.moves else ("", "\n")
         print(f"{begin}{harmless(text)}", end=end, file=sys.stderr, flush=True)
 

@@ -90,12 +90,12 @@ def _report(run_dir: Path) -> str:
 
 
 def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
-    """The exit code of an error and what to say about it ("": nothing). A defect is shown at once.
+    """Return the exit code of an error and its message, which may be empty.
 
-    Nothing that is shown holds a secret.
+    The traceback of a defect is printed at once. Nothing that is shown contains a secret.
 
-    log: the log file of this process, if it has one. What a person can put right is the same on
-    every rank, or told to all (a `RunError` with the same code), and is said by rank 0 alone.
+    log: the log file of this process, if it has one. What a person can correct is the same on
+    every rank, or sent to all (a `RunError` with the same code), and is reported by rank 0 alone.
     """
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
@@ -136,8 +136,8 @@ def _tell_launcher(error: Exception) -> None:
 
 
 def _leave(code: int, message: str) -> NoReturn:
-    """Say the last words, flush and end, without finalising the interpreter."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody is left to be told
+    """Write the last message, flush and exit, without finalising the interpreter."""
+    with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody reads it any more
         if not leave(os.environ, code, message) and message:
             print(message, file=sys.stderr)
         sys.stdout.flush()

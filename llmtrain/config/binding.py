@@ -1,4 +1,4 @@
-"""What a config means for a run that exists: its values as flat keys, and which of them may change.
+"""The values of a config as flat keys, and which of them may change in a run that has begun.
 
 A run is resumed by the config that began it. Keys that decide the data, the model or the arithmetic
 must be equal then; how long, how often and where may change.
@@ -112,7 +112,7 @@ def is_accepted(key: str, accepted: Iterable[str]) -> bool:
 
 
 def touches(key: str, accepted: Sequence[str]) -> bool:
-    """Whether a key that is accepted is this one, or lies in it, or holds it."""
+    """Whether an accepted key is this one, is in it, or contains it."""
     within = (f"{name}.".startswith(f"{key}.") for name in accepted)
     return is_accepted(key, accepted) or any(within)
 
@@ -134,8 +134,7 @@ def way_out(key: str) -> str:
 def dump(config: Config) -> str:
     """The config as YAML; `load_config` of that file gives an equal one.
 
-    Where nothing is evaluated no best checkpoints are written down: `load_config` would take the
-    default for a wish.
+    Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default.
     """
     values = config.model_dump(mode="json", by_alias=True)
     if not evaluates(config.data, config.evaluation):
@@ -144,10 +143,10 @@ def dump(config: Config) -> str:
 
 
 def _binds(key: str) -> bool:
-    """Whether a run cannot go on with another value.
+    """Whether a run cannot be resumed with another value.
 
-    The shares of sources may change, and so may the place where they lie: the manifest knows
-    whether the data there is the same.
+    The shares of sources may change, and so may their paths: the manifest shows whether the data
+    there is the same.
     """
     free = (".weight", ".path")
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):

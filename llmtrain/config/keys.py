@@ -1,7 +1,7 @@
 """The keys of the schema as a list: for messages, suggestions and the reference page.
 
-What a key takes is said in words that are derived from its type, so that no message can differ from
-what is checked.
+The words for what a key takes are derived from its type, so that no message can differ from what is
+checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from llmtrain.config.schema import Config
 
-ITEM = "*"  # stands for the number of a source
+ITEM = "*"  # in place of the number of a source
 
 
 @dataclass(frozen=True, slots=True)

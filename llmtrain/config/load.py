@@ -82,10 +82,10 @@ def _text(path: Path) -> str:
 
 
 def _config_beside(path: Path) -> str:
-    """What lies where the file was looked for."""
+    """The configs in the directory that was searched."""
     folder = path.parent
     names = sorted(item.name for item in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
-    return f"one of {', '.join(names[:5])} in {folder}" if names else f"there is none in {folder}"
+    return f"one of {', '.join(names[:5])} in {folder}" if names else f"{folder} has no .yaml file"
 
 
 def _tree(document: yaml12.Document, path: str) -> Tree:
@@ -235,7 +235,7 @@ def _schema_problems(
 
 
 def _key_path(location: tuple[str | int, ...]) -> yaml12.Path:
-    """The key that pydantic's location lies in: without the branches of a union or a list's items.
+    """The key that pydantic's location is in: without the branches of a union or a list's items.
 
     ("data", "lanes", "literal['auto']") → ("data", "lanes")
     """
@@ -282,7 +282,7 @@ def _wrong_value(path: yaml12.Path, key: Key, value: object, raw: str | None) ->
 
 
 def _advice(key: Key, value: object, shown: str) -> str:
-    """What to write instead, where that can be told."""
+    """What to write instead, where that is known."""
     text = str(value).strip().lower()
     if key.name == "training.precision" and text in _HALF | {"true", "false"} | set(_OTHER_NAMES):
         instead = "bf16, or fp32 on GPUs older than Ampere"
@@ -307,9 +307,9 @@ def _list_of(value: object) -> list[object]:
 
 
 def _shown(value: object) -> str:
-    """A value as it would stand in a message: one line, at most 60 characters, no secrets.
+    """A value as a message shows it: one line, at most 60 characters, no secrets.
 
-    They are taken out first: of half a secret nothing tells that it is one.
+    Secrets are removed first: half a secret cannot be recognized.
     """
     text = secrets.hide_unparsed(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else text[:59] + "…"

@@ -21,7 +21,7 @@ _NO_KEY = ""
 _NEAR = 0.75  # of difflib: 1 for equal names
 _NEARLY_THE_SAME = 0.9
 
-# Our key ("" where there is none), how the value converts, and how other trainers call it.
+# Our key ("" for no key), how the value converts, and the names that other trainers use.
 _MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         _MICRO,
@@ -53,7 +53,7 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
         "context_length block_size cutoff_len",
     ),
     ("run.dir", "the same directory", "output_dir out_dir"),
-    ("run.dir", "logs lie in its logs/", "logging_dir"),
+    ("run.dir", "logs are in its logs/", "logging_dir"),
     ("run.dir", "the directory names the run", "run_name"),
     ("checkpoint.every_steps", _SAME, "save_steps save_interval save_every checkpoint_interval"),
     ("checkpoint.keep_last", "the same number, at least 2", "save_total_limit"),
@@ -103,8 +103,8 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
         "as transformers names it, such as llama",
         "architecture model_type",
     ),
-    ("model.revision", "the same text", "model_revision"),
-    ("model.tokenizer", "the same text", "tokenizer_name tokenizer_name_or_path tokenizer_path"),
+    ("model.revision", "the same string", "model_revision"),
+    ("model.tokenizer", "the same string", "tokenizer_name tokenizer_name_or_path tokenizer_path"),
     ("model.config.vocab_size", "left out = the tokenizer's length", "vocab_size"),
     ("model.config.hidden_size", _SAME, "hidden_size"),
     ("model.config.num_hidden_layers", _SAME, "num_hidden_layers"),
@@ -143,7 +143,7 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     ("distributed.timeout_minutes", "in minutes: seconds / 60", "ddp_timeout"),
     (
         _NO_KEY,
-        "say --processes N, or num_processes in the accelerate file",
+        "use --processes N, or num_processes in the accelerate file",
         "num_processes num_gpus",
     ),
     ("run.seed", _SAME, "random_seed"),
@@ -166,7 +166,7 @@ class Guess:
 def guess(name: str, *, is_section: bool = False) -> Guess:
     """The likeliest meaning of an unknown dotted name; if nothing is near, the keys beside it.
 
-    A number stands for a source: `data.sources.1.pth` → `data.sources.1.path`. is_section: whether
+    A number means a source: `data.sources.1.pth` → `data.sources.1.path`. is_section: whether
     it holds a mapping, as sections do.
     """
     if is_section and (section := near_section(name)):
@@ -200,7 +200,7 @@ def near_section(name: str) -> str:
 
 
 def _candidates(plain: str) -> list[str]:
-    """Our keys; those of a source only where one may be meant (`optimizer.name` is none)."""
+    """Our keys; those of a source only where one may be meant (`optimizer.name` is not one)."""
     anywhere = "." not in plain or plain.startswith("data.")
     return [key.name for key in all_keys() if anywhere or ITEM not in key.name]
 

@@ -1,8 +1,8 @@
-"""YAML 1.2 for configs: PyYAML reads 1.1, where `3e-4` is a text, `12:30` is 750 and `on` is true.
+"""YAML 1.2 for configs: in PyYAML's 1.1 `3e-4` is a string, `12:30` is 750 and `on` is true.
 
-PyYAML splits the text into nodes; what a plain scalar means is decided here, by the core schema of
-YAML 1.2. Only null, bool, int, float, text, lists and mappings come out. The trap: a duplicate key
-is legal for PyYAML (the last one wins without a word), so mappings are built here too.
+PyYAML splits the text into nodes; the meaning of a plain scalar is decided here, by the core schema
+of YAML 1.2. Only null, bool, int, float, strings, lists and mappings come out. The trap: PyYAML
+accepts a duplicate key (the last one wins silently), so mappings are built here too.
 
     seq_len: 1e3     →  {"seq_len": 1000.0}, and source[("seq_len",)] == "1e3"
 """
@@ -40,7 +40,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write every value out: a file says what it means where it means it."""
+        """Write every value in full, without anchors and aliases."""
         return True
 
 
@@ -61,10 +61,11 @@ _Dumper.add_representer(str, _text)
 
 @dataclass(slots=True)
 class Document:
-    """What a text says.
+    """What a YAML text contains.
 
-    value: the outermost value · source: path → a scalar as it was written · problems: what to put
-    right; the values around a problem are read all the same.
+    value: the outermost value
+    source: path → a scalar as it was written
+    problems: what to correct; the values around a problem are read nevertheless
     """
 
     value: object = None
@@ -136,7 +137,7 @@ def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str
             continue
         key = key_node.value
         if key in lines:
-            expected = f"every key once; it stands on line {lines[key]} and on line {line}"
+            expected = f"every key once; it is on line {lines[key]} and on line {line}"
             document.problems.append(
                 Problem(dotted_name((*path, key)), None, expected, "remove one")
             )

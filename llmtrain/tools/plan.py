@@ -65,9 +65,11 @@ class Rate:
 class Plan:
     """What a run of a config would take. speed: by number of devices, empty where not known.
 
-    assumed: whether the device was named after its memory · disk_bytes: of all checkpoints that
-    are there at once · steps: None where `training.epochs` says how long · uncounted: why the parts
-    `UNCOUNTED` are not known, and 0 or too little here; what is chosen may not fit then.
+    assumed: whether the device was named after its memory
+    disk_bytes: of all checkpoints that are there at once
+    steps: None where `training.epochs` says how long
+    uncounted: why the parts `UNCOUNTED` are not known, and 0 or too little here; what is chosen may
+        not fit then
     """
 
     choice: Choice
@@ -118,7 +120,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What stands in place of this machine's; None = this machine's."""
+    """Values in place of this machine's; None = this machine's."""
 
     devices: int | None
     nodes: int | None
@@ -133,7 +135,7 @@ def plan(
     device_memory_gb: float | None = None,
     host_memory_gb: float | None = None,
 ) -> Plan:
-    """Reckon what `config` needs on `nodes` machines with `devices` devices each.
+    """Compute what `config` needs on `nodes` machines with `devices` devices each.
 
     Memory in GiB, of a device and of a node's host. What is None is this machine's; the host of
     devices that are not here is not known then, and what it needs is stated alone. Raises UserError
@@ -147,14 +149,14 @@ def plan(
     if problems := [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
+    return plan_on(config, planning.described(config, hardware), hardware, assumed=assumed)
 
 
-def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
+def plan_on(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
     """The plan of a model that was described already, on hardware that its batch can be split over.
 
     assumed: whether the device was named after its memory. Where activations cannot be counted, the
-    rest is reckoned, and `uncounted` says why.
+    rest is computed, and `uncounted` gives the reason.
     """
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
     allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None

@@ -1,8 +1,7 @@
-"""Delete what the policy of a run does not keep: said first, done on request, with the run's lock.
+"""Delete what the policy of a run does not keep: shown first, deleted on request under the lock.
 
-It is what retention would do after the next save, and no second rule. What is to stay is verified
-to the last byte before anything is deleted: the trap would be three damaged ones that are kept and
-a sound one that goes.
+It applies the rule that retention applies after a save. Every checkpoint to keep is verified to the
+last byte before anything is deleted: otherwise three damaged ones could stay and a sound one go.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Pruned:
 
     @property
     def bytes(self) -> int:
-        """How much room it makes."""
+        """Bytes of everything that goes."""
         return sum(row.bytes for row in self.goes)
 
     def to_json(self) -> dict[str, Any]:
@@ -76,10 +75,12 @@ def prune(
 ) -> Pruned:
     """Find what the policy of a run does not keep and what earlier starts left; delete it (`yes`).
 
-    keep_last: in place of the config's · set_aside: damaged and superseded ones go too, if there is
-    a valid one beside them. Those of other runs stay, and what is not known. Raises UserError if
-    the run is alive, or if one that is to stay is not valid: then nothing is deleted; RunError 74
-    if the disk refuses.
+    keep_last: in place of the config's
+    set_aside: damaged and superseded ones go too, if there is a valid one beside them. Those of
+        other runs stay, and what is not known
+
+    Raises UserError if the run is alive, or if one that is to stay is not valid: then nothing is
+    deleted; RunError 74 if the disk refuses.
     """
     place = place_of(path)
     if place.run_dir is None or place.only is not None:
@@ -140,7 +141,7 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
 
 
 def _delete(found: Listing, goes: Sequence[Row]) -> None:
-    """As retention does it; what is still there then is an error."""
+    """Delete as retention does; whatever is still there afterwards is an error."""
     assert found.policy is not None
     retention.apply(found.root, found.policy, found.run_id or "", found.resumed_from)
     retention.clean(found.root)

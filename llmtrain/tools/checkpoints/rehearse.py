@@ -7,7 +7,7 @@
 Launched as the real run is, on the disk that the real run would use. With the same strategy and
 number of processes the last checkpoints must have the same bytes; else the arithmetic has another
 order, and batches must be the same and losses within 1e-5. The trap: a kill before the first
-checkpoint would prove nothing, so what the resumed run went on from is looked at.
+checkpoint would prove nothing, so the checkpoint that was resumed is checked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Told = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a start was, as it says itself."""
+    """A start, as it recorded itself."""
 
     strategy: str
     world_size: int
@@ -63,8 +63,9 @@ class Launched:
 class Compared:
     """What was compared, and what differs. steps: whose batches were, as digests.
 
-    losses: how many; 0 = not compared, and `note` says why · largest_difference: of two losses of
-    a step · files: weight and optimizer files of the last step, byte by byte; () = not compared.
+    losses: how many; 0 = not compared, and `note` says why
+    largest_difference: of two losses of a step
+    files: weight and optimizer files of the last step, byte by byte; () = not compared
     """
 
     straight: Launched
@@ -79,7 +80,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What came out. folder: where both runs were kept because they differ; None: removed."""
+    """The result.
+
+    folder: where both runs were kept because they differ; None if they were removed
+    """
 
     compared: Compared
     killed_at: int
@@ -109,10 +113,13 @@ def rehearse(
 ) -> Rehearsal:
     """Train straight, train and kill, resume, compare.
 
-    kill_at: the step that is cut off · to, processes: strategy and number of processes that the
-    killed run goes on with, None = as it began, with all GPUs or two processes on the CPUs · told:
-    hears what is being done. Raises UserError before anything is started, RunError with the code of
-    a start that ended otherwise than it should; its directory stays and is named.
+    kill_at: the step that is cut off
+    to: strategy of the resumed run; None = as it began
+    processes: of the resumed run; None = as it began, with all GPUs or two processes on the CPUs
+    told: called with what is being done
+
+    Raises UserError before anything is started, RunError with the code of a start that ended
+    otherwise than it should; its directory stays and is named.
     """
     begun = time.perf_counter()
     config = load_config(config_file, overrides)
@@ -182,7 +189,7 @@ def _processes(config: Config) -> int:
 
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
-    """UserError with all that a launch of these configs and numbers of processes would refuse."""
+    """Raise UserError with everything that a launch of these configs would refuse."""
     env = dict(os.environ)
     found = [one for config, size in launches for one in launch_problems(config, size, env)]
     problems = list(dict.fromkeys(found))
@@ -194,7 +201,7 @@ def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
 
 
 def _short(config: Config, kill_at: int) -> list[str]:
-    """What makes a rehearsal of a config: short, a save before the kill, nobody told of it."""
+    """Overrides for a rehearsal: short, with a save before the kill, without trackers."""
     documents = min(_DOCUMENTS, config.evaluation.max_documents)
     return [
         f"training.steps={kill_at + 2}",
@@ -263,7 +270,7 @@ def _start(
         ended = launch(config_file, overrides, processes=size, env=env, output=log)
     state = read_status(run_dir).get("state")
     if ended.asked_to_stop or state == "stopped":
-        raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command begins anew")
+        raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command starts again")
     as_meant = (
         ended.exit_code == RESTARTABLE if fault else (ended.exit_code, state) == (0, "finished")
     )

@@ -36,9 +36,11 @@ ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
 class SourceFacts:
     """One source.
 
-    documents: that can be used, held-out ones among them · tokens: of these, with separators ·
-    duplicates: texts that stood before among the `looked_at` rows · epochs: passes over it in the
-    whole run · estimated: names of the values that are estimates.
+    documents: that can be used, held-out ones among them
+    tokens: of these, with separators
+    duplicates: texts that stood before among the `looked_at` rows
+    epochs: passes over it in the whole run
+    estimated: names of the values that are estimates
     """
 
     name: str
@@ -70,8 +72,9 @@ class Bucket:
 class Shown:
     """One block as text, without its padding.
 
-    borders: characters of `text` at which another document begins · trained: stretches of
-    characters that are trained on · padding: tokens.
+    borders: characters of `text` at which another document begins
+    trained: stretches of characters that are trained on
+    padding: tokens
     """
 
     g: int
@@ -87,8 +90,9 @@ class Inspection:
     """A config's data.
 
     padding, documents_cut: shares of the tokens and documents of the first `measured_blocks` blocks
-    (which hold `measured_documents`) · lengths: of the documents that were looked at · estimated:
-    names of the values that are estimates.
+        (which hold `measured_documents`)
+    lengths: of the documents that were looked at
+    estimated: names of the values that are estimates
     """
 
     sources: tuple[SourceFacts, ...]
@@ -116,7 +120,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
 
     Uses what a run in `config.run.dir` decided, if one with the same sources began there. Raises
     UserError for what is wrong with the data, and for a config of the same sources with which that
-    run would refuse to go on.
+    run would refuse to resume.
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:

@@ -22,7 +22,11 @@ from llmtrain.tools.data.pool import Progress, each_left
 
 @dataclass(frozen=True, slots=True)
 class Repacked:
-    """files: of DIR, in order of their names · rows: in all of them."""
+    """What is in DIR now.
+
+    files: in order of their names
+    rows: in all of them
+    """
 
     files: tuple[str, ...]
     rows: int
@@ -34,9 +38,12 @@ def repack(
 ) -> Repacked:
     """Rewrite each file of a directory, file or glob to `out`; what is complete there is kept.
 
-    group_mb: MiB of decoded data in a row group · text_column: of files of text · jobs: processes,
-    each with a file. Raises UserError for bad input and an `out` that holds anything else,
-    RunError if the disk refuses.
+    group_mb: MiB of decoded data in a row group
+    text_column: of files of text
+    jobs: processes, each with a file
+
+    Raises UserError for bad input and an `out` that holds anything else, RunError if the disk
+    refuses.
     """
     began = time.perf_counter()
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)

@@ -3,11 +3,11 @@
     DIR/NAME.bin, NAME.idx   a source's documents, all usable ones, in order of the manifest
     DIR/NAME.json            where they come from, and which tokenizer made them
     DIR/tokenizer/           that tokenizer
-    DIR/.tokenize/           config, manifest and finished parts: what the same command goes on with
+    DIR/.tokenize/           config, manifest and finished parts: where the same command continues
 
 When all is written, config, manifest and a tokenizer of its own stay there: the same command is
 compared with them, finds all done, and puts DIR/tokenizer/ back where it is missing. So does the
-lock: a file that is deleted could be held by one command and made anew by another.
+lock: a file that is deleted could be held by one command and created again by another.
 
 Nothing is held out here: a run that trains on a cache decides that itself, by document number.
 """
@@ -53,11 +53,12 @@ _PUT_BACK = "put it back, or take another --out"
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What lies in DIR now.
+    """What is in DIR now.
 
-    files: the `.idx` of each source, relative to DIR · dropped: null, empty or blank documents,
-    which are left out · replaced: documents with invalid UTF-8, which are in it · skipped: bad
-    units and lines that `data.on_bad_unit: skip` left out.
+    files: the `.idx` of each source, relative to DIR
+    dropped: null, empty or blank documents, which are left out
+    replaced: documents with invalid UTF-8, which are in it
+    skipped: bad units and lines that `data.on_bad_unit: skip` left out
     """
 
     files: tuple[str, ...]
@@ -70,7 +71,7 @@ class Tokenized:
 
 
 def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokenized:
-    """Write the token cache of a config's sources to `out`, or go on with one that was begun.
+    """Write the token cache of a config's sources to `out`, or continue one that was begun.
 
     jobs: processes. The files are the same for any number of them and after any interruption.
     Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.

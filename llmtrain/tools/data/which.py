@@ -4,7 +4,7 @@
     cursors.jsonl   the last save before the step: where the lanes stood
     manifest.json, tokenizer/, the data      ─►  the step's blocks again  ─►  their documents
 
-Nothing is written to the run. The trap: a resume takes up an older step, so steps stand in the
+Nothing is written to the run. The trap: a resume continues from an older step, so steps are in the
 record more than once, and cursors of what it has undone stay noted even where it has saved nothing
 yet. As everywhere, the last start counts.
 """
@@ -45,9 +45,13 @@ _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
 class Found:
     """A document, or a part of one, in a block of the step.
 
-    g: the block's number · span: tokens [start, stop) of the block's ids · tokens: [start, stop) of
-    the document's · file: relative to the source · group: row group of a parquet file · at: row of
-    the group, or the byte at which the line begins · text: if it was asked for.
+    g: the block's number
+    span: tokens [start, stop) of the block's ids
+    tokens: [start, stop) of the document's
+    file: relative to the source
+    group: row group of a parquet file
+    at: row of the group, or the byte at which the line begins
+    text: if it was asked for
     """
 
     source: str
@@ -67,8 +71,9 @@ class Found:
 class StepDocuments:
     """The documents of a step in the order of its blocks.
 
-    batch_digest: recomputed · checked_at: the step whose logged digest agreed: this one, or if its
-    own was not logged a later one that the replay went on to; None = nothing to check with.
+    batch_digest: recomputed
+    checked_at: the step whose logged digest agreed: this one, or if its own was not logged a later
+        one that the replay reached; None = nothing to check with
     """
 
     step: int
@@ -100,7 +105,7 @@ class _Start:
 def which(
     run_dir: Path, step: int, *, overrides: Sequence[str] = (), text: bool = False
 ) -> StepDocuments:
-    """The documents of a step. overrides: `data.sources.N.path=…`, where the data lies now.
+    """The documents of a step. overrides: `data.sources.N.path=…`, where the data is now.
 
     Raises UserError for a step that the run has not made, data that is gone or changed, and where
     the recomputed digest is not the logged one.
@@ -181,11 +186,11 @@ def _with_way_out(problem: Problem) -> Problem:
     if not problem.key.startswith("data.sources"):
         return problem
     value = "…" if problem.key.endswith(".path") else "[{path: …}, …]"
-    return replace(problem, remedy=f"say where the data lies now: '{problem.key}={value}'")
+    return replace(problem, remedy=f"name the place of the data now: '{problem.key}={value}'")
 
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
-    """The stream at the last save before the step; at the run's beginning if there is none."""
+    """The stream at the last save before the step; at the run's beginning if nothing was saved."""
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
@@ -304,7 +309,7 @@ def _documents(
     numbered: Sequence[tuple[int, Block]],
     tokenizer: Tokenizer | None,
 ) -> tuple[Found, ...]:
-    """What stands in these blocks; with a tokenizer as text, too."""
+    """The documents in these blocks; with their text if there is a tokenizer."""
     placed = [
         (g, block, span, document_of(manifest, g, block, span))
         for g, block in numbered

@@ -1,7 +1,7 @@
-"""Is this machine ready for that run? One look at each thing that a start or a run relies on.
+"""Is this machine ready for that run? One check for each thing that a start or a run relies on.
 
-Every look is on its own: one that fails in a way that nobody thought of is an error line, and the
-others go on. Nothing is written to the run's directory.
+The checks are independent: one that fails unexpectedly is an error line, and the others
+continue. Nothing is written to the run's directory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ NAMES = (CONFIG, LAUNCH, *OF_MACHINE, *OF_CONFIG, ALL_REDUCE)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line. found: what is there · remedy: what to do, "" where nothing is."""
+    """One line of the diagnosis.
+
+    found: what is there, in words
+    remedy: what to do; "" for nothing
+    """
 
     name: str
     state: State
@@ -56,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All lines, in the order in which they were looked at."""
+    """All lines, in the order of the checks."""
 
     checks: tuple[Check, ...]
 
@@ -80,10 +84,13 @@ def doctor(
 ) -> Iterator[Check]:
     """Look at everything that matters to a start of this config; without one, at the machine.
 
-    accelerate_file: the file that the run is to be launched with · skip: names that are left out ·
-    env: in place of this process's · told: hears a name before it is looked at, as some take a
-    while. Raises UserError at once for a name that is not known and for overrides of
-    nothing, later nothing.
+    accelerate_file: the file that the run is to be launched with
+    skip: names that are left out
+    env: in place of this process's
+    told: called with the name of each check before it runs, as some take a while
+
+    Raises UserError at once for a name that is not known and for overrides of nothing, later
+    nothing.
     """
     unknown = [name for name in skip if name not in NAMES]
     if unknown:
@@ -104,7 +111,7 @@ def _checks(
     skip: Collection[str],
     told: Callable[[str], None],
 ) -> Iterator[Check]:
-    """What does not load is said in a line of its own, and what it decides is not looked at."""
+    """A config or file that does not load is an error line; what depends on it is not checked."""
     config = launch = None
     if read is not None:
         config, broken = attempt(read)

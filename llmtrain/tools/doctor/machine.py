@@ -1,6 +1,6 @@
 """Devices, memory, limits and software of this machine.
 
-What can be tried is tried: every device multiplies two matrices, and the compiler compiles.
+Where possible things are tried: every device multiplies two matrices, and the compiler compiles.
 """
 
 from __future__ import annotations
@@ -80,7 +80,12 @@ def gpus(case: Case) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """total, free: bytes · bf16: whether it computes in it · speeds: in words."""
+    """One GPU.
+
+    total, free: bytes
+    bf16: whether it computes in bf16
+    speeds: in words
+    """
 
     index: int
     name: str
@@ -290,13 +295,13 @@ def extensions(case: Case) -> Verdict:
     if not left:
         return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
-    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would wait for ever"
+    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
     return (error if _builds(case) else warning)(found, remedy)
 
 
 def _directories(case: Case) -> list[Path]:
-    """Where extensions are built; without a wish of somebody one for each Python and torch."""
+    """Where extensions are built; by default one for each Python and torch."""
     from torch.utils import cpp_extension
 
     own = case.env.get("TORCH_EXTENSIONS_DIR")

@@ -1,6 +1,6 @@
-"""The run directory: what it lies on, whether it keeps what a run relies on, and its clock.
+"""The run directory: its file system, whether it keeps what a run relies on, and its clock.
 
-Nothing of a run is touched: probes lie in a directory of their own, beside the run or where its
+Nothing of a run is touched: probes are in a directory of their own, beside the run or where its
 directory would be made, and are deleted.
 """
 
@@ -85,7 +85,7 @@ def room(place: Path) -> int:
 
 
 def file_system(place: Path, table: Path = Path("/proc/self/mountinfo")) -> FileSystem:
-    """What a directory lies on: the innermost mount above it."""
+    """The file system of a directory: that of the innermost mount above it."""
     best = FileSystem("", "")
     if not table.is_file():
         return best
@@ -141,7 +141,7 @@ def _lock(path: Path) -> Verdict:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as failed:
-            found = f"no locks ({failed.strerror}): two starts at once could both go on"
+            found = f"no locks ({failed.strerror}): two starts at once could both run"
             return warning(found, remedy)
         command = [sys.executable, "-I", "-S", "-c", _TAKE, str(path)]
         taken = subprocess.run(
@@ -150,7 +150,7 @@ def _lock(path: Path) -> Verdict:
     if taken.returncode == 1 and not taken.stderr:
         return ok("locks hold")
     if taken.returncode == 0:
-        return warning("a lock is granted twice: two starts at once could both go on", remedy)
+        return warning("a lock is granted twice: two starts at once could both run", remedy)
     return warning(f"a lock cannot be asked for: {taken.stderr.strip()}", remedy)
 
 

@@ -40,8 +40,9 @@ _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 class Described:
     """A model without weights, and its tokenizer.
 
-    ends: ids that the model's own config takes for the end of a text · trained: the run makes its
-    tokenizer itself · spec: of its checkpoints.
+    ends: ids that the model's own config takes for the end of a text
+    trained: the run makes its tokenizer itself
+    spec: of its checkpoints
     """
 
     kind: str
@@ -53,7 +54,7 @@ class Described:
     spec: Spec
 
 
-# Made once; why there is no model, where there is none.
+# Called once; gives the model, or the reason why there is no model.
 Describe = Callable[[], tuple[Described | None, Verdict | None]]
 
 
@@ -99,7 +100,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
 
 
 def _quiet_hub() -> None:
-    """For good: threads that were given up on go on talking."""
+    """Permanently: threads that were given up on continue to log."""
     from huggingface_hub.utils import logging as hub
 
     hub.set_verbosity(logging.CRITICAL)
@@ -107,7 +108,7 @@ def _quiet_hub() -> None:
 
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """What our own code warns of meanwhile, in place of showing it."""
+    """Collect the warnings of our own code instead of showing them."""
     heard: list[str] = []
     logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -152,16 +153,18 @@ def disk(case: Case, describe: Describe) -> Verdict:
     needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:
-        remedy = f"reckon with {size(once)} for every {keep.keep_every} steps, or set steps"
-        return warning(f"{found}; training.epochs: how many are kept for ever is open", remedy)
+        remedy = f"allow {size(once)} for every {keep.keep_every} steps, or set steps"
+        return warning(f"{found}; training.epochs: how many are kept permanently is open", remedy)
     return ok(found)
 
 
 def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> Described:
     """The model on meta, checked against its tokenizer.
 
-    run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
-    Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
+    run_dir: of a run that may have begun, and has both then
+    seconds: how long it may take, as the Hub may not answer
+
+    Raises UserError with what is wrong, RunError when the time is over.
     """
     _quiet_hub()
     try:

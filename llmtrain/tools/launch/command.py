@@ -1,4 +1,4 @@
-"""What a command says of the run that it starts: its config, its run directory, its secrets.
+"""What a command shows of the run that it starts: its config, its run directory, its secrets.
 
 accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
                                                         └ config └ override
@@ -89,7 +89,7 @@ def _mask_value(name: str, value: str) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """A key of a config may be a field of a model; a variable or a flag of that name is none."""
+    """A key of a config may be a field of a model; a variable or a flag cannot."""
     return is_secret(name, value) if "." in name else is_secret_name(name)
 
 

@@ -25,7 +25,11 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchFile:
-    """What to start. path: None = not written yet · processes: over all machines."""
+    """What an accelerate file starts.
+
+    path: None = not written yet
+    processes: on all machines together
+    """
 
     path: Path | None
     processes: int

@@ -2,9 +2,9 @@
 
     this process ── COMMAND, a launcher (its own session) ── rank 0, rank 1, …
 
-A launcher's exit code says nothing of the run: `status.json` decides, and where it is silent the
+A launcher's exit code does not tell how the run ended: `status.json` decides, and without it the
 marks of ranks that failed. The trap: ranks outlive their launcher while they save. A start at that
-moment would be refused, and what the old ranks say be taken for the new start's answer; so first
+moment would be refused, and the status of the old ranks be taken for the new start's; so first
 the lock of the run directory must be free.
 """
 
@@ -51,7 +51,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """How it ended. exit_code: that of the last start · starts: how often the command was run."""
+    """How a supervised command ended.
+
+    exit_code: of the last start
+    starts: how often the command was run
+    reason: how the last start ended, in words
+    """
 
     exit_code: int
     starts: int
@@ -71,7 +76,9 @@ class Outcome:
 class Tries:
     """What was tried since the last new checkpoint.
 
-    starts: that ended without one · restarts: made · defects: restarts after code 1.
+    starts: that ended without one
+    restarts: made
+    defects: restarts after code 1
     """
 
     starts: int = 0
@@ -107,10 +114,12 @@ def supervise(
 ) -> Supervised:
     """Run a command until it has finished, was stopped or cannot be helped.
 
-    run_dir: None = that of the config in the command · say: takes one line of text, which holds no
-    secret. A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group,
-    and nothing is started any more. Raises UserError before the first start if the config is wrong,
-    says another run directory, or that is in use.
+    run_dir: None = that of the config in the command
+    say: takes one line of text, which holds no secret
+
+    A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group, and
+    nothing more is started. Raises UserError before the first start if the config is wrong or names
+    another run directory, or if that is in use.
     """
     from llmtrain.tools.launch.launch import passing_signals_on
 
@@ -166,8 +175,11 @@ def judge(
 ) -> Outcome:
     """How a start ended. launcher: the command's own code, negative for a signal.
 
-    changed: this start has written `status.json` · new_marks: what its ranks have left. Where no
-    rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's failure.
+    changed: this start has written `status.json`
+    new_marks: what its ranks have left
+
+    Where no rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's
+    failure.
     """
     state, reason = status.get("state"), status.get("reason")
     if changed and state in ("finished", "stopped", "failed"):
