@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError, harmless
 
@@ -43,7 +44,7 @@ class LogFile:
     def open(self, path: Path) -> None:
         """Write to `path` from now on, what was kept in memory first."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file = _File(path, encoding="utf-8")
         self._file.setFormatter(_Formatter(self._hide))
         self._buffer.setTarget(self._file)
         self._buffer.flush()
@@ -93,6 +94,31 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(self._hide(super().format(record)), keep="\n\t")
+
+
+class _File(logging.FileHandler):
+    """A log file that is made again in a run directory that is there, if somebody deletes it.
+
+    Under the same descriptor, since stack dumps are written to that without Python's help.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None and durable.is_gone(Path(self.baseFilename)):
+            self._make_again(self.stream.fileno())
+        super().emit(record)
+
+    def _make_again(self, descriptor: int) -> None:
+        path = Path(self.baseFilename)
+        try:
+            path.parent.mkdir(exist_ok=True)  # without parents: the next save makes the directory
+            new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return  # the lines go on into the deleted file
+        try:
+            self.flush()
+            os.dup2(new, descriptor, inheritable=False)
+        finally:
+            os.close(new)
 
 
 class _Screen(logging.Handler):
