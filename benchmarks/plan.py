@@ -23,7 +23,7 @@ from _published import MISSES, ROWS, error, predicted
 from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.distributed.plan.speed import device_by_memory
-from llmtrain.tools.plan import Plan, reckon
+from llmtrain.tools.plan import Plan, plan_on
 from llmtrain.training.start.planning import described
 
 GIB = 2**30
@@ -69,7 +69,7 @@ def plans(names: Sequence[str] = tuple(PLACES)) -> Iterator[tuple[str, Plan]]:
         model = described(asked)
         for devices, gib, nodes in PLACES[name]:
             hardware = Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
-            yield name, reckon(asked, model, hardware, assumed=True)
+            yield name, plan_on(asked, model, hardware, assumed=True)
 
 
 def choices(found: Sequence[tuple[str, Plan]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from llmtrain import durable
-from llmtrain.config.binding import config_digest_values
+from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
@@ -76,7 +76,7 @@ class Journal:
     def track(self, config: Config, step: int) -> None:
         """Open the trackers that the config asks for."""
         if self._lines is not None and config.logging.trackers:
-            values = config_digest_values(config)
+            values = bind(config).values
             self._trackers = open_trackers(
                 config.logging.trackers,
                 self.run_dir / contents.TRACKERS,

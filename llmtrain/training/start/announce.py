@@ -8,7 +8,7 @@ import platform
 import torch
 
 from llmtrain.agreement import on_rank_zero
-from llmtrain.config.binding import binding_values, changes
+from llmtrain.config.binding import changes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate_factor
@@ -64,7 +64,7 @@ def tell_what_changed(run: Run, place: Place | None, *, same_randomness: bool) -
     now, before = processes.versions, saved["versions"] if saved else {}
     if other := {key: now[key] for key in before if now.get(key) != before[key]}:
         event("other_versions", first, **other)
-    bound = binding_values(run.config)
+    bound = processes.bound.binding
     keys = [change.key for change in changes(saved["config"] if saved else bound, bound)]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
