@@ -174,8 +174,8 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         journal.end("stopped", 0, stopped.reason)
         raise
     except Exception as error:
-        shown = _as_run_error(error)
-        lost = shown is not error
+        lost = lost_peer(error)
+        shown = peer_lost(error) if lost else error
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         _log.error("the run failed", exc_info=True)
         if lost and journal.rank == 0:
@@ -184,19 +184,12 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
             journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
         except RunError:  # a full disk takes no record either; the error itself goes on
             _log.error("the end could not be recorded", exc_info=True)
-        if shown is error:
-            raise
-        raise shown from error
+        if lost:
+            raise shown from error
+        raise
 
 
 def _outranked(run_dir: Path) -> PeerError | None:
     """What the rank that is gone has left, or one that knows more."""
     told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
     return PeerError(f"rank {told.rank}: {told.reason}", told.code, told.rank) if told else None
-
-
-def _as_run_error(error: Exception) -> Exception:
-    """What a bare RuntimeError of a library means, where it has a meaning for the whole run."""
-    if lost_peer(error):
-        return peer_lost(error)
-    return error

@@ -15,7 +15,7 @@ from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import flags, hide
-from llmtrain.types import Evaluation
+from llmtrain.types import NOT_TRAINED, Evaluation
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -41,7 +41,7 @@ def evaluate(run: Run) -> Evaluation | None:
             targets = on(run.device, labels)
             hidden = hide(run, starts) if run.data.manifest.document_mask else {}
             scored[0] += run.model(inputs, targets, **hidden)
-            scored[1] += (targets != -100).sum()
+            scored[1] += (targets != NOT_TRAINED).sum()
     nll, tokens = sum_over_ranks(scored).tolist()
     return Evaluation(
         loss=nll / tokens,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
         next_block,
         merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
         run.meter.stream_digest,
-        _added(before.counts, [one["counts"] for one in heard]),
+        _add(before.counts, [one["counts"] for one in heard]),
     )
 
 
@@ -119,17 +120,14 @@ def _encoded(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
-def documents_met(run: Run) -> dict[str, dict[str, int]]:
+def documents_met(run: Run) -> Counts:
     """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
     heard = gathered(run.ranks, run.feed.counts)
-    return _added(run.data.state.counts, heard) if heard else {}
+    return _add(run.data.state.counts, heard) if heard else {}
 
 
-def _added(start: Counts, parts: list[Counts]) -> dict[str, dict[str, int]]:
-    total = {label: dict(counts) for label, counts in start.items()}
-    for part in parts:
-        for label, counts in part.items():
-            into = total.setdefault(label, {})
-            for name, count in counts.items():
-                into[name] = into.get(name, 0) + count
+def _add(start: Counts, parts: list[Counts]) -> Counts:
+    total = {label: Counter(counts) for label, counts in start.items()}
+    for label, counts in (one for part in parts for one in part.items()):
+        total.setdefault(label, Counter()).update(counts)
     return total

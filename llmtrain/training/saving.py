@@ -27,7 +27,7 @@ from llmtrain.checkpoint import collect, filesystem, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
 from llmtrain.checkpoint.retention import Policy
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import CheckpointConfig
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import DISK_FAILED, RunError
@@ -102,16 +102,17 @@ def commit(run: Run) -> None:
         _saved(run, flight, done, blocked + time.perf_counter() - started)
 
 
-def open_saves(config: Config, launched: Launched, run_dir: Path) -> Saves:
-    """How a start writes: by its config, its strategy and what its run lies on."""
-    keep, kind = config.checkpoint, family(launched.strategy)
+def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> Saves:
+    """Decide how a start writes: by its config, its strategy and the disk of its run."""
+    kind = family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a directory sees a disk: all must come to the same answer.
     network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
-    writers = filesystem.resolved(keep.writers, kind, nodes, network)
+    writers = filesystem.resolved(config.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
-    wanted = launched.device.type == "cuda" if keep.background == "auto" else keep.background
-    return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")
+    wanted = launched.device.type == "cuda" if config.background == "auto" else config.background
+    writer = Writer() if wanted and not sent else None
+    return Saves(Policy.of(config), writer, sent, dealt=writers == "all")
 
 
 def _begun(
@@ -189,7 +190,7 @@ def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> N
         reason=flight.reason,
     )
     run.journal.status(checkpoint=done.name, step=run.journal.step)
-    run.journal.show_checkpoint(flight.step)
+    run.journal.progress.checkpoint(flight.step)
     warn_of_grace(run, done.seconds, run.meter.step_seconds)
     if run.ranks.rank == 0:
         note_cursors(run, flight.step, flight.cursors)
@@ -203,8 +204,7 @@ def _retain(run: Run, step: int, new: str) -> None:
     try:
         for name in sorted(saves.kept - set(complete_names(root))):
             run.journal.event("checkpoint_missing", step, checkpoint=name)
-        policy = Policy.of(run.config.checkpoint)
-        gone = retention.apply(root, policy, run.processes.run_id, resumed_from)
+        gone = retention.apply(root, saves.policy, run.processes.run_id, resumed_from)
         saves.kept = {*complete_names(root), new} - {*gone}
     except OSError as error:  # the new one is complete; the next commit deletes what this did not
         run.journal.event("retention_failed", step, reason=str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,6 @@ from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.training.run.run import Run
 from llmtrain.types import SLOTS, Batch, Flags, StepVector
-
-_FLAGS = tuple(one.name for one in fields(Flags))  # each has a slot of its name
 
 
 def begin(run: Run, step: int) -> None:
@@ -95,7 +93,8 @@ def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
     bad = ~(torch.isfinite(loss_sum) & torch.isfinite(squares))
     device = torch.stack([loss_sum, squares, bad.double()])
     labels = run.data.manifest.labels
-    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=run.feed.failed)
+    failed = run.feed.error is not None
+    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=failed)
     host = torch.tensor(said, dtype=torch.float64)
     if run.device.type == "cuda":
         host = host.pin_memory().to(run.device, non_blocking=True)
@@ -110,7 +109,7 @@ def host_part(
         "data_failed": failed,
         **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},
         "wait_seconds": batch.wait_seconds / world_size,
-        **{name: getattr(flags, name) for name in _FLAGS},
+        **asdict(flags),  # each has a slot of its name
         "padding_only": not batch.sources,
         "ended": batch.ended,
     }

@@ -15,7 +15,7 @@ import torch
 
 from llmtrain.data.stream import Stream
 from llmtrain.training.run import rng
-from llmtrain.types import Batch, Cursor
+from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +51,6 @@ class Feed:
     error: Exception | None = None
     before: deque[Before] = field(default_factory=lambda: deque(maxlen=2))
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank's stream is broken."""
-        return self.error is not None
-
     def begin(self, step: int) -> None:
         """Keep the state to return to if the data of `step` fails."""
         counts = {label: Counter(met) for label, met in self.counts.items()}
@@ -78,7 +73,7 @@ class Feed:
 
     def _padding(self) -> Batch:
         ids = np.zeros((self.rows, self.seq_len + 1), dtype=np.int32)
-        labels = np.full((self.rows, self.seq_len), -100, dtype=np.int64)
+        labels = np.full((self.rows, self.seq_len), NOT_TRAINED, dtype=np.int64)
         return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
 
     def advance(self, step: int, batch: Batch) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from llmtrain.checkpoint.background import Writer
 from llmtrain.checkpoint.format import Extents
+from llmtrain.checkpoint.retention import Policy
 from llmtrain.checkpoint.write import Begun
 
 # Why this rank did not write its part, or where it wrote it.
@@ -34,11 +35,18 @@ class Flight:
 class Saves:
     """How this start writes checkpoints, and the one that is in flight.
 
-    writer: None where all is written in line · sent: rank 0 writes what the others hold parts of,
-    which takes collectives and so is done in line · dealt: what all hold is shared out · kept: what
-    lay there after the last retention (rank 0).
+    policy: which checkpoints stay
+    writer: None where all is written in line
+    sent: rank 0 writes what the others hold parts of, which takes collectives, so in line
+    dealt: what every rank holds a copy of is shared out among them
+    flight: the checkpoint in flight
+    kept: what was there after the last retention (rank 0)
+    failed_in_a_row: saves
+    has_room: this host has the memory for a copy
+    grace_told: the warning that a launcher may not wait for a save was given
     """
 
+    policy: Policy
     writer: Writer | None
     sent: bool
     dealt: bool

@@ -10,20 +10,18 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtrain import durable
-from llmtrain.config.binding import config_digest_values
-from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
-from llmtrain.metrics.trackers import Trackers, open_trackers
+from llmtrain.metrics.trackers import Name, Trackers, open_trackers
 from llmtrain.rundir import contents
 from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
@@ -51,21 +49,12 @@ class Journal:
         self._originals: Originals | None = None
         self._locks_made = 0  # how many of `lock.made_again` are events already
         self._lines = Lines(run_dir) if rank == 0 else None
-        self._progress = Progress(sys.stderr if rank == 0 else None)
+        self.progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
         self._started = time.perf_counter()
         self._told = 0.0
         self._untold: dict[str, object] = {}
         self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
-
-    @property
-    def note(self) -> Any:
-        """Show one line of text on the terminal."""
-        return self._progress.note
-
-    def expect(self, steps: int) -> None:
-        """Say how long the whole run is."""
-        self._progress.steps = steps
 
     def keep_files(self) -> None:
         """Keep what a later start needs, for `check_directory` (rank 0). Raises RunError (74)."""
@@ -73,15 +62,14 @@ class Journal:
             with needed_on_disk(self.run_dir):
                 self._originals = Originals(self.run_dir)
 
-    def track(self, config: Config, step: int) -> None:
-        """Open the trackers that the config asks for."""
-        if self._lines is not None and config.logging.trackers:
-            values = config_digest_values(config)
+    def track(self, names: Sequence[Name], config: Mapping[str, object]) -> None:
+        """Open the trackers of these names (rank 0). config: its values by key, for people."""
+        if self._lines is not None and names:
             self._trackers = open_trackers(
-                config.logging.trackers,
+                names,
                 self.run_dir / contents.TRACKERS,
-                values,
-                step,
+                config,
+                self.step,
                 lambda event, detail: self.event(event, self.step, **detail),
             )
 
@@ -97,18 +85,6 @@ class Journal:
         self.write("event", step, event=name, detail=detail)
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
         _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
-
-    def show(self, numbers: Numbers, *, line: bool, memory_gb: float | None) -> None:
-        """Move the progress line."""
-        self._progress.training(numbers, line=line, memory_gb=memory_gb)
-
-    def show_evaluation(self, fields: Mapping[str, object]) -> None:
-        """Show an `eval` line."""
-        self._progress.evaluation(fields)
-
-    def show_checkpoint(self, step: int) -> None:
-        """Show that a checkpoint is complete."""
-        self._progress.checkpoint(step)
 
     def check_lock(self) -> None:
         """Raise RunError (75) if another process has the run directory now (rank 0)."""
@@ -208,7 +184,7 @@ class Journal:
 
     def close(self) -> None:
         """Close files and terminal line."""
-        self._progress.close()
+        self.progress.close()
         if self._lines is not None:
             self._lines.close()
         if self._originals is not None:
@@ -268,7 +244,7 @@ class RunLog:
             self._compare_memory(numbers.step)
         line = self._due.line(numbers.step) or (numbers.skipped and not over)
         held = memory_gb(self._device) if line else None
-        self._journal.show(numbers, line=line, memory_gb=held)
+        self._journal.progress.training(numbers, line=line, memory_gb=held)
         if line:
             self._journal.write("train", numbers.step, **self._fields(numbers, held))
             self._journal.progressed(numbers.step)
@@ -301,29 +277,20 @@ class RunLog:
         if found is None:
             self._journal.event("evaluation_cut_off", step)
             return
-        fields = {
-            "split": "heldout",
-            "loss": found.loss,
-            "perplexity": found.perplexity,
-            "bits_per_byte": found.bits_per_byte,
-            "tokens": found.tokens,
-            "bytes": found.bytes,
-            "documents": found.documents,
-            "seconds": found.seconds,
-        }
+        fields = {"split": "heldout", **asdict(found)}
         self._due.evaluated(step)
         loss = found.loss if math.isfinite(found.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
         best = min((one for one in (loss, before) if one is not None), default=None)
         self.last_evaluation = {"step": step, "loss": loss, "best": best}
         self._journal.write("eval", step, **fields)
-        self._journal.show_evaluation({"step": step, **fields})
+        self._journal.progress.evaluation({"step": step, **fields})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
         """What the model wrote."""
         for sample in samples:
             self._journal.write("sample", step, prompt=sample.prompt, text=sample.text)
-            self._journal.note(f"sample  {sample.prompt}{sample.text}")
+            self._journal.progress.note(f"sample  {sample.prompt}{sample.text}")
 
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         return {

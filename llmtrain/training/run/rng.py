@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import random  # noqa: TID251  # models and libraries may draw from it; its state is kept, not used
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.hashing import mix
 
@@ -70,6 +72,19 @@ def restore(states: States, device: torch.device) -> None:
     torch.set_rng_state(states.torch)
     if device.type == "cuda" and states.device is not None:
         torch.cuda.set_rng_state(states.device, device)
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Do something with a model; afterwards its buffers and the random states are as before."""
+    states = capture(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        restore(states, device)
 
 
 def _text(data: bytes) -> str:

@@ -8,7 +8,7 @@ import platform
 import torch
 
 from llmtrain.agreement import on_rank_zero
-from llmtrain.config.binding import binding_values, changes
+from llmtrain.config.binding import binding_values, changes, config_digest_values
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate_factor
@@ -23,7 +23,8 @@ def announce(run: Run, seconds: float) -> None:
     resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
-    on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
+    values = config_digest_values(run.config)
+    on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
     strategy = processes.launched.strategy
     shape = processes.planned.shape  # the model's own tensors may be a part of theirs

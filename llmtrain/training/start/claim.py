@@ -64,7 +64,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         started = [line for line in record if line["kind"] == "start"]
         newest = known.get("checkpoint") or _last_saved(record)
         stored = _stored(run_dir)
-        if asked_resume(config, os.environ) == "never":
+        if asked_resume(config.checkpoint.resume, os.environ) == "never":
             _refuse_used(run_dir, bool(started), newest, stored)
         _belongs(run_dir, config, begun=_has_begun(run_dir, record))
         failures.clear(run_dir, 0, world_size)
@@ -76,14 +76,14 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         yield Place(run_dir, run_id, step, newest, lock, begun, steps, pace)
 
 
-def asked_resume(config: Config, environ: Mapping[str, str]) -> str:
+def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
     """`checkpoint.resume`, which is for the first start of a launch: a restart goes on from there.
 
     A supervisor or the launcher gives the same command again after a crash. Doing again what it
     says would throw away, each time, what was trained since.
     """
     restarts = (environ.get(name, "0") for name in _RESTARTS)
-    return config.checkpoint.resume if all(count == "0" for count in restarts) else "auto"
+    return asked if all(count == "0" for count in restarts) else "auto"
 
 
 def _run_of(run_dir: Path) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.agreement import agreed
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import DataConfig
 from llmtrain.data.survey import packing_of
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
@@ -27,7 +27,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import made_up_batch
-from llmtrain.training.run import rng
+from llmtrain.training.run.rng import leaving_no_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,17 +43,21 @@ _TOKENS = 16
 
 
 def hiding_attention(
-    model: PreTrainedModel, prepared: nn.Module, config: Config, precision: str, launched: Launched
+    model: PreTrainedModel,
+    prepared: nn.Module,
+    data: DataConfig,
+    precision: str,
+    launched: Launched,
 ) -> str | None:
     """The attention that hides documents in this run, once every rank has seen that it does.
 
     None where documents see each other. model: the bare one · prepared: what the engine made of it.
     Raises UserError as `check_documents_apart` does.
     """
-    _, document_mask = packing_of(config.data)
+    _, document_mask = packing_of(data)
     if not document_mask:
         return None
-    device, seq_len = launched.device, config.data.seq_len
+    device = launched.device
     if family(launched.strategy) == "ddp":
         forward = bare_forward(model, device, precision)
     else:
@@ -61,7 +65,7 @@ def hiding_attention(
 
     def check() -> None:
         with launched.engine.evaluating():
-            check_documents_apart(model, forward, device, precision, seq_len)
+            check_documents_apart(model, forward, device, precision, data.seq_len)
 
     agreed(launched.ranks, check)
     return backend(model)
@@ -96,7 +100,7 @@ def check_documents_apart(
     for row, first in enumerate(starts):
         others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
     documents = document_tensors(starts, size, name, device)
-    with _leaving_no_trace(model, device), torch.no_grad():
+    with leaving_no_trace(model, device), _evaluating(model), torch.no_grad():
         packed, changed = (forward(rows, **documents) for rows in (ids, others))
         alone = [
             torch.cat([forward(part[None])[0] for part in parts])
@@ -128,16 +132,11 @@ def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> 
 
 
 @contextmanager
-def _leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode; afterwards training mode, buffers and random states are as before."""
-    states = rng.capture(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards the mode is as before."""
     training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        rng.restore(states, device)

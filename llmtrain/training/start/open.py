@@ -12,11 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.metrics.logfile import LogFile
@@ -68,21 +69,21 @@ def start_run(config: Config) -> Iterator[Run]:
         with record_end(journal, failures.digest(config)):
             processes = _start_processes(config, here, stack)
             stage = partial(stoppable, processes.launched.ranks, signals, journal)
-            asked = partial(asked_to_stop, signals)
+            patience = Patience(partial(asked_to_stop, signals))
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
-                found = resuming.find_checkpoint(config, processes, here.place, journal, asked)
+                found = resuming.find_checkpoint(config, processes, here.place, journal, patience)
             with stage():
                 revision = base_revision(config, processes, found)
                 data = open_data(config, processes, found, revision, stack, stopping)
                 config = with_steps(config, processes, data, found, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
-            journal.expect(config.total_steps)
+            journal.progress.steps = config.total_steps
             with stage():
                 model = build_model(config, processes, found, revision)
             with stage():
-                same = not found or resuming.fill_state(config, processes, model, found, asked)
+                same = not found or resuming.fill_state(config, processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run, time.perf_counter() - started)
@@ -116,7 +117,9 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     logfile = stack.enter_context(closing(LogFile()))
     place, run_dir = None, config.run_dir
     if rank == 0:
-        place = stack.enter_context(_claim(config))
+        asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
+        strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
+        place = stack.enter_context(claim(config, processes, strategy))
     else:  # rank 0 has its own removed with the lock held
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
@@ -126,14 +129,8 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     if place is not None:
         journal.step = place.step
         _open_log(here, stack)
-        logfile.show(journal.note)
+        logfile.show(journal.progress.note)
     return here
-
-
-def _claim(config: Config) -> AbstractContextManager[Place]:
-    asked = config.distributed.strategy
-    strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
-    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), strategy)
 
 
 def _open_log(here: Here, stack: ExitStack) -> None:
@@ -159,8 +156,16 @@ def _assemble(
 ) -> Run:
     saved, first = (found.state, found.step) if found else ({}, 0)
     launched, journal, evaluation = processes.launched, here.journal, saved.get("evaluation")
-    evaluated = evaluation["step"] if evaluation else None
-    due = Due(config, first, evaluated, heldout=data.heldout is not None, ended=data.ended)
+    due = Due(
+        steps=config.total_steps,
+        evaluate_every=config.evaluation.every_steps,
+        save_every=config.checkpoint.every_steps,
+        log_every=config.logging.every_steps,
+        first=first,
+        last_evaluation=evaluation["step"] if evaluation else None,
+        heldout=data.heldout is not None,
+        data_ended=data.ended,
+    )
     rows = config.training.global_batch_size // launched.ranks.world_size
     expected = _expected(processes, model, first)
     started = here.signals.started
@@ -179,7 +184,7 @@ def _assemble(
         due=due,
         signals=here.signals,
         requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
-        checkpoints=open_saves(config, launched, config.run_dir),
+        checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
     )
 
 

@@ -49,7 +49,9 @@ def start_processes(
     heartbeat.beat("joining the other processes")
     # Read before the group is there; rank 0 writes it only at the end of the start.
     frozen = Auto(config.run_dir, "").run.get("precision")
-    precision, why = (frozen, "as this run began") if frozen else _precision(config)
+    asked = config.training.precision
+    resolved = (frozen, "as this run began") if frozen else launching.resolve_precision(asked)
+    precision, why = resolved
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
@@ -86,10 +88,6 @@ def _launched(config: Config, planned: Planned, precision: str) -> Launched:
         largest_block=largest_block(planned.shape),
         fsdp_sync=layout.fsdp_sync,
     )
-
-
-def _precision(config: Config) -> tuple[str, str]:
-    return launching.resolve_precision(config.training.precision)
 
 
 def _verify(config: Config, launched: Launched) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, on_rank_zero
@@ -29,7 +29,6 @@ from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.run.rng import States
 from llmtrain.training.start.claim import Place, asked_resume
 
-Stopping = Callable[[], str | None]  # why this start shall end, or None
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +37,7 @@ def find_checkpoint(
     processes: Processes,
     place: Place | None,
     journal: Journal,
-    stopping: Stopping,
+    patience: Patience,
 ) -> Found | None:
     """The checkpoint to go on from, the same on all ranks; None in a new run.
 
@@ -48,8 +47,8 @@ def find_checkpoint(
     heartbeat.beat("looking for a checkpoint")
     root = config.run_dir / contents.CHECKPOINTS
     asked, ranks = config.checkpoint, processes.launched.ranks
-    on_rank_zero(ranks, lambda: _clear_away(config, journal))
-    resume = asked_resume(config, os.environ)
+    on_rank_zero(ranks, lambda: _clear_away(root, journal))
+    resume = asked_resume(asked.resume, os.environ)
     if resume == "never":  # the claim has seen that nothing is there
         return None
     start = time.perf_counter()
@@ -61,9 +60,9 @@ def find_checkpoint(
         verify=asked.verify,
         supersede=asked.supersede,
         log=lambda event, detail: journal.event(event, 0, **detail),
-        patience=Patience(stopping),
+        patience=patience,
     )
-    agreed(ranks, lambda: _refuse_silent_restart(config, found, place))
+    agreed(ranks, lambda: _refuse_silent_restart(root, found, place))
     agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
     _tell_what_is_missing(found, place, journal, resume)
     if found is None:
@@ -75,7 +74,7 @@ def find_checkpoint(
 
 
 def fill_state(
-    config: Config, processes: Processes, model: ModelSide, found: Found, stopping: Stopping
+    config: Config, processes: Processes, model: ModelSide, found: Found, patience: Patience
 ) -> bool:
     """Weights, optimizer state and random states of the checkpoint.
 
@@ -86,7 +85,7 @@ def fill_state(
     ranks, device = processes.launched.ranks, processes.launched.device
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
-    read.fill(found, model.spec, pieces, ranks, patience=Patience(stopping))
+    read.fill(found, model.spec, pieces, ranks, patience=patience)
     engine.filled(found.state["optimizer_steps"])
     same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
     if same:
@@ -96,18 +95,17 @@ def fill_state(
     return same
 
 
-def _clear_away(config: Config, journal: Journal) -> None:
+def _clear_away(root: Path, journal: Journal) -> None:
     """What a killed start has left: saves that were cut off, deletions that were not finished."""
-    gone = retention.clean(config.run_dir / contents.CHECKPOINTS)
-    if gone:
+    if gone := retention.clean(root):
         journal.event("leftovers_removed", 0, names=gone)
 
 
-def _refuse_silent_restart(config: Config, found: Found | None, place: Place | None) -> None:
+def _refuse_silent_restart(root: Path, found: Found | None, place: Place | None) -> None:
     if found is None and place is not None and place.checkpoint is not None:
         raise UserError(
             Problem(
-                str(config.run_dir / contents.CHECKPOINTS),
+                str(root),
                 "no checkpoint",
                 f"{place.checkpoint}, which the record of the run names",
                 "put it back, or begin anew in another run.dir",

@@ -19,7 +19,7 @@ from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint import retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retention import Policy
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
@@ -74,8 +74,11 @@ def build_model(
     prepared = _prepare(built, launched, optimizer)
     rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
-    trial = _trial(config, processes, built.bare, prepared)
-    micro_batch_size = _micro_batch_size(config, processes, trial)
+    precision = processes.auto.run["precision"]
+    hiding = hiding_attention(built.bare, prepared, config.data, precision, launched)
+    vocabulary = built.bare.config.get_text_config().vocab_size
+    trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
+    micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's own buffers
         discarded_pass(trial, micro_batch_size)
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
@@ -153,26 +156,16 @@ def _check_room(config: Config, spec: Spec, run_id: str) -> None:
     retention.check_space(root, policy, config.total_steps, size, files, run_id)
 
 
-def _trial(
-    config: Config, processes: Processes, bare: PreTrainedModel, prepared: nn.Module
-) -> Trial:
-    """What is tried on the prepared model, which has shown by then that it hides documents."""
-    launched, precision = processes.launched, processes.auto.run["precision"]
-    hiding = hiding_attention(bare, prepared, config, precision, launched)
-    vocabulary = bare.config.get_text_config().vocab_size
-    return Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
-
-
-def _micro_batch_size(config: Config, processes: Processes, trial: Trial) -> int:
+def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:
     """As planned; where it is `auto` and each rank can try alone, the device has the last word."""
     planned, launched = processes.planned.layout.micro_batch_size, processes.launched
-    if config.training.micro_batch_size != "auto":
+    if config.micro_batch_size != "auto":
         return planned
     frozen = processes.auto.launch
     if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
         frozen["micro_batch_size"] = planned
     if "micro_batch_size" not in frozen:
-        rows = config.training.global_batch_size // launched.ranks.world_size
+        rows = config.global_batch_size // launched.ranks.world_size
         fitting = [n for n in range(planned, 0, -1) if rows % n == 0]
         frozen["micro_batch_size"] = fitting_micro_batch(trial, fitting)
     size: int = frozen["micro_batch_size"]

@@ -11,6 +11,7 @@ cannot be deleted is served once only.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +40,8 @@ class Requests:
         self._decides = rank == 0
         self._clock = clock
         self._started = started
-        self._stop_after = _seconds(checkpoint.stop_after)
-        self._every = 60 * checkpoint.every_minutes if checkpoint.every_minutes else None
+        self._stop_after = duration.seconds(checkpoint.stop_after or "")
+        self._every = 60 * (checkpoint.every_minutes or math.inf)
         self._begun = clock()
         self._longest_save = 0.0
         self._served: set[str] = set()
@@ -62,8 +63,8 @@ class Requests:
             signal=signalled,
             lost_launcher=lost,
             stop_file=self._is_there(STOP),
-            stop_after=self._stop_after is not None and now - self._started >= self._latest(),
-            minutes_due=self._every is not None and now - self._begun >= self._every,
+            stop_after=now - self._started >= self._latest(),
+            minutes_due=now - self._begun >= self._every,
             save_file=self._is_there(SAVE),
         )
 
@@ -84,7 +85,8 @@ class Requests:
 
     def _latest(self) -> float:
         """Seconds after the start at which stopping must begin: the last save may be slower."""
-        assert self._stop_after is not None
+        if self._stop_after is None:
+            return math.inf
         return self._stop_after - 2 * self._longest_save
 
     def _is_there(self, name: str) -> bool:
@@ -107,11 +109,3 @@ class Requests:
         except OSError as error:
             self._served.add(name)
             _log.warning("%s could not be deleted, and counts no more: %s", name, error)
-
-
-def _seconds(text: str | None) -> float | None:
-    if text is None:
-        return None
-    found = duration.seconds(text)
-    assert found is not None, "checked with the config"
-    return found

@@ -1,8 +1,5 @@
 from dataclasses import replace
 
-from helpers.tiny import tiny_config
-
-from llmtrain.config.schema import Config
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.types import Alone, Flags, Numbers
 
@@ -10,14 +7,16 @@ from llmtrain.types import Alone, Flags, Numbers
 def due(
     first: int = 0, evaluated: int | None = None, *, heldout: bool = True, ended: bool = False
 ) -> Due:
-    config = tiny_config(
-        "run",
-        training__steps=50,
-        evaluation__every_steps=20,
-        checkpoint__every_steps=15,
-        logging__every_steps=10,
+    return Due(
+        steps=50,
+        evaluate_every=20,
+        save_every=15,
+        log_every=10,
+        first=first,
+        last_evaluation=evaluated,
+        heldout=heldout,
+        data_ended=ended,
     )
-    return Due(Config.model_validate(config), first, evaluated, heldout=heldout, ended=ended)
 
 
 def numbers(step: int, *stops: str) -> Numbers:
