@@ -55,9 +55,9 @@ def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
 
 
 def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
-    """The stream's state as a line of `cursors.jsonl`."""
-    state = {"step": step, "weights": run.data.manifest.weights}
-    return _encoded({**state, **data_state(run, step, heard).to_json()})
+    """Return the stream's state as a line of `cursors.jsonl`."""
+    where = {"step": step, "weights": run.data.manifest.weights}
+    return _encode(where | data_state(run, step, heard).to_json())
 
 
 def note_cursors(run: Run, step: int, line: bytes) -> None:
@@ -80,7 +80,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "sources": dict(run.meter.sources),
         "data": data_state(run, step, heard).to_json(),
         "weights": run.data.manifest.weights,
-        "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
+        "config_digest": hashlib.sha256(_encode(bound)).hexdigest(),
         "config": bound,
         "strategy": run.processes.launched.strategy,
         "world_size": run.ranks.world_size,
@@ -95,7 +95,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "versions": run.processes.versions,
     }
     return {
-        "trainer_state.json": _encoded(trainer_state),
+        "trainer_state.json": _encode(trainer_state),
         **state.index(run.built.spec),
         **model_files(run.built.bare),
         **_tokenizer_files(run.run_dir / contents.TOKENIZER),
@@ -116,7 +116,7 @@ def _tokenizer_files(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
-def _encoded(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 

@@ -75,7 +75,9 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     blocked = time.perf_counter() - started
     run.checkpoints.flight = Flight(step, reason, begun, cursors, last, blocked, written)
     if writer:
-        writer.submit(begun, pieces, _changed_by_forward(run))
+        # Buffers, unlike weights and moments, are not safe until the next update.
+        buffers = frozenset(name for name, _ in run.built.bare.named_buffers())
+        writer.submit(begun, pieces, buffers)
     if last or not writer:
         commit(run)
 
@@ -169,11 +171,6 @@ def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
     needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}
     free = {host: min(one["free"] for one in heard if one["host"] == host) for host in hosts}
     return sorted(host for host in hosts if needed[host] * _SPARE > free[host])
-
-
-def _changed_by_forward(run: Run) -> frozenset[str]:
-    """Buffers, which unlike weights and moments are not safe until the next update."""
-    return frozenset(name for name, _ in run.built.bare.named_buffers())
 
 
 def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:

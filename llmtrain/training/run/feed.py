@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from llmtrain.agreement import attempt
 from llmtrain.data.stream import Stream
 from llmtrain.training.run import rng
 from llmtrain.types import NOT_TRAINED, Batch, Cursor
@@ -64,11 +65,11 @@ class Feed:
         again: from then on this rank hands out padding, and its vector says that its data failed.
         """
         if self.error is None:
-            try:
-                return next(self.stream)
-            except Exception as error:  # voted on when the step's vector arrives, see `start_run`
-                self.error = error
-                _log.warning("the data of this rank failed", exc_info=True)
+            outcome = attempt(lambda: next(self.stream))
+            if outcome.error is None:
+                return outcome.result()
+            self.error = outcome.error  # voted on when the step's vector arrives, see `start_run`
+            _log.warning("the data of this rank failed", exc_info=outcome.error)
         return self._padding()
 
     def _padding(self) -> Batch:

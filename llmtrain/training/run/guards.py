@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import assert_never
 
@@ -30,17 +31,19 @@ _LEAST_DEVIATION = 0.01  # nats: a loss that hardly moves has no noise to measur
 Tell = Callable[..., object]  # event, step, details
 
 
+@dataclass(slots=True)
 class Guards:
-    """Looks at every step's numbers; equal on all ranks, so all of them raise or none."""
+    """Looks at every step's numbers, which are equal on all ranks: all of them raise, or none.
 
-    def __init__(self, config: TrainingConfig, skipped_in_a_row: int, tell: Tell) -> None:
-        """tell: takes an event. Losses of an earlier start are not known: spikes begin anew."""
-        self._config = config
-        self._tell = tell
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
-        self._spiking = False
-        self.skipped_in_a_row = skipped_in_a_row
+    tell: takes an event. Losses of an earlier start are not known, nor whether they were a spike.
+    """
+
+    config: TrainingConfig
+    skipped_in_a_row: int
+    tell: Tell
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _spiking: bool = False
 
     def median_seconds(self) -> float:
         """Of the last steps, from any thread; 0 before the first one."""
@@ -62,14 +65,14 @@ class Guards:
             self._look_for_a_spike(numbers)
             return
         self.skipped_in_a_row += 1
-        match self._config.on_nonfinite:
+        match self.config.on_nonfinite:
             case "stop":
                 raise _diverged(numbers, "training.on_nonfinite is stop")
             case "skip":
-                if self.skipped_in_a_row >= self._config.max_skipped_in_a_row:
+                if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
                     raise _diverged(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
             case _:
-                assert_never(self._config.on_nonfinite)
+                assert_never(self.config.on_nonfinite)
 
     def _look_for_a_spike(self, numbers: Numbers) -> None:
         """Compare a loss with those before it; a loss that stays high is one spike."""
@@ -77,7 +80,7 @@ class Guards:
         above = numbers.loss > usual + _DEVIATIONS * sigma
         if above and not self._spiking:
             values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
-            self._tell("loss_spike", numbers.step, **values)
+            self.tell("loss_spike", numbers.step, **values)
         self._spiking = above
         self._losses.append(numbers.loss)
 

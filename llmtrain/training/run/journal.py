@@ -200,97 +200,92 @@ class Expected:
     compare_at: int
 
 
+@dataclass(slots=True)
 class RunLog:
     """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        due: Due,
-        device: torch.device,
-        evaluation: dict[str, Any] | None,
-        expected: Expected,
-    ) -> None:
-        self._journal = journal
-        self._due = due
-        self._device = device
-        self._expected = expected
-        self._span_seconds = 0.0
-        self._span_wait = 0.0
-        self._told_of_end = False
-        self.last_evaluation = evaluation
+    journal: Journal
+    due: Due
+    device: torch.device
+    last_evaluation: dict[str, Any] | None
+    expected: Expected
+    _span_seconds: float = 0.0
+    _span_wait: float = 0.0
+    _told_of_end: bool = False
 
     def training(self, numbers: Numbers) -> None:
         """A step's numbers: a line where one is due, an event where the update was skipped.
 
         Raises RunError (75) at rank 0 if another process has the run directory now.
         """
-        self._journal.step = numbers.step
-        self._journal.check_lock()
+        self.journal.step = numbers.step
+        self.journal.check_lock()
         self._span_seconds += numbers.seconds
         self._span_wait += numbers.data_wait_seconds
         over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)
         if over:
             self._nothing_left(numbers.step)
         elif numbers.skipped:
-            self._journal.event(
+            self.journal.event(
                 "update_skipped",
                 numbers.step,
                 loss=numbers.loss,
                 grad_norm=numbers.grad_norm,
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
-        if numbers.step == self._expected.compare_at:
+        if numbers.step == self.expected.compare_at:
             self._compare_memory(numbers.step)
-        line = self._due.line(numbers.step) or (numbers.skipped and not over)
-        held = memory_gb(self._device) if line else None
-        self._journal.progress.training(numbers, line=line, memory_gb=held)
+        line = self.due.line(numbers.step) or (numbers.skipped and not over)
+        held = memory_gb(self.device) if line else None
+        self.journal.progress.training(numbers, line=line, memory_gb=held)
         if line:
-            self._journal.write("train", numbers.step, **self._fields(numbers, held))
-            self._journal.progressed(numbers.step)
+            self.journal.write("train", numbers.step, **self._fields(numbers, held))
+            self.journal.progressed(numbers.step)
             self._span_seconds = self._span_wait = 0.0
 
     def _compare_memory(self, step: int) -> None:
         """Rank 0's peak since the model was built beside what was planned, without the reserve."""
-        measured = memory.peak_bytes(self._device) - self._expected.held_before
-        planned = self._expected.planned_bytes
+        measured = memory.peak_bytes(self.device) - self.expected.held_before
+        planned = self.expected.planned_bytes
         detail = {
             "planned_gb": None if planned is None else round(planned / 2**30, 3),
             "measured_gb": round(measured / 2**30, 3),
             "difference": round(measured / planned - 1, 3) if planned else None,
         }
-        if self._device.type == "cpu":  # resident memory holds much that is not the model's
-            self._journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
+        if self.device.type == "cpu":  # resident memory holds much that is not the model's
+            self.journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
         else:
-            self._journal.event("memory_compared", step, **detail)
+            self.journal.event("memory_compared", step, **detail)
 
     def _nothing_left(self, step: int) -> None:
         """All lanes of a step's blocks have ended: on the record each time, told once."""
         if self._told_of_end:
-            self._journal.write("event", step, event="nothing_to_train", detail={})
-            return
+            self.journal.write("event", step, event="nothing_to_train", detail={})
+        else:
+            self.journal.event(
+                "nothing_to_train", step, reason="the lanes of its blocks have ended"
+            )
         self._told_of_end = True
-        self._journal.event("nothing_to_train", step, reason="the lanes of its blocks have ended")
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:
         """A completed evaluation; None was cut off by a stop and stays due."""
         if found is None:
-            self._journal.event("evaluation_cut_off", step)
+            self.journal.event("evaluation_cut_off", step)
             return
         fields = {"split": "heldout", **asdict(found)}
-        self._due.evaluated(step)
+        self.due.evaluated(step)
         loss = found.loss if math.isfinite(found.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
         best = min((one for one in (loss, before) if one is not None), default=None)
         self.last_evaluation = {"step": step, "loss": loss, "best": best}
-        self._journal.write("eval", step, **fields)
-        self._journal.progress.evaluation({"step": step, **fields})
+        self.journal.write("eval", step, **fields)
+        self.journal.progress.evaluation({"step": step, **fields})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
         """What the model wrote."""
         for sample in samples:
-            self._journal.write("sample", step, prompt=sample.prompt, text=sample.text)
-            self._journal.progress.note(f"sample  {sample.prompt}{sample.text}")
+            self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
+            self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
 
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         return {

@@ -71,9 +71,8 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         steps = started[-1].get("steps") if started else None
         steps = steps if isinstance(steps, int) else None
-        step = known.get("step", 0)
-        begun, pace = bool(started), _pace(record)
-        yield Place(run_dir, run_id, step, newest, lock, begun, steps, pace)
+        step, pace = known.get("step", 0), _pace(record)
+        yield Place(run_dir, run_id, step, newest, lock, bool(started), steps, pace)
 
 
 def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
@@ -154,11 +153,8 @@ def _make_writable(run_dir: Path) -> None:
     probe = run_dir / f".probe-{os.getpid()}"
     try:
         if run_dir.exists() and not run_dir.is_dir():
-            expected, remedy = (
-                "a directory; there is a file of that name",
-                "move it, or use another",
-            )
-            raise UserError(Problem("run.dir", run_dir, expected, remedy))
+            expected = "a directory; there is a file of that name"
+            raise UserError(Problem("run.dir", run_dir, expected, "move it, or use another"))
         contents.check(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
@@ -190,11 +186,10 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
     path = run_dir / contents.CONFIG
     if not begun:
         _forget_decisions(run_dir)
+    if not (begun and path.exists()):
         contents.write_atomically(path, dump(config).encode())
-        return
-    if not path.exists():
-        contents.write_atomically(path, dump(config).encode())
-    _compare(run_dir, config)
+    if begun:
+        _compare(run_dir, config)
 
 
 def _compare(run_dir: Path, config: Config) -> None:

@@ -53,22 +53,16 @@ def open_data(
     saved = DataState.from_json(found.state["data"]) if found else None
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
-    state = saved or DataState.fresh(manifest)
-    agreed(ranks, lambda: check(state, manifest, config.checkpoint.accept_changes))
-    changed = differing(state, manifest)
-    if changed:
-        state = carry_over(state, manifest)
+    before = saved or DataState.fresh(manifest)
+    agreed(ranks, lambda: check(before, manifest, config.checkpoint.accept_changes))
+    changed = tuple(differing(before, manifest))
+    state = carry_over(before, manifest) if changed else before
     if found:
-        state = replace(state, next_block=found.step * config.training.global_batch_size)
-    if found and tuple(found.state["weights"]) != manifest.weights:
-        state = replace(state, weights_from=state.next_block)
-    ended = bool(found and found.state["ended"] and not changed)
+        state = _at_step(state, manifest, found, config.training.global_batch_size)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
-    path = run_dir / HELDOUT
     reading = reading_of(data_settings(config), run_dir, stop)
-    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
-    held = _same_heldout(ranks, path)
+    held = _open_heldout(config, manifest, tokenizer, ranks, reading)
     stream = open_stream(
         manifest,
         run_dir / TOKENIZER,
@@ -81,7 +75,16 @@ def open_data(
         reading=replace(reading, stop=None),
     )
     stack.enter_context(closing(stream))
-    return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
+    ended = bool(found and found.state["ended"] and not changed)
+    return DataSide(manifest, tokenizer, held, stream, state, changed, ended)
+
+
+def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) -> DataState:
+    """Return the state at the step of a checkpoint. blocks: of a step."""
+    state = replace(state, next_block=found.step * blocks)
+    if tuple(found.state["weights"]) == manifest.weights:
+        return state
+    return replace(state, weights_from=state.next_block)
 
 
 def with_steps(
@@ -157,6 +160,25 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
         )
 
 
+def _open_heldout(
+    config: Config, manifest: Manifest, tokenizer: Tokenizer, ranks: Ranks, reading: Reading
+) -> HeldOut | None:
+    """Let rank 0 make the held-out file, and load the same one on every rank."""
+    path = config.run_dir / HELDOUT
+    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
+    held = agreed(ranks, lambda: heldout.load(path))
+    tokens = len(held.ids) if held else 0
+    wanted = from_rank_zero(ranks, lambda: tokens)
+
+    def compare() -> None:
+        if tokens != wanted:  # evaluation is collective
+            expected = "the same file on every rank: the run directory must be shared"
+            raise UserError(Problem(str(path), None, expected))
+
+    agreed(ranks, compare)
+    return held
+
+
 def _prepare_heldout(
     config: Config, manifest: Manifest, tokenizer: Tokenizer, path: Path, reading: Reading
 ) -> None:
@@ -171,18 +193,3 @@ def _prepare_heldout(
     own = survey.evaluation_sources(data_settings(config), reading)
     limit = config.evaluation.max_documents
     heldout.prepare(manifest, tokenizer, path, limit, reading, own)
-
-
-def _same_heldout(ranks: Ranks, path: Path) -> HeldOut | None:
-    """What rank 0 prepared, on every rank: evaluation is collective."""
-    held = agreed(ranks, lambda: heldout.load(path))
-    tokens = len(held.ids) if held else 0
-
-    def compare() -> None:
-        if there != tokens:
-            expected = "the same file on every rank: the run directory must be shared"
-            raise UserError(Problem(str(path), None, expected))
-
-    there = from_rank_zero(ranks, lambda: tokens)
-    agreed(ranks, compare)
-    return held

@@ -160,7 +160,9 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
         if choice.chosen is None and resident != allowed:
             choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
     except CannotCountError as error:
-        return _unplanned(model.shape, asked, hardware, allowed, str(error))
+        layout = layout_by_tokens(allowed[0], asked, hardware)
+        reason = f"memory was not planned: {error}"
+        return Planned(layout, model.shape, hardware, None, reason)
     if choice.chosen is None:
         raise does_not_fit(choice, hardware, without)
     return _as_frozen(choice.chosen, choice.reason, model, asked, hardware, run_dir)
@@ -210,8 +212,8 @@ def _as_frozen(
     run_dir: Path,
 ) -> Planned:
     """What an earlier start of this kind froze counts if it fits, where the config is silent."""
-    layout = chosen.layout
-    kind = launch_kind(layout.strategy, "cpu" if hardware.cpu else "cuda", hardware.devices)
+    device = "cpu" if hardware.cpu else "cuda"
+    kind = launch_kind(chosen.layout.strategy, device, hardware.devices)
     known = Auto(run_dir, kind).launch
     open_now = {
         "micro_batch_size": asked.micro_batch_size is None,
@@ -219,9 +221,9 @@ def _as_frozen(
         "fsdp_sync": asked.fsdp_sync is None,
     }
     frozen = {key: known[key] for key in FROZEN if open_now[key] and key in known}
-    if all(getattr(layout, key) == value for key, value in frozen.items()):
+    layout = replace(chosen.layout, **frozen)
+    if layout == chosen.layout:
         return Planned(layout, model.shape, hardware, chosen.memory, reason)
-    layout = replace(layout, **frozen)
     share = asked.global_batch_size // hardware.devices
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
     saved = model.count(
@@ -238,14 +240,6 @@ def _as_frozen(
 def launch_kind(strategy: str, device: str, world_size: int) -> str:
     """Under which name `auto.json` freezes what belongs to a launch of one kind."""
     return f"{strategy}/{device}/{world_size}"
-
-
-def _unplanned(
-    shape: ModelShape, asked: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
-) -> Planned:
-    """The first strategy that is allowed, with the micro-batch by tokens alone."""
-    layout = layout_by_tokens(allowed[0], asked, hardware)
-    return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
 
 
 def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:

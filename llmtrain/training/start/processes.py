@@ -69,8 +69,9 @@ def start_processes(
     for key in FROZEN if planned.decided_anew else ():
         auto.launch.pop(key, None)
     auto.run.setdefault("precision", precision)
+    layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # the micro-batch is tried on the device first
-        auto.launch.setdefault(key, getattr(planned.layout, key))
+        auto.launch.setdefault(key, layout[key])
     torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
