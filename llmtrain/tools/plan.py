@@ -29,7 +29,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import Saved
 
 if TYPE_CHECKING:
-    from llmtrain.training.start.planning import Described
+    from llmtrain.training.start.planning import PaperModel
     from llmtrain.types import ModelShape
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
@@ -136,10 +136,10 @@ def plan(
     if problems:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
+    return reckon(config, planning.describe(config, hardware), hardware, assumed=assumed)
 
 
-def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
+def reckon(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
     """The plan of a model that was described already, on hardware that its batch can be split over.
 
     assumed: whether the device was named after its memory. Where activations cannot be counted, the
@@ -295,7 +295,7 @@ def _kept(config: Config, steps: int | None) -> int:
     return most_at_once(Policy.of(keep), steps or 0)
 
 
-def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
+def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
     """The chosen layout on fewer devices and on all, where it fits, at the same global batch."""
     machine = None if hardware.cpu else machine_of(hardware.device)
     if choice.chosen is None or machine is None:

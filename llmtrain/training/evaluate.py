@@ -55,7 +55,7 @@ def evaluate(run: Run) -> Evaluation | None:
 
 
 def rounds(heldout: HeldOut, run: Run) -> int:
-    """Forwards that every rank makes."""
+    """Return the number of forwards that every rank makes."""
     at_once = run.ranks.world_size * run.built.micro_batch_size
     return math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
 
@@ -63,7 +63,7 @@ def rounds(heldout: HeldOut, run: Run) -> int:
 def round_blocks(
     heldout: HeldOut, run: Run, round_: int
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """This rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of one round."""
+    """Return this rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of a round."""
     size = run.built.micro_batch_size
     mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
     blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]

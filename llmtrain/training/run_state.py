@@ -1,6 +1,6 @@
-"""What stands in a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
+"""What is in a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
 
-All of the run's state that decides its future and is no tensor, gathered at rank 0.
+It is all of the run's state that decides its future and is not a tensor, gathered at rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = 1
 
 
 def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
-    """What only each rank knows, at rank 0; an empty list elsewhere."""
+    """Gather what only each rank knows at rank 0; return an empty list elsewhere."""
     before = run.data.state
     cursors = contribution(
         run.feed.cursors,
@@ -41,7 +41,7 @@ def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
-    """The stream behind the blocks of `step`, from every rank's part."""
+    """Return the stream's state after the blocks of `step`, from every rank's part."""
     before = run.data.state
     next_block = step * run.config.training.global_batch_size
     parts = [np.array(one["cursors"], np.int64) for one in heard]
@@ -60,8 +60,8 @@ def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
     return _encode(where | data_state(run, step, heard).to_json())
 
 
-def note_cursors(run: Run, step: int, line: bytes) -> None:
-    """The stream's state at every save, which outlives the checkpoints that are deleted."""
+def record_cursors(run: Run, step: int, line: bytes) -> None:
+    """Append the stream's state at a save, which is kept when the checkpoint is deleted."""
     try:
         with (run.run_dir / contents.CURSORS).open("ab") as file:
             file.write(line)
@@ -70,7 +70,7 @@ def note_cursors(run: Run, step: int, line: bytes) -> None:
 
 
 def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
-    """Every file that is no tensor file."""
+    """Return every file that is not a tensor file."""
     bound = binding_values(run.config)
     trainer_state = {
         "format": FORMAT,
@@ -103,7 +103,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
 
 
 def model_files(model: Any) -> dict[str, bytes]:
-    """What `from_pretrained` needs beside the weights."""
+    """Return the files that `from_pretrained` needs beside the weights."""
     files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
     if model.can_generate() and model.generation_config is not None:
         text = model.generation_config.to_json_string(use_diff=True)
@@ -120,8 +120,8 @@ def _encode(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
-def documents_met(run: Run) -> Counts:
-    """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
+def count_documents(run: Run) -> Counts:
+    """Return source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
     heard = gathered(run.ranks, run.feed.counts)
     return _add(run.data.state.counts, heard) if heard else {}
 

@@ -14,7 +14,7 @@ STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
 @dataclass(slots=True)
 class Due:
-    """Answers for one start of a run; `step` always counts finished steps.
+    """What is due in one start of a run; `step` always counts finished steps.
 
     steps: of the whole run
     first: steps that were finished when this start began
@@ -43,30 +43,30 @@ class Due:
         self._saved.add(self.first)
 
     def learn(self, numbers: Numbers) -> None:
-        """Take over what all ranks agreed on at a step."""
+        """Note what all ranks agreed on at a step."""
         self.ask(numbers.stops)
         self.data_ended = self.data_ended or numbers.ended
         self._asked = self._asked or numbers.save
         self._written = numbers.written
 
     def ask(self, stops: tuple[str, ...]) -> None:
-        """Take up a stop that all ranks know of."""
+        """Note a stop that all ranks know of."""
         for reason in STOP_REASONS:
             if reason in stops and self.stop_reason is None:
                 self.stop_reason = reason
 
-    def evaluated(self, step: int) -> None:
-        """An evaluation of `step` was completed."""
+    def record_evaluation(self, step: int) -> None:
+        """Note that the evaluation of `step` is complete."""
         self.last_evaluation = step
 
-    def begun(self, step: int) -> None:
-        """The state of `step` is being saved; what was asked for is served."""
+    def begin_save(self, step: int) -> None:
+        """Note that a save of `step` begins, which also serves whoever asked for one."""
         self._saved.add(step)
         self._asked = self._written = False
         self._in_flight = True
 
-    def ended(self, step: int, *, saved: bool) -> None:
-        """What was begun for `step` is on disk, or is not: then the next due step tries again."""
+    def end_save(self, step: int, *, saved: bool) -> None:
+        """Note that the save of `step` is over. saved: False = the next due step tries again."""
         self._in_flight = self._written = False
         if not saved:
             self._saved.remove(step)
@@ -76,7 +76,7 @@ class Due:
         return self.stop_reason is not None or self._last(step)
 
     def evaluation(self, step: int) -> bool:
-        """Whether to measure now: the base line, the period, the end, or one that was cut off."""
+        """Whether to evaluate now: the first time, at the period, the end, or after a cut."""
         wanted = step % self.evaluate_every == 0 or self._last(step)
         missing = self.heldout and self.last_evaluation != step
         return wanted and missing and self.stop_reason is None
@@ -86,12 +86,12 @@ class Due:
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save the state of `step`: period, wish, the end of this start."""
+        """Whether to save the state of `step`: its period, a request, the end of this start."""
         wanted = step % self.save_every == 0 or self._asked or self.stop(step)
         return wanted and self.unsaved(step)
 
     def reason(self, step: int) -> str:
-        """Why `step` is saved: its period, a wish, the end, or what stops the run."""
+        """Return why `step` is saved: its period, a request, the end, or what stops the run."""
         if self.stop(step):
             return self.stop_reason or "end"
         return "period" if step % self.save_every == 0 else "asked"
@@ -117,7 +117,7 @@ class Due:
 
 
 def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
-    """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
+    """Agree outside a step on the most important reason to stop, or on none. Collective."""
     said = {
         "launcher_lost": flags.lost_launcher,
         "signal": flags.signal,

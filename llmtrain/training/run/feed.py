@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Before:
-    """What a step changes on the host, as it was in front of `step`."""
+    """What a step changes on the host, as it was before `step`."""
 
     step: int
     cursors: dict[int, tuple[Cursor, ...]]
@@ -59,10 +59,10 @@ class Feed:
         self.before.append(state)
 
     def next_batch(self) -> Batch:
-        """This rank's blocks of the next step.
+        """Return this rank's blocks of the next step.
 
-        A stream that fails cannot say so to peers that are already in the step. It is not asked
-        again: from then on this rank hands out padding, and its vector says that its data failed.
+        A rank whose stream fails cannot tell its peers, which are already in the step. It does not
+        ask again: from then on it returns padding, and its vector reports that its data failed.
         """
         if self.error is None:
             outcome = attempt(lambda: next(self.stream))
@@ -78,16 +78,16 @@ class Feed:
         return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
 
     def advance(self, step: int, batch: Batch) -> None:
-        """A step is done: its blocks count as consumed."""
+        """Count the blocks of a finished step as consumed."""
         self.step = step
         self.cursors.update(batch.cursors)
         for label, met in batch.counts.items():
             self.counts.setdefault(label, Counter()).update(met)
 
     def put_back(self, step: int) -> None:
-        """The state in front of `step`: neither it nor the one behind it was applied.
+        """Restore the state before `step`: neither it nor the one after it was applied.
 
-        Their vectors said that data failed, so weights, moments and counted tokens are untouched.
+        Their vectors reported failed data, so weights, moments and counted tokens are untouched.
         """
         before = next(one for one in self.before if one.step == step)
         self.step = step - 1

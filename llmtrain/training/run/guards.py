@@ -1,7 +1,7 @@
-"""What is said of a run that goes wrong numerically, and what ends it.
+"""What is reported of a run that goes wrong numerically, and what ends it.
 
-A loss is a spike where it is above the median of the last steps by six of their standard
-deviations, which are estimated from the median of the distances to that median, since spikes
+A loss is a spike if it is above the median of the last steps by more than six of their standard
+deviations. These are estimated from the median of the distances to that median, since the spikes
 themselves would widen any other measure.
 """
 
@@ -35,7 +35,7 @@ Tell = Callable[..., object]  # event, step, details
 class Guards:
     """Looks at every step's numbers, which are equal on all ranks: all of them raise, or none.
 
-    tell: takes an event. Losses of an earlier start are not known, nor whether they were a spike.
+    tell: takes an event. Losses of an earlier start are not known.
     """
 
     config: TrainingConfig
@@ -46,11 +46,11 @@ class Guards:
     _spiking: bool = False
 
     def median_seconds(self) -> float:
-        """Of the last steps, from any thread; 0 before the first one."""
+        """Return the median time of the last steps (from any thread); 0 before the first one."""
         return median(tuple(self._seconds) or (0.0,))
 
     def check(self, numbers: Numbers) -> None:
-        """Count skipped updates; raise when there are too many, or none may be. Tell of spikes."""
+        """Count skipped updates, raise if there are too many or none is allowed; report spikes."""
         self._seconds.append(numbers.seconds)
         if numbers.step_tokens == 0 and (numbers.ended or numbers.padding_only):
             return  # nothing was left to train on: no sign of divergence
@@ -67,10 +67,10 @@ class Guards:
         self.skipped_in_a_row += 1
         match self.config.on_nonfinite:
             case "stop":
-                raise _diverged(numbers, "training.on_nonfinite is stop")
+                raise _divergence(numbers, "training.on_nonfinite is stop")
             case "skip":
                 if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
-                    raise _diverged(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
+                    raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
             case _:
                 assert_never(self.config.on_nonfinite)
 
@@ -86,14 +86,14 @@ class Guards:
 
 
 def _spread(losses: Sequence[float]) -> tuple[float, float]:
-    """Median and standard deviation, both blind to a minority of outliers."""
+    """Return median and standard deviation, neither of which a minority of outliers changes."""
     middle = median(losses)
     distance = median(abs(loss - middle) for loss in losses)
     return middle, max(_NORMAL * distance, _LEAST_DEVIATION)
 
 
 def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:
-    """Raise RunError (75) where replicas came apart, so that neither of them is saved.
+    """Raise RunError (75) if replicas differ, so that neither of them is saved.
 
     differing: as of `Engine.unequal_replicas`, the same on all ranks · tell: takes an event.
     """
@@ -117,7 +117,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _diverged(numbers: Numbers, why: str) -> RunError:
+def _divergence(numbers: Numbers, why: str) -> RunError:
     return RunError(
         f"training diverged at step {numbers.step}: loss {numbers.loss}, gradient norm "
         f"{numbers.grad_norm} ({why})",

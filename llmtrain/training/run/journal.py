@@ -1,4 +1,4 @@
-"""What a run says of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
+"""What a run reports of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
 
 Only rank 0 has anything to write to; on the other ranks every call does nothing, so that no caller
 asks for its rank.
@@ -37,7 +37,7 @@ _STATUS_SECONDS = 1.0
 
 
 class Journal:
-    """Lines, status and notes of one start; open from the claim of the run directory to the end."""
+    """Lines, status and progress of one start, from the claim of the run directory to its end."""
 
     def __init__(self, run_dir: Path, rank: int, lock: RunLock | None = None) -> None:
         """lock: of the run directory, at rank 0."""
@@ -74,14 +74,14 @@ class Journal:
             )
 
     def write(self, kind: str, step: int, **fields: object) -> None:
-        """One line of `metrics.jsonl`, to the trackers too."""
+        """Write one line of `metrics.jsonl`, to the trackers too."""
         if self._lines is not None:
             self._lines.write(kind, step, **fields)
         if self._trackers is not None:
             self._trackers.log(kind, step, fields)
 
     def event(self, name: str, step: int, **detail: object) -> None:
-        """Something that a person may want to know of, in the record and in the log."""
+        """Write what a person may want to know into the record and into the log."""
         self.write("event", step, event=name, detail=detail)
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
         _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
@@ -104,7 +104,7 @@ class Journal:
             self.event("lock_made_again", self.step)
 
     def check_directory(self) -> None:
-        """Before a save: write again what somebody has deleted of the run directory (rank 0).
+        """Write what somebody has deleted of the run directory again, before a save (rank 0).
 
         That is an event. Raises RunError: 75 if another process has the directory now, 74 if the
         disk refuses.
@@ -127,7 +127,9 @@ class Journal:
             self.event("files_restored", self.step, files=names)
 
     def status(self, **fields: object) -> None:
-        """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
+        """Replace fields of `status.json`. If the disk refuses, that is an event, and the next
+        call writes them too.
+        """
         if self._lines is None or self._is_lost:
             return
         first = not self._untold
@@ -140,20 +142,20 @@ class Journal:
         else:
             self._untold = {}
 
-    def progressed(self, step: int) -> None:
-        """Say in `status.json` how far the run is; once a second at most: it costs two fsyncs."""
+    def report_progress(self, step: int) -> None:
+        """Write the step into `status.json`; once a second at most: it costs two fsyncs."""
         now = time.perf_counter()
         if now - self._told >= _STATUS_SECONDS:
             self._told = now
             self.status(step=step)
 
     def sync(self) -> None:
-        """Everything said so far is on the disk."""
+        """Make sure that every line so far is on the disk."""
         if self._lines is not None:
             self._lines.sync()
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
-        """The last line and status of this start; none where another process has the directory."""
+        """Write the last line and status, unless another process has the directory."""
         if self._lines is None:
             self.exit_code = exit_code
             return
@@ -166,7 +168,7 @@ class Journal:
         self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
         try:
             self.sync()
-        finally:  # a supervisor believes the status: where there is room for it, it must be there
+        finally:  # a supervisor relies on the status: it must be written if there is room for it
             write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
         self._close_trackers()
@@ -193,7 +195,12 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """planned_bytes: of the device, None where it was not planned · held_before: the model."""
+    """What memory is compared with.
+
+    planned_bytes: of the device, None where it was not planned
+    held_before: bytes that were held before there was a model
+    compare_at: the step after which they are compared
+    """
 
     planned_bytes: int | None
     held_before: int
@@ -211,10 +218,10 @@ class RunLog:
     expected: Expected
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
-    _told_of_end: bool = False
+    _reported_end: bool = False
 
     def training(self, numbers: Numbers) -> None:
-        """A step's numbers: a line where one is due, an event where the update was skipped.
+        """Log a step's numbers: a line if one is due, an event if the update was skipped.
 
         Raises RunError (75) at rank 0 if another process has the run directory now.
         """
@@ -224,7 +231,7 @@ class RunLog:
         self._span_wait += numbers.data_wait_seconds
         over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)
         if over:
-            self._nothing_left(numbers.step)
+            self._report_no_data(numbers.step)
         elif numbers.skipped:
             self.journal.event(
                 "update_skipped",
@@ -240,11 +247,11 @@ class RunLog:
         self.journal.progress.training(numbers, line=line, memory_gb=held)
         if line:
             self.journal.write("train", numbers.step, **self._fields(numbers, held))
-            self.journal.progressed(numbers.step)
+            self.journal.report_progress(numbers.step)
             self._span_seconds = self._span_wait = 0.0
 
     def _compare_memory(self, step: int) -> None:
-        """Rank 0's peak since the model was built beside what was planned, without the reserve."""
+        """Report rank 0's peak since the model was built, and what was planned without reserve."""
         measured = memory.peak_bytes(self.device) - self.expected.held_before
         planned = self.expected.planned_bytes
         detail = {
@@ -257,23 +264,23 @@ class RunLog:
         else:
             self.journal.event("memory_compared", step, **detail)
 
-    def _nothing_left(self, step: int) -> None:
-        """All lanes of a step's blocks have ended: on the record each time, told once."""
-        if self._told_of_end:
+    def _report_no_data(self, step: int) -> None:
+        """Record that all lanes of a step's blocks have ended; log it once."""
+        if self._reported_end:
             self.journal.write("event", step, event="nothing_to_train", detail={})
         else:
             self.journal.event(
                 "nothing_to_train", step, reason="the lanes of its blocks have ended"
             )
-        self._told_of_end = True
+        self._reported_end = True
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:
-        """A completed evaluation; None was cut off by a stop and stays due."""
+        """Log a completed evaluation; None = a stop cut it off, and it stays due."""
         if found is None:
             self.journal.event("evaluation_cut_off", step)
             return
         fields = {"split": "heldout", **asdict(found)}
-        self.due.evaluated(step)
+        self.due.record_evaluation(step)
         loss = found.loss if math.isfinite(found.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
         best = min((one for one in (loss, before) if one is not None), default=None)
@@ -282,7 +289,7 @@ class RunLog:
         self.journal.progress.evaluation({"step": step, **fields})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
-        """What the model wrote."""
+        """Log what the model wrote."""
         for sample in samples:
             self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
             self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
@@ -308,6 +315,6 @@ class RunLog:
 
 
 def memory_gb(device: torch.device) -> float:
-    """This process's peak on its device, or on a CPU its resident memory; GiB."""
+    """Return this process's peak on its device, or on a CPU its resident memory; in GiB."""
     held = memory.peak_bytes(device) if device.type == "cuda" else memory.resident_bytes()
     return held / 2**30

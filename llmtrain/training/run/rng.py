@@ -28,7 +28,7 @@ def seed_rank(seed: int, rank: int, step: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """The generators of this process as they give them; device: None without a GPU."""
+    """The states of this process's generators. device: None without a GPU."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -36,7 +36,7 @@ class States:
     device: Tensor | None
 
     def to_json(self) -> dict[str, Any]:
-        """As `trainer_state.json` keeps them."""
+        """Return them as `trainer_state.json` keeps them."""
         version, numbers, following = self.python
         name, keys, position, has_gauss, gauss = self.numpy
         keys = np.asarray(keys).astype("<u4").tobytes()
@@ -51,7 +51,7 @@ class States:
 
     @staticmethod
     def from_json(kept: dict[str, Any]) -> States:
-        """The inverse of `to_json`."""
+        """Make them from what `to_json` returned."""
         version, numbers, following = kept["python"]
         name, keys, *rest = kept["numpy"]
         numpy = (name, np.frombuffer(_bytes(keys), dtype="<u4"), *rest)
@@ -60,7 +60,7 @@ class States:
 
 
 def capture(device: torch.device) -> States:
-    """The states now; costs some microseconds and waits for no device."""
+    """Return the states now; takes some microseconds and waits for no device."""
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return States(random.getstate(), np.random.get_state(), torch.get_rng_state(), there)
 
@@ -76,7 +76,7 @@ def restore(states: States, device: torch.device) -> None:
 
 @contextmanager
 def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Do something with a model; afterwards its buffers and the random states are as before."""
+    """Restore the buffers of a model and the random states after the block."""
     states = capture(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

@@ -42,7 +42,7 @@ def open_data(
     stack: ExitStack,
     stop: Stopping,
 ) -> DataSide:
-    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead.
+    """Let rank 0 decide what is decided once for a run, check it everywhere, start reading ahead.
 
     stop: ends the waiting for the Hub, on all ranks (RunError, 75).
     """
@@ -90,10 +90,11 @@ def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) ->
 def with_steps(
     config: Config, processes: Processes, data: DataSide, found: Found | None, stop: Stopping
 ) -> Config:
-    """The config with its length in steps: `training.epochs` is reckoned once for the run.
+    """Return the config with its length in steps: `training.epochs` is converted once for the run.
 
-    What an epoch of this data is stands in `auto.json`, so that another number of epochs is another
-    length of the same run. stop: as for `open_data`. Raises UserError if the run is further along.
+    The size of an epoch of this data is kept in `auto.json`, so that another number of epochs is
+    another length of the same run. stop: as for `open_data`. Raises UserError if the run is
+    further along.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
@@ -125,7 +126,7 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
 
 
 def _workers(config: Config, device: torch.device) -> int:
-    """On a CPU the rank reads in its own process; beside a GPU one worker reads ahead."""
+    """Return the number of workers: by default none on a CPU, and one beside a GPU."""
     if config.data.workers == "auto":
         return 1 if device.type == "cuda" else 0
     return config.data.workers
@@ -139,7 +140,7 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
 
 
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
-    """Where `max_epochs` ends lanes of very different length, the last steps are mostly padding."""
+    """Warn where `max_epochs` ends lanes of very different length: the last steps are padding."""
     for source in manifest.sources:
         count, lanes = len(source.units), manifest.lanes
         if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:

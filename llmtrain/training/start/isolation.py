@@ -1,8 +1,8 @@
 """Are documents really hidden from each other? Asked of the loaded model, before it is trained.
 
-Attention that is asked to keep documents apart may do nothing of the kind, and say nothing: a model
-may ignore positions, carry a state along the row, or lose the keywords on the way. So a few rows
-are packed of small documents, and their logits compared with those of each document alone, and with
+Attention that is asked to keep documents apart may not do it, and raise no error: a model may
+ignore positions, carry a state along the row, or lose the keywords on the way. So a few rows are
+packed of small documents, and their logits compared with those of each document alone, and with
 those beside other documents: the second comparison is the sharper one, because it is one of equal
 shapes, which no rounding blurs.
 """
@@ -49,7 +49,7 @@ def hiding_attention(
     precision: str,
     launched: Launched,
 ) -> str | None:
-    """The attention that hides documents in this run, once every rank has seen that it does.
+    """Return the attention that hides documents in this run, after a check on every rank.
 
     None where documents see each other. model: the bare one · prepared: what the engine made of it.
     Raises UserError as `check_documents_apart` does.
@@ -72,7 +72,7 @@ def hiding_attention(
 
 
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
-    """The forward of a whole model without its wrapper; keywords as of `LossModule.forward`."""
+    """Return the forward of a whole model without its wrapper, called like `LossModule`."""
 
     def forward(input_ids: Tensor, **documents: Any) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -133,7 +133,7 @@ def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards the mode is as before."""
+    """Put a model into evaluation mode, and back into its own mode afterwards."""
     training = model.training
     model.eval()
     try:

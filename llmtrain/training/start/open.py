@@ -24,11 +24,11 @@ from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.rundir import contents, failures
 from llmtrain.training.ending import (
-    asked_to_stop,
     end_without_data,
     record_end,
+    stop_alone,
+    stop_reason_of,
     stoppable,
-    stopped_alone,
 )
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
@@ -39,7 +39,7 @@ from llmtrain.training.run.run import Run
 from llmtrain.training.saving import open_saves
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.start import resuming
-from llmtrain.training.start.announce import announce, tell_what_changed
+from llmtrain.training.start.announce import announce, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
 from llmtrain.training.start.processes import start_processes
@@ -57,10 +57,10 @@ _OPENING_SECONDS = 1.0  # before the first step there is nothing that more patie
 
 @contextmanager
 def start_run(config: Config) -> Iterator[Run]:
-    """Open everything, resume the state, and close it all behind the loop.
+    """Open everything, resume the state, and close everything after the loop.
 
     Raises UserError or RunError, the same on all ranks where they can still talk; `status.json`
-    then says so.
+    has the reason then.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ def start_run(config: Config) -> Iterator[Run]:
         with record_end(journal, failures.digest(config)):
             processes = _start_processes(config, here, stack)
             stage = partial(stoppable, processes.launched.ranks, signals, journal)
-            patience = Patience(partial(asked_to_stop, signals))
+            patience = Patience(partial(stop_reason_of, signals))
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
@@ -87,7 +87,7 @@ def start_run(config: Config) -> Iterator[Run]:
             run = _assemble(config, here, processes, found, data, model)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run, time.perf_counter() - started)
-            tell_what_changed(run, here.place, same_randomness=same)
+            report_changes(run, here.place, same_randomness=same)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
             try:
                 yield run
@@ -111,7 +111,7 @@ class Here:
 
 
 def _open_run_dir(config: Config, stack: ExitStack) -> Here:
-    """Signals, the claim of the run directory (rank 0), and everything that reports."""
+    """Catch signals, claim the run directory (rank 0), and open everything that reports."""
     rank = int(os.environ.get("RANK", "0"))  # until there is a group, the environment's
     signals = stop.install()
     logfile = stack.enter_context(closing(LogFile()))
@@ -139,7 +139,7 @@ def _open_log(here: Here, stack: ExitStack) -> None:
 
 
 def _start_processes(config: Config, here: Here, stack: ExitStack) -> Processes:
-    alone = here.signals.alone(partial(stopped_alone, here.journal))
+    alone = here.signals.alone(partial(stop_alone, here.journal))
     processes = start_processes(config, here.place, alone, stack)
     if here.place is None:
         _open_log(here, stack)
@@ -167,7 +167,7 @@ def _assemble(
         data_ended=data.ended,
     )
     rows = config.training.global_batch_size // launched.ranks.world_size
-    expected = _expected(processes, model, first)
+    expected = _expect_memory(processes, model, first)
     started = here.signals.started
     return Run(
         config=config,
@@ -188,7 +188,7 @@ def _assemble(
     )
 
 
-def _expected(processes: Processes, model: ModelSide, first: int) -> Expected:
+def _expect_memory(processes: Processes, model: ModelSide, first: int) -> Expected:
     plan = processes.planned.memory
     planned = plan.total_bytes - plan.parts["reserve"] if plan else None
     return Expected(planned, model.held_before, first + _COMPARE_AFTER)

@@ -1,4 +1,4 @@
-"""What a start goes on from: which checkpoint, whether it is this run's, its state put in place.
+"""What a start resumes from: find the checkpoint, check that it is this run's, load its state.
 
     retention.clean → read.find → (the model is built) → read.fill → random states
 
@@ -39,9 +39,9 @@ def find_checkpoint(
     journal: Journal,
     patience: Patience,
 ) -> Found | None:
-    """The checkpoint to go on from, the same on all ranks; None in a new run.
+    """Return the checkpoint to resume from, the same on all ranks; None in a new run.
 
-    What is set aside or cleared away on the way is told by events. Raises UserError where a person
+    Events report what is quarantined or removed on the way. Raises UserError where a person
     must decide, RunError 74 if the disk does not answer, StoppedError.
     """
     heartbeat.beat("looking for a checkpoint")
@@ -64,7 +64,7 @@ def find_checkpoint(
     )
     agreed(ranks, lambda: _refuse_silent_restart(root, found, place))
     agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
-    _tell_what_is_missing(found, place, journal, resume)
+    _report_missing(found, place, journal, resume)
     if found is None:
         _log.info("a new run in %s", config.run_dir)
         return None
@@ -76,7 +76,7 @@ def find_checkpoint(
 def fill_state(
     config: Config, processes: Processes, model: ModelSide, found: Found, patience: Patience
 ) -> bool:
-    """Weights, optimizer state and random states of the checkpoint.
+    """Load weights, optimizer state and random states of the checkpoint.
 
     Returns whether the random states continue (same number of processes, same kind of device).
     Raises as `find_checkpoint`.
@@ -96,7 +96,7 @@ def fill_state(
 
 
 def _clear_away(root: Path, journal: Journal) -> None:
-    """What a killed start has left: saves that were cut off, deletions that were not finished."""
+    """Remove what a killed start has left: saves and deletions that were cut off."""
     if gone := retention.clean(root):
         journal.event("leftovers_removed", 0, names=gone)
 
@@ -108,22 +108,22 @@ def _refuse_silent_restart(root: Path, found: Found | None, place: Place | None)
                 str(root),
                 "no checkpoint",
                 f"{place.checkpoint}, which the record of the run names",
-                "put it back, or begin anew in another run.dir",
+                "put it back, or begin again in another run.dir",
             )
         )
 
 
 def _refuse_other_run(found: Found, config: Config) -> None:
-    """The checkpoint must be one of this config, whatever became of config.yaml."""
+    """Refuse a checkpoint of another config, whatever became of config.yaml."""
     changed = changes(found.state["config"], binding_values(config))
     if problems := refused(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
         raise UserError(*problems)
 
 
-def _tell_what_is_missing(
+def _report_missing(
     found: Found | None, place: Place | None, journal: Journal, resume: str
 ) -> None:
-    """Events where a start goes on from less than the record of the run led one to expect."""
+    """Report where a start resumes from less than the record of the run names."""
     if place is None:
         return
     if found is None and place.begun:

@@ -37,7 +37,7 @@ class Trial:
 
 
 def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
-    """Forward and backward with gradient synchronisation; leaves no trace.
+    """Make a forward and backward with gradient synchronisation, which leaves no trace.
 
     Buffers, random states and gradients are put back.
     """
@@ -47,10 +47,10 @@ def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
 
 
 def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
-    """The first of `candidates` (falling) whose forward and backward fit every device's memory.
+    """Return the first of `candidates` (falling) that fits the memory of every device.
 
     Each rank tries alone, two micro-batches without synchronisation, and then all vote: a rank that
-    ran out of memory inside a collective would leave the others hanging. A CPU does not say when
+    ran out of memory inside a collective would leave the others hanging. A CPU does not report when
     memory runs out, so nothing is tried there. Raises UserError when none fits. Leaves no trace, as
     `discarded_pass` does; what did not fit does not count in the run's peak of memory.
     """

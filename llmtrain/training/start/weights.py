@@ -52,7 +52,11 @@ _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """bare: what is trained · apart: it is on meta, and rank 0 has it `whole` with its weights."""
+    """A model before it is prepared.
+
+    bare: what is trained
+    apart: it is on meta, and rank 0 has it `whole` with its weights
+    """
 
     bare: PreTrainedModel
     apart: bool
@@ -62,7 +66,7 @@ class Built:
 def build_model(
     config: Config, processes: Processes, found: Found | None, revision: str | None
 ) -> ModelSide:
-    """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
+    """Build the model from one seed, an optimizer with empty state, and make a discarded pass."""
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
@@ -85,7 +89,7 @@ def build_model(
 
 
 def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
-    """The commit of `model.from`, resolved and written down once for the run."""
+    """Return the commit of `model.from`, resolved and written down once for the run."""
     path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
     if path is None or found:
         return None
@@ -98,7 +102,7 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
 
 
 def _build(config: Config, launched: Launched, found: Found | None, revision: str | None) -> Built:
-    """The model from the run's seed, from `model.from`, or of a checkpoint, to be filled later.
+    """Build the model from the seed, from `model.from`, or as a checkpoint has it (filled later).
 
     Collective. Raises UserError for a model that cannot be had.
     """
@@ -127,9 +131,9 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
 
 
 def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The module whose forward is called, spread out by the engine, with its weights. Collective.
+    """Return the module whose forward is called, prepared by the engine. Collective.
 
-    `model.whole` has none afterwards.
+    Its weights are loaded; `model.whole` has none afterwards.
     """
     module: nn.Module = LossModule(model.bare)
     if model.apart:
@@ -142,7 +146,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
 
 
 def _describe(config: Config, found: Found | None) -> Any:
-    """The transformers config of the model."""
+    """Return the transformers config of the model."""
     if found and config.model.from_:
         return stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
@@ -150,14 +154,14 @@ def _describe(config: Config, found: Found | None) -> Any:
 
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:
-    """Refuse to start what the disk cannot hold."""
+    """Refuse a run whose checkpoints the disk cannot hold."""
     root, policy = config.run_dir / contents.CHECKPOINTS, Policy.of(config.checkpoint)
     size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
     retention.check_space(root, policy, config.total_steps, size, files, run_id)
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:
-    """As planned; where it is `auto` and each rank can try alone, the device has the last word."""
+    """Return the planned one, or the largest that fits where `auto` can be tried by each rank."""
     planned, launched = processes.planned.layout.micro_batch_size, processes.launched
     if config.micro_batch_size != "auto":
         return planned
