@@ -57,7 +57,7 @@ def train(config: Config) -> Result:
     problems += _take_up_faults()
     if problems:
         raise UserError(*problems)
-    check_environment(os.environ, config)
+    check_environment(os.environ, config.distributed, config.training)
     check_installed(config.logging.trackers)
     # Threads that wait for work spin by default: on a machine that others use, too, they then take
     # the cores from what they wait for. Read when torch is imported.

@@ -116,13 +116,8 @@ def check_micro_batch(training: TrainingConfig) -> list[Problem]:
     return [Problem("training.global_batch_size", total, expected, _nearest(total, micro))]
 
 
-def check_batch(config: Config, world_size: int) -> list[Problem]:
+def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
     """Whether the global batch can be split over `world_size` processes."""
-    return check_split(config.training, world_size)
-
-
-def check_split(training: TrainingConfig, world_size: int) -> list[Problem]:
-    """`check_batch`, of the section alone."""
     micro, total = training.micro_batch_size, training.global_batch_size
     unit = world_size * (1 if micro == "auto" else micro)
     if total % unit == 0:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
@@ -181,6 +181,34 @@ class Lane:
         ids = np.full(seq_len + 1, self._tokenizer.pad, dtype=np.int32)
         untrained = np.zeros(seq_len, dtype=np.bool_)
         return Block(ids, np.zeros(1, dtype=np.int32), untrained, (), -1, counts, self.cursors)
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The lanes of a process: each is opened when its first block is asked for.
+
+    cursors (L, sources, 4): of the block that each lane is at with `next_block`.
+    """
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    reader: Reader
+    cursors: np.ndarray
+    next_block: int
+    opened: dict[int, Lane] = field(default_factory=dict)
+
+    def take(self, g: int) -> Block:
+        """Return block g; within a lane, g must rise. Raises as `Lane.take`."""
+        index = g % self.manifest.lanes
+        if index not in self.opened:
+            first = self.next_block + (index - self.next_block) % self.manifest.lanes
+            cursors = [Cursor(*map(int, cursor)) for cursor in self.cursors[index]]
+            parts = (self.manifest, self.tokenizer, self.reader)
+            self.opened[index] = Lane(*parts, index, first, cursors)
+        lane = self.opened[index]
+        while lane.next_block < g:
+            lane.take()  # another rank's block (W does not divide L), or an earlier one
+        return lane.take()
 
 
 def walk(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -230,7 +230,6 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    facts = manifest.tokenizer
     return {
         "version": VERSION,
         "fingerprint": manifest.fingerprint,
@@ -241,7 +240,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "seed": manifest.seed,
         "lanes": manifest.lanes,
         "made_with": dict(manifest.made_with),
-        "tokenizer": {name: getattr(facts, name) for name in facts.__slots__},
+        "tokenizer": asdict(manifest.tokenizer),
         "sources": [_source_to_json(source) for source in manifest.sources],
     }
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from itertools import count
 from math import ceil, gcd
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from llmtrain import faults, heartbeat
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.byte_ranges import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import Block, Lane
+from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.survey import differing_tokenizer
@@ -51,7 +52,7 @@ from llmtrain.data.workers import (
     start_worker,
 )
 from llmtrain.errors import UserError
-from llmtrain.types import Batch, Cursor
+from llmtrain.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -108,22 +109,9 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
         if problems:
             raise UserError(*problems)
         reader = Reader(self.reading, self.stop, asked)
-        lanes: dict[int, Lane] = {}
-        g = self.next_block + virtual_rank
-        while True:
-            index = g % self.manifest.lanes
-            if index not in lanes:
-                first = self._first_block(index)
-                cursors = [Cursor(*map(int, cursor)) for cursor in self.cursors[index]]
-                lanes[index] = Lane(self.manifest, tokenizer, reader, index, first, cursors)
-            while lanes[index].next_block < g:
-                lanes[index].take()  # another rank's block; W does not divide L
-            yield lanes[index].take()
-            g += virtual_ranks
-
-    def _first_block(self, lane: int) -> int:
-        """Return the lane's first block from `next_block` on."""
-        return self.next_block + (lane - self.next_block) % self.manifest.lanes
+        lanes = Lanes(self.manifest, tokenizer, reader, self.cursors, self.next_block)
+        for g in count(self.next_block + virtual_rank, virtual_ranks):
+            yield lanes.take(g)
 
 
 class Stream(Iterator[Batch]):

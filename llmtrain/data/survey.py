@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -217,15 +217,15 @@ def changed_files(manifest: Manifest) -> list[Problem]:
 
 def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
     """Return how the tokenizer differs from the manifest; every process that encodes checks it."""
-    now, then = _facts(tokenizer), manifest.tokenizer
+    now, then = asdict(_facts(tokenizer)), asdict(manifest.tokenizer)
     remedy = (
-        f"restore the run's tokenizer/, and the versions it began with: {then.versions} "
-        f"(here: {now.versions})"
+        f"restore the run's tokenizer/, and the versions it began with: {then['versions']} "
+        f"(here: {now['versions']})"
     )
     return [
-        Problem(f"tokenizer {name}", getattr(now, name), f"{getattr(then, name)}", remedy)
+        Problem(f"tokenizer {name}", now[name], str(then[name]), remedy)
         for name in ("digest", "backend", "probe", "length")
-        if getattr(now, name) != getattr(then, name)
+        if now[name] != then[name]
     ]
 
 

@@ -34,27 +34,22 @@ _TRIED_TOKENS = 8
 _MEANINGLESS = {"position_ids", "position_embeddings", "layer_idx", "num_items_in_batch"}
 _DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
+_Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value: (B, H, T, D)
+
 _log = logging.getLogger(__name__)
 
 
-def install(model: PreTrainedModel, seq_len: int) -> str:
+def install(model: PreTrainedModel, seq_len: int, *, compare: bool = True) -> str:
     """Let the model use our function if it computes what the model's own attention computes.
 
-    model: on the CPU in fp32 · seq_len: positions of a block. Returns the name of what it uses now:
-    `llmtrain`, or transformers' `sdpa` or `eager`, with the reason in the log.
+    model: on the CPU in fp32.
+    seq_len: positions of a block.
+    compare: whether logits are compared, which those of fake tensors cannot be. All else is looked
+        at in any case: of 26 architectures none was given another attention without logits.
+
+    Returns the name of what it uses now: `llmtrain`, or transformers' `sdpa` or `eager`, with the
+    reason in the log.
     """
-    return _install(model, seq_len, compare=True)
-
-
-def install_on_fake(model: PreTrainedModel, seq_len: int) -> str:
-    """As `install`, for a model on fake tensors, whose logits cannot be compared.
-
-    It looks at all else. Of 26 architectures compared with `install`, none chose otherwise.
-    """
-    return _install(model, seq_len, compare=False)
-
-
-def _install(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     AttentionInterface.register(NAME, attention)
     reason = _why_not(model, seq_len, compare=compare)
     own = backend(model)
@@ -99,15 +94,16 @@ def attention(
     one document · max_length_q: at least the longest document's length.
     Returns (B, T, H, D). Raises OtherAttentionError for what it cannot compute.
     """
+    heads = query, key, value
     borders: Tensor | None = keywords.get("cu_seq_lens_q")
     longest = query.shape[2] if borders is None else int(keywords["max_length_q"])
     _refuse(module, query, key, attention_mask, longest, keywords)
     if borders is None:
-        out = _causal(query, key, value, dropout, scaling)
+        out = _causal(heads, dropout, scaling)
         return out.transpose(1, 2).contiguous(), None
     if takes_varlen(query.device, _dtype(query), query.shape[-1], value.shape[-1], dropout):
-        return _varlen(query, key, value, borders, longest, scaling), None
-    return _each_document(query, key, value, borders, dropout, scaling), None
+        return _varlen(heads, borders, longest, scaling), None
+    return _each_document(heads, borders, dropout, scaling), None
 
 
 def _refuse(
@@ -134,17 +130,10 @@ def _refuse(
             raise OtherAttentionError(f"it needs {name}")
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
-) -> Tensor:
+def _causal(heads: _Heads, dropout: float, scaling: float | None) -> Tensor:
+    grouped = heads[0].shape[1] != heads[1].shape[1]
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=dropout,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        *heads, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
     )
 
 
@@ -172,18 +161,12 @@ def _dtype(query: Tensor) -> torch.dtype:
     return query.dtype
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    borders: Tensor,
-    longest: int,
-    scaling: float | None,
-) -> Tensor:
+def _varlen(heads: _Heads, borders: Tensor, longest: int, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    query, key, _ = heads
     dtype = _dtype(query)  # autocast does not know this kernel
-    q, k, v = (_in_a_row(heads).to(dtype) for heads in (query, key, value))
+    q, k, v = (_in_a_row(one).to(dtype) for one in heads)
     out = varlen_attn(
         *(q, k, v, borders, borders, longest, longest),
         scale=scaling,
@@ -193,24 +176,19 @@ def _varlen(
     return out.view(query.shape[0], query.shape[2], query.shape[1], -1)  # type: ignore[union-attr]
 
 
-def _each_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    borders: Tensor,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
+def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: float | None) -> Tensor:
     """`split`, not slices: the backward of each slice would fill a tensor of the whole size.
 
     On CUDA it waits for the device once a layer, to read the borders.
     """
     lengths = borders.diff().tolist()
-    parts = (torch.split(_in_a_row(heads), lengths) for heads in (query, key, value))
-    outs = [
-        _causal(_one_row(q), _one_row(k), _one_row(v), dropout, scaling)
-        for q, k, v in zip(*parts, strict=True)
-    ]
+    # Of each document (len, H, D) → (1, H, len, D), a view.
+    q, k, v = (
+        [document.transpose(0, 1)[None] for document in torch.split(_in_a_row(one), lengths)]
+        for one in heads
+    )
+    outs = [_causal(document, dropout, scaling) for document in zip(q, k, v, strict=True)]
+    query = heads[0]
     joined = torch.cat([out[0].transpose(0, 1) for out in outs])
     return joined.view(query.shape[0], query.shape[2], query.shape[1], -1)
 
@@ -218,11 +196,6 @@ def _each_document(
 def _in_a_row(heads: Tensor) -> Tensor:
     """(B, H, T, D) → (B·T, H, D): a view, as projections lie in memory."""
     return heads.transpose(1, 2).flatten(0, 1)
-
-
-def _one_row(document: Tensor) -> Tensor:
-    """(len, H, D) → (1, H, len, D), a view."""
-    return document.transpose(0, 1)[None]
 
 
 def model_keywords(

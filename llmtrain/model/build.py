@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, first_line
 from llmtrain.model import untrusted
 from llmtrain.model.freeze import freeze
-from llmtrain.model.shape import on_meta
+from llmtrain.model.shape import field, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens
 
 
@@ -32,8 +32,7 @@ def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any
     Raises UserError with every problem found.
     """
     config = _from_weights(asked) if asked.from_ else _from_fields(asked.config, tokens)
-    problems = [*_vocabulary_problems(config, tokens), *_length_problems(config, seq_len)]
-    if problems:
+    if problems := list(_size_problems(config, tokens, seq_len)):
         raise UserError(*problems)
     return config
 
@@ -43,8 +42,11 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
 
     Raises UserError for weights that do not fit, and for patterns of `model.freeze`.
     """
-    model = _load(config, asked.from_, revision) if asked.from_ else _fresh(config)
-    return _ready(model, asked)
+    if asked.from_ is None:
+        return rebuild(config, asked)
+    model = _load(config, asked.from_, revision)
+    _refuse_seeing_ahead(model)
+    return _set_up(model, asked)
 
 
 def stored_config(checkpoint: Path) -> Any:
@@ -56,17 +58,14 @@ def stored_config(checkpoint: Path) -> Any:
 
 def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
     """The model of a checkpoint of ours with random weights: they are filled in afterwards."""
-    return _ready(_fresh(config), asked)
+    model = from_config(config)
+    _refuse_seeing_ahead(model)
+    return _set_up(model, asked)
 
 
 def skeleton(config: Any, asked: ModelConfig) -> PreTrainedModel:
     """The same model on meta, for weights that another rank has."""
     return _set_up(on_meta(config), asked)
-
-
-def _ready(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
-    _refuse_seeing_ahead(model)
-    return _set_up(model, asked)
 
 
 def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
@@ -85,20 +84,8 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
     with torch.no_grad():
         one, two = (model(part, use_cache=False).logits[0, :-1] for part in (ids, other))
     if not torch.allclose(one, two, rtol=1e-3, atol=1e-4):
-        raise UserError(
-            Problem(
-                "model.config.model_type",
-                model.config.model_type,
-                "a model whose positions do not see later ones",
-            )
-        )
-
-
-def _fresh(config: Any) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, trust_remote_code=False
-    )
-    return model
+        key, expected = "model.config.model_type", "a model whose positions do not see later ones"
+        raise UserError(Problem(key, model.config.model_type, expected))
 
 
 def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
@@ -116,24 +103,20 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # else a weight of another shape is not named; see below
         )
     except (OSError, SafetensorError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            Problem("model.from", path, f"a model directory with whole safetensors: {first}")
-        ) from error
-    missing = sorted(report["missing_keys"])
-    unexpected = sorted(report["unexpected_keys"])
-    mismatched = [
-        f"{name}: {list(found)} in the files, {list(wanted)} by config.json"
-        for name, found, wanted in sorted(report["mismatched_keys"])
-    ]
-    if missing or unexpected or mismatched:
+        expected = f"a model directory with whole safetensors: {first_line(error)}"
+        raise UserError(Problem("model.from", path, expected)) from error
+    wrong = {
+        "missing": sorted(report["missing_keys"]),
+        "unexpected": sorted(report["unexpected_keys"]),
+        "of another shape": [
+            f"{name}: {list(found)} in the files, {list(wanted)} by config.json"
+            for name, found, wanted in sorted(report["mismatched_keys"])
+        ],
+    }
+    if any(wrong.values()):
         named = "; ".join(
             f"{len(names)} {what} ({', '.join(names[:3])})"
-            for what, names in (
-                ("missing", missing),
-                ("unexpected", unexpected),
-                ("of another shape", mismatched),
-            )
+            for what, names in wrong.items()
             if names
         )
         raise UserError(Problem("model.from", path, f"every weight of the model; found {named}"))
@@ -151,10 +134,8 @@ def resolve_revision(path: str, revision: str | None) -> str | None:
     try:
         commit = HfApi().model_info(path, revision=revision).sha
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            Problem("model.from", path, f"a directory, or a model of the Hub: {first}")
-        ) from error
+        expected = f"a directory, or a model of the Hub: {first_line(error)}"
+        raise UserError(Problem("model.from", path, expected)) from error
     return str(commit)
 
 
@@ -176,14 +157,9 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
-        raise UserError(
-            Problem(
-                "model.config.model_type",
-                model_type,
-                "an architecture of transformers, such as llama, gpt2, qwen3",
-                f"did you mean {', '.join(near)}?" if near else "",
-            )
-        )
+        expected = "an architecture of transformers, such as llama, gpt2, qwen3"
+        remedy = f"did you mean {', '.join(near)}?" if near else ""
+        raise UserError(Problem("model.config.model_type", model_type, expected, remedy))
     _causal(str(model_type), "model.config.model_type")
     given = {key: value for key, value in fields.items() if key != "model_type"}
     _refuse_unknown(CONFIG_MAPPING[model_type], given)
@@ -199,7 +175,7 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
         named = _refused_field(error, given, "model.config.")
         expected = f"fields that {model_type} accepts: {_in_a_line(error)}"
         raise UserError(named or Problem("model.config", None, expected)) from error
-    if "is_decoder" not in given and getattr(config, "is_decoder", True) is False:
+    if "is_decoder" not in given and field(config, "is_decoder") is False:
         config.is_decoder = True  # BERT and its kin: causal attention
     return config
 
@@ -218,8 +194,7 @@ def _refused_weights(error: Exception, path: str) -> Problem:
     fields = json.loads(file.read_bytes()) if file.is_file() else {}
     if named := _refused_field(error, fields, f"{file}: "):
         return named
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    expected = f"a model that transformers knows without its own code: {first}"
+    expected = f"a model that transformers knows without its own code: {first_line(error)}"
     return Problem("model.from", path, expected)
 
 
@@ -238,53 +213,31 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:
-    default = config_class()
-    known = {*default.to_dict(), *getattr(config_class, "attribute_map", {})} - {"auto_map"}
+    known = {*config_class().to_dict(), *config_class.attribute_map} - {"auto_map"}
     problems = []
     for key in sorted(set(given) - known):
         near = difflib.get_close_matches(key, sorted(known), n=1)
-        problems.append(
-            Problem(
-                f"model.config.{key}",
-                given[key],
-                f"a field of transformers' {config_class.__name__}",
-                f"did you mean {near[0]}?" if near else "",
-            )
-        )
+        expected = f"a field of transformers' {config_class.__name__}"
+        remedy = f"did you mean {near[0]}?" if near else ""
+        problems.append(Problem(f"model.config.{key}", given[key], expected, remedy))
     if problems:
         raise UserError(*problems)
 
 
 def _causal(model_type: str, key: str) -> None:
     if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            Problem(key, model_type, "an architecture with a causal language model in transformers")
-        )
+        expected = "an architecture with a causal language model in transformers"
+        raise UserError(Problem(key, model_type, expected))
 
 
-def _vocabulary_problems(config: Any, tokens: SpecialTokens) -> list[Problem]:
-    rows = config.get_text_config().vocab_size
-    if rows >= tokens.length:
-        return []
-    return [
-        Problem(
-            "model.config.vocab_size",
-            rows,
-            f"at least the tokenizer's {tokens.length:,} entries",
-            f"{tokens.length}, or leave it out; or another model.tokenizer",
-        )
-    ]
-
-
-def _length_problems(config: Any, seq_len: int) -> list[Problem]:
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is None or seq_len <= longest:
-        return []
-    return [
-        Problem(
-            "data.seq_len",
-            seq_len,
-            f"at most the model's max_position_embeddings {longest}",
-            f"{longest}, or model.config.max_position_embeddings={seq_len} for a new model",
-        )
-    ]
+def _size_problems(config: Any, tokens: SpecialTokens, seq_len: int) -> Iterator[Problem]:
+    text = config.get_text_config()
+    if text.vocab_size < tokens.length:
+        expected = f"at least the tokenizer's {tokens.length:,} entries"
+        remedy = f"{tokens.length}, or leave it out; or another model.tokenizer"
+        yield Problem("model.config.vocab_size", text.vocab_size, expected, remedy)
+    longest = field(text, "max_position_embeddings")
+    if longest is not None and seq_len > longest:
+        expected = f"at most the model's max_position_embeddings {longest}"
+        remedy = f"{longest}, or model.config.max_position_embeddings={seq_len} for a new model"
+        yield Problem("data.seq_len", seq_len, expected, remedy)

@@ -38,11 +38,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 
+from llmtrain.errors import first_line
 from llmtrain.model import attention, recompute
 from llmtrain.model import freeze as freezing
-from llmtrain.model.shape import blocks, on_meta
+from llmtrain.model.shape import blocks, from_config, on_meta
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
@@ -51,10 +52,6 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 class CannotCountError(Exception):
     """The model's code does not run on fake tensors: it asks for values, which they do not have."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 def count_saved(
@@ -73,8 +70,7 @@ def count_saved(
     try:
         return _count(model_config, seq_len, arithmetic, checkpointing, freeze)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CannotCountError(f"{type(error).__name__}: {first}") from error
+        raise CannotCountError(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def _count(
@@ -85,7 +81,9 @@ def _count(
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
-    name = _attention_name(shortened(model_config, number, 1 if short else number), seq_len)
+    with _fake_tensors():
+        tried = from_config(shortened(model_config, number, 1 if short else number))
+        name = attention.install(tried, seq_len, compare=False)
 
     def run(count: int, *, back: bool) -> Saved:
         described = shortened(model_config, number, count)
@@ -117,24 +115,11 @@ def _prolonged(one: Saved, two: Saved, number: int) -> Saved:
     )
 
 
-def _attention_name(described: Any, seq_len: int) -> str:
-    with _fake_tensors():
-        return attention.install_on_fake(_built(described, torch.float32), seq_len)
-
-
-def _built(described: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Not in fp32 and then `.to(bf16)`: fake parameters would keep their type."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        described, dtype=dtype, trust_remote_code=False
-    )
-    return model
-
-
 def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
     """As a run trains it. name: of its attention · frozen: names of parameters."""
-    model = _built(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
-    if name == attention.NAME:
-        model.set_attn_implementation(name)
+    # Not in fp32 and then `.to(bf16)`: fake parameters would keep their type.
+    model = from_config(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
+    attention.use(model, name)
     for of, parameter in model.named_parameters():
         parameter.requires_grad = of not in frozen
     return model.train()

@@ -6,7 +6,7 @@ A tied parameter has several names, and any of them freezes it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -24,7 +24,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = list(model.named_parameters(remove_duplicate=False))
     names = [name for name, _ in named]
-    unmatched = [pattern for pattern in patterns if not any(_matching(names, pattern))]
+    unmatched = [pattern for pattern in patterns if not any(fnmatchcase(n, pattern) for n in names)]
     if unmatched:
         raise UserError(*(_no_match(pattern, names) for pattern in unmatched))
     frozen = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -33,10 +33,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError(Problem(KEY, asked, f"something left to train of {len(names)} parameters"))
     for parameter in frozen:
         parameter.requires_grad = False
-
-
-def _matching(names: Iterable[str], pattern: str) -> Iterable[str]:
-    return (name for name in names if fnmatchcase(name, pattern))
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> Problem:

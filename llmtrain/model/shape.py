@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, first_line
 from llmtrain.model import freeze as freezing
 from llmtrain.types import ModelShape, ParameterShape
 
@@ -50,20 +50,18 @@ def on_meta(model_config: Any) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                model_config, dtype=torch.float32, trust_remote_code=False
-            )
+            return from_config(model_config)
     except _CANNOT_BUILD as error:
         raise UserError(_cannot_build(model_config, error)) from error
-    return model
 
 
 def _cannot_build(model_config: Any, error: Exception) -> Problem:
     """The field whose value transformers looked up in vain, if it can be told, and what it said."""
-    path = getattr(model_config, "name_or_path", "")
+    path = model_config.name_or_path
     prefix = f"{path}/config.json: " if path else "model.config."
-    first = (str(error).strip().splitlines() or [""])[0]
-    expected = f"what transformers can build a model of ({type(error).__name__}: {first})"
+    expected = (
+        f"what transformers can build a model of ({type(error).__name__}: {first_line(error)})"
+    )
     missing = error.args[0] if isinstance(error, KeyError) and error.args else None
     for key, value in _leaves(model_config.to_dict(), ""):
         if isinstance(value, str) and value == missing:
@@ -80,6 +78,19 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
+def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model with random weights, from torch's global generator."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model_config, dtype=dtype, trust_remote_code=False
+    )
+    return model
+
+
+def field(model_config: Any, name: str) -> Any:
+    """A field that not every architecture has, by any of its names; None where it has none."""
+    return getattr(model_config, name, None)
+
+
 def shape(model: PreTrainedModel) -> ModelShape:
     """The shape of a bare model, wherever its tensors lie."""
     described = model.config.get_text_config()
@@ -92,7 +103,7 @@ def shape(model: PreTrainedModel) -> ModelShape:
             ParameterShape(tuple(p.shape), p.requires_grad, id(p) in cast, of_block.get(id(p)))
             for p in model.parameters()
         ),
-        hidden=getattr(described, "hidden_size", None) or _width(embedding),
+        hidden=field(described, "hidden_size") or (0 if embedding is None else embedding.shape[-1]),
         vocabulary=described.vocab_size,
         embedding=0 if embedding is None else embedding.numel(),
         head=0 if head is None else head.numel(),
@@ -122,7 +133,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 def _whole(model: PreTrainedModel) -> set[str]:
     """Class names of what the model wants kept together."""
-    return set(getattr(model, "_no_split_modules", None) or ())
+    return set(model._no_split_modules or ())
 
 
 def _block_class(model: PreTrainedModel) -> str | None:
@@ -132,18 +143,13 @@ def _block_class(model: PreTrainedModel) -> str | None:
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:
-    weight = getattr(module, "weight", None)
-    return weight if isinstance(weight, nn.Parameter) else None
-
-
-def _width(embedding: nn.Parameter | None) -> int:
-    return 0 if embedding is None else embedding.shape[-1]
+    return dict(module.named_parameters(recurse=False)).get("weight") if module else None
 
 
 def _attention(described: Any) -> int:
     """Σ heads × head size over layers with attention; state-space and linear ones have none."""
     count = described.num_hidden_layers
-    kinds = getattr(described, "layer_types", None) or ["attention"] * count
+    kinds = field(described, "layer_types") or ["attention"] * count
     return sum(
         _heads(layer)
         for layer, kind in zip(described.per_layer_config, kinds, strict=True)
@@ -152,7 +158,7 @@ def _attention(described: Any) -> int:
 
 
 def _heads(layer: Any) -> int:
-    heads, size = getattr(layer, "num_attention_heads", None), getattr(layer, "head_dim", None)
+    heads, size = field(layer, "num_attention_heads"), field(layer, "head_dim")
     if heads and size:
         return int(heads * size)
     return int(layer.hidden_size) if heads else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,8 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     """
     tokenizer = _load(path, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(
-            Problem("model.tokenizer", path, "a fast tokenizer (one with a tokenizer.json)")
-        )
+        expected = "a fast tokenizer (one with a tokenizer.json)"
+        raise UserError(Problem("model.tokenizer", path, expected))
     tokenizer.save_pretrained(directory)
 
 
@@ -38,9 +37,8 @@ def special_tokens(path: str | Path) -> SpecialTokens:
     """Read what the model must know from a tokenizer's directory or Hub id. Raises UserError."""
     tokenizer = _load(str(path), None)
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            Problem("model.tokenizer", Path(path).name, "a tokenizer with an end-of-text token")
-        )
+        expected = "a tokenizer with an end-of-text token"
+        raise UserError(Problem("model.tokenizer", Path(path).name, expected))
     return SpecialTokens(
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
@@ -52,7 +50,5 @@ def _load(path: str, revision: str | None) -> Any:
             path, revision=revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            Problem("model.tokenizer", path, f"a tokenizer directory or a Hub id: {first}")
-        ) from error
+        expected = f"a tokenizer directory or a Hub id: {first_line(error)}"
+        raise UserError(Problem("model.tokenizer", path, expected)) from error

@@ -56,8 +56,8 @@ def check(path: str) -> None:
 
 def refuse_code(config: Any, path: str) -> None:
     """Refuse a config that brings its own code. Raises UserError."""
-    if getattr(config, "auto_map", None):
-        raise UserError(_own_code(path, config.auto_map))
+    if own := vars(config).get("auto_map"):
+        raise UserError(_own_code(path, own))
 
 
 def _problems(place: Path) -> Iterator[Problem]:

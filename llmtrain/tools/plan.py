@@ -132,7 +132,7 @@ def plan(
     from llmtrain.training.start import planning  # imports torch and transformers
 
     hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
-    problems = [*check_batch(config, hardware.devices), *_mesh(config, hardware)]
+    problems = [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]
     if problems:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
@@ -150,7 +150,7 @@ def reckon(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bo
     from llmtrain.training.start import planning
 
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
-    allowed, uncounted = allowed_strategies({}, config), None
+    allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None
     try:
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:

@@ -11,7 +11,8 @@ from typing import Any
 
 from llmtrain.config.yaml12 import write
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.plan.memory import OFFLOADS, Hardware
+from llmtrain.distributed.launch.keys import STRATEGIES
+from llmtrain.distributed.plan.memory import Hardware
 
 _ADDRESS = "10.0.0.1"  # as in accelerate_configs/: of the first machine, to be put right
 
@@ -82,7 +83,7 @@ def _fsdp(strategy: str) -> dict[str, Any]:
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
-        "fsdp_offload_params": strategy in OFFLOADS,
+        **STRATEGIES["fsdp"][strategy],
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_activation_checkpointing": False,
@@ -90,12 +91,9 @@ def _fsdp(strategy: str) -> dict[str, Any]:
 
 
 def _deepspeed(strategy: str, hardware: Hardware) -> dict[str, Any]:
-    device = "cpu" if strategy in OFFLOADS else "none"
     several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
     return several | {
-        "zero_stage": int(strategy.removeprefix("zero")[0]),
-        "offload_optimizer_device": device,
-        "offload_param_device": device,
+        **STRATEGIES["zero"][strategy],
         "zero3_init_flag": False,
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",

@@ -15,7 +15,7 @@ from pathlib import Path
 from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.distributed.ranks import lost_peer, peer_lost
-from llmtrain.errors import RESTARTABLE, PeerError, RunError
+from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of
 from llmtrain.rundir import failures
 from llmtrain.training import saving
 from llmtrain.training.run.due import agreed_stop
@@ -106,7 +106,7 @@ def _raise_if_stopped(ranks: Ranks, signals: Signals, journal: Journal) -> None:
     """Raise StoppedEarlyError if any rank was asked to stop."""
     reason = signals.reason
     lost = reason == "launcher_lost"
-    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
+    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, launcher_lost=lost))
     if stops:
         raise StoppedEarlyError(stops[0], journal.step)
 
@@ -181,7 +181,7 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         if lost and journal.rank == 0:
             shown = _find_cause(journal.run_dir) or shown
         try:
-            journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
+            journal.end("failed", exit_code_of(shown), str(shown))
         except RunError:  # a full disk takes no record either; the error itself is raised
             _log.error("the end could not be recorded", exc_info=True)
         if lost:

@@ -110,7 +110,7 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a directory sees a disk: all must come to the same answer.
     network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
-    writers = filesystem.resolved(config.writers, kind, nodes, network)
+    writers = filesystem.choose_writers(config.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
     wanted = launched.device.type == "cuda" if config.background == "auto" else config.background
     writer = Writer() if wanted and not sent else None

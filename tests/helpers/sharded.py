@@ -80,9 +80,7 @@ def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any
         bare.set_attn_implementation(attention.backend(whole))
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
     assert launched.sharding is not None
-    module = fsdp.prepare_empty(
-        launched.accelerator, LossModule(bare), optimizer, launched.sharding
-    )
+    module = fsdp.prepare_empty(LossModule(bare), optimizer, launched.sharding)
     weights.share(bare, whole if launched.ranks.rank == 0 else None, launched.device)
     return bare, launched.engine.prepare(module, bare, optimizer), optimizer
 

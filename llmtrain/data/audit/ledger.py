@@ -21,14 +21,13 @@ import pyarrow as pa
 
 from llmtrain.data.documents.lines import BOM, parse
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.lanes import Block, Lane, units_of
+from llmtrain.data.lanes import Block, Lanes, units_of
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.packing import Span
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.hashing import mix, permutation
-from llmtrain.types import Cursor
 
 DESCRIBING = ("title", "url")
 
@@ -85,17 +84,9 @@ def replay(
     cursors (L, sources, 4): of the block that each lane is at with `next_block` ≤ first. Raises
     as reading does.
     """
-    count = manifest.lanes
-    lanes: dict[int, Lane] = {}
+    lanes = Lanes(manifest, tokenizer, reader, cursors, next_block)
     for g in range(first, stop):
-        index = g % count
-        if index not in lanes:
-            at = next_block + (index - next_block) % count
-            start = [Cursor(*map(int, cursor)) for cursor in cursors[index]]
-            lanes[index] = Lane(manifest, tokenizer, reader, index, at, start)
-        while lanes[index].next_block < g:
-            lanes[index].take()
-        yield g, lanes[index].take()
+        yield g, lanes.take(g)
 
 
 def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Document:

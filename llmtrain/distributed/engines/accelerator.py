@@ -26,6 +26,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from llmtrain.agreement import Alone
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
@@ -34,7 +35,7 @@ from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import Group
-from llmtrain.types import Alone, Ranks
+from llmtrain.types import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +109,24 @@ def make_accelerator(
         case "ddp":
             accelerator = _replicated(distributed, timeout, common)
         case "fsdp":
-            accelerator, sharding = _sharded(
-                strategy, precision, distributed, timeout, fsdp_sync, common
-            )
+            sharding = _sharded(strategy, precision, distributed, timeout, fsdp_sync, common)
+            accelerator = sharding.accelerator
         case "zero":
             own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
             accelerator = _partitioned(strategy, precision, timeout, own | common)
     ranks = _control_group(accelerator, timeout)
-    engine = _engine(strategy, accelerator, ranks, sharding)
+    engine: Engine
+    if family(strategy) == "zero":
+        engine = DeepSpeedEngine(accelerator)
+    else:
+        # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
+        copy = ranks.rank if sharding is None else sharding.replica
+        engine = TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 
 def _control_group(accelerator: Accelerator, timeout: timedelta) -> Ranks:
     return Group(timeout) if accelerator.num_processes > 1 else Alone()
-
-
-def _engine(
-    strategy: str, accelerator: Accelerator, ranks: Ranks, sharding: Sharding | None
-) -> Engine:
-    if family(strategy) == "zero":
-        return DeepSpeedEngine(accelerator)
-    # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
-    copy = ranks.rank if sharding is None else sharding.replica
-    return TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
 
 
 def _replicated(
@@ -159,7 +155,7 @@ def _sharded(
     timeout: timedelta,
     sync: str,
     common: dict[str, Any],
-) -> tuple[Accelerator, Sharding]:
+) -> Sharding:
     """FSDP2 or HSDP, whatever the launch file says beside the numbers of processes."""
     env = dict(os.environ)
     with own_environment():
@@ -174,7 +170,7 @@ def _sharded(
         # transformers reads it too, and would load weights on rank 0 alone.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     offload = strategy == "fsdp2_offload" and not common["cpu"]
-    return accelerator, Sharding(distributed.wrap_class, sync, replica, replicas, offload)
+    return Sharding(accelerator, distributed.wrap_class, sync, replica, replicas, offload)
 
 
 def _partitioned(
@@ -183,7 +179,8 @@ def _partitioned(
     """DeepSpeed's ZeRO, of a single process too."""
     with own_environment():
         accelerator = zero.make(strategy, precision, timeout, **more)
-    zero.stay_launched()
+    # DeepSpeed reads a launcher's LOCAL_RANK as long as it runs, of a single process too.
+    os.environ.setdefault("LOCAL_RANK", "0")
     return accelerator
 
 

@@ -33,43 +33,33 @@ class Engine(Protocol):
         module: what is trained, which holds `model`, the bare one, whose names a checkpoint has.
         Returns the module whose forward the loop calls.
         """
-        ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of one micro-batch; the last one synchronises gradients."""
-        ...
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
         """Accumulate the gradient of `loss_sum · scale`. Never steps."""
-        ...
 
     def squares(self) -> Tensor:
         """() fp64: Σ g² of the gradient elements that this rank counts."""
-        ...
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Scale the gradients down to `max_norm`, on the device."""
-        ...
 
     def step(self, factor: float, sums: StepVector) -> None:
         """Update, each group at its own rate × `factor`, unless `sums` forbids it."""
-        ...
 
     def norm(self, sums: StepVector) -> Tensor:
         """() fp32: the gradient norm before clipping."""
-        ...
 
     def evaluating(self) -> AbstractContextManager[object]:
         """Around forwards that are no training: no gradients, no dropout; training again after."""
-        ...
 
     def clear(self) -> None:
         """Drop all gradients."""
-        ...
 
     def create_state(self) -> None:
         """Moments of zero for every trainable parameter, before any step."""
-        ...
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """The ranges of weights and moments that this rank holds, in the order of the spec.
@@ -79,15 +69,12 @@ class Engine(Protocol):
         parameters and moments that every rank holds each writes a share, and not rank 0 all.
         Buffers are rank 0's in any case: another's may differ.
         """
-        ...
 
     def filled(self, steps: int) -> None:
         """All pieces were filled from a checkpoint of a run that had made `steps` updates."""
-        ...
 
     def optimizer_steps(self) -> int:
         """How many updates the optimizer has made. Waits for the device."""
-        ...
 
     def unequal_replicas(self) -> dict[str, list[int]]:
         """Parameters whose bits are not those of the other replicas → the ranks that differ.
@@ -95,7 +82,6 @@ class Engine(Protocol):
         Collective; equal on all ranks, and empty where no rank holds what another holds. Which
         ranks are named says `replicas.unequal`. Waits for the device.
         """
-        ...
 
 
 class TorchEngine:
@@ -121,7 +107,7 @@ class TorchEngine:
         """
         self._bare = model
         if self._sharding:
-            self._model = fsdp.prepare(self._accelerator, module, optimizer, self._sharding)
+            self._model = fsdp.prepare(module, optimizer, self._sharding)
         else:
             module = with_common_statistics(module, self._accelerator)
             prepared: tuple[nn.Module, object] = self._accelerator.prepare(module, optimizer)
@@ -169,16 +155,14 @@ class TorchEngine:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-        if not self._fused:
-            if not bool(not_finite(sums)):
-                self._optimizer.step()
-            self.clear()
-            return
-        # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
-        self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused kernels
-        found_inf = not_finite(sums).float().to(self._updates_on)
-        self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # ditto
-        self._optimizer.step()
+        refused = not_finite(sums)
+        if self._fused:
+            # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
+            found_inf = refused.float().to(self._updates_on)
+            self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # of fused kernels
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # ditto
+        if self._fused or not bool(refused):
+            self._optimizer.step()
         self.clear()
 
     def clear(self) -> None:
@@ -190,16 +174,9 @@ class TorchEngine:
         """() fp32: the root of all squares."""
         return sums["squares"].sqrt().float()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the modules are back in training mode afterwards."""
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            fsdp.reshard(self._model)
-            self._model.train()
+    def evaluating(self) -> AbstractContextManager[object]:
+        """As Engine.evaluating; what a forward without a backward gathers is let go."""
+        return evaluating(self._model)
 
     def create_state(self) -> None:
         """As Engine.create_state."""
@@ -250,6 +227,18 @@ class TorchEngine:
     def _gradients(self) -> list[Tensor]:
         """What this rank holds of each gradient; of a short parameter it may be nothing."""
         return [state.local(p.grad) for p in self._parameters if p.grad is not None]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the modules are back in training mode afterwards."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        fsdp.reshard(model)
+        model.train()
 
 
 def not_finite(sums: StepVector) -> Tensor:

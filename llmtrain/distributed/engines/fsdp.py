@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
+from llmtrain.distributed.launch.keys import value
 from llmtrain.distributed.launch.named import named_mesh, number, one_sided
 from llmtrain.errors import Problem, UserError
 
@@ -41,11 +42,15 @@ _log = logging.getLogger(__name__)
 
 # What a launch file may say otherwise than it is done here: (key, what it says, what is done).
 _OVERRULED = (
-    ("cpu_ram_efficient_loading", "true", "rank 0 builds the model and sends each rank its part"),
-    ("activation_checkpointing", "true", "model.activation_checkpointing decides"),
-    ("auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
-    ("auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
-    ("state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
+    (
+        "fsdp_cpu_ram_efficient_loading",
+        "true",
+        "rank 0 builds the model and sends each rank its part",
+    ),
+    ("fsdp_activation_checkpointing", "true", "model.activation_checkpointing decides"),
+    ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "blocks are sharded one by one"),
+    ("fsdp_auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
+    ("fsdp_state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
 )
 
 
@@ -58,6 +63,7 @@ class Sharding:
     HSDP) · replicas: how many there are · offload: whether shards live in host memory.
     """
 
+    accelerator: Accelerator
     wrap_class: str
     sync: str
     replica: int
@@ -74,8 +80,8 @@ def plugin(
     must be there when this is called. Logs what is not done as asked.
     """
     for key, said, done in _OVERRULED:
-        if env.get(f"FSDP_{key.upper()}", "").lower() == said.lower():
-            _log.warning("fsdp_%s: %s of the launch file is not used: %s", key, said, done)
+        if value(env, key).lower() == said.lower():
+            _log.warning("%s: %s of the launch file is not used: %s", key, said, done)
     offload = strategy == "fsdp2_offload"
     if offload and cpu:
         _log.warning("fsdp2_offload on a CPU is rehearsed without offload: torch needs a device")
@@ -85,7 +91,7 @@ def plugin(
         # Else the policy is made of `mixed_precision`: gradients are reduced in bf16 and the
         # summed loss is returned with eight bits (accelerate 1.15).
         mixed_precision_policy=bf16 if precision == "bf16" else MixedPrecisionPolicy(),
-        reshard_after_forward=env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false",
+        reshard_after_forward=value(env, "fsdp_reshard_after_forward").lower() != "false",
         cpu_offload=offload and not cpu,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         activation_checkpointing=False,
@@ -146,12 +152,7 @@ def rehearse(timeout: timedelta) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def prepare(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
-) -> nn.Module:
+def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
     """Shard `module` and give the optimizer its parameters anew; both in place.
 
     A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
@@ -162,9 +163,7 @@ def prepare(
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         if names:
             raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
-        before = _shared(module)
-        module = _shard(accelerator, module, optimizer, sharding)
-        _verify_ties(module, before)
+        module = _shard(module, optimizer, sharding)
     _verify(module, optimizer)
     assert isinstance(module, FSDPModule)
     # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
@@ -174,10 +173,7 @@ def prepare(
 
 
 def prepare_empty(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
+    module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding
 ) -> nn.Module:
     """Shard a module on meta: no rank ever holds the whole. Its memory is still to be filled.
 
@@ -185,10 +181,7 @@ def prepare_empty(
     """
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     driven = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    before = _shared(module)
-    module = _shard(accelerator, module, optimizer, sharding)
-    module.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
-    _verify_ties(module, before)
+    module = _shard(module, optimizer, sharding)
     # On meta all have one address, so accelerate gave the optimizer one parameter many times.
     parameters = dict(module.named_parameters())
     for group, names in zip(optimizer.param_groups, driven, strict=True):
@@ -196,12 +189,9 @@ def prepare_empty(
     return module
 
 
-def _shard(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
-) -> nn.Module:
+def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
+    accelerator, ties = sharding.accelerator, _ties(module)
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         expected = f"a model without parameters of no dimension, which {scalars[0]} is"
@@ -209,21 +199,20 @@ def _shard(
     module = with_common_statistics(module, accelerator)
     names = wrap_classes(module, sharding.wrap_class)
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
-    prepared: tuple[nn.Module, object] = accelerator.prepare(module, optimizer)
-    return prepared[0]
+    prepared: nn.Module = accelerator.prepare(module, optimizer)[0]
+    if on_meta:
+        prepared.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
+    if _ties(prepared) != ties:
+        raise ValueError(f"tied parameters came apart: {ties} became {_ties(prepared)}")
+    return prepared
 
 
-def _shared(module: nn.Module) -> set[tuple[str, ...]]:
+def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     """Names that stand for one parameter, for each that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {tuple(group) for group in names.values() if len(group) > 1}
-
-
-def _verify_ties(module: nn.Module, shared: set[tuple[str, ...]]) -> None:
-    if _shared(module) != shared:
-        raise ValueError(f"tied parameters came apart: {shared} became {_shared(module)}")
 
 
 def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

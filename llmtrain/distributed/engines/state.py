@@ -47,7 +47,7 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     weights = {name: _described(name, tensor) for name, tensor in _weights(model).items()}
     moments = {
         f"{name}.{moment}": TensorSpec("F32", tuple(parameter.shape))
-        for name, parameter in _trained(model, optimizer).items()
+        for name, parameter in trained_parameters(model, optimizer).items()
         for moment in MOMENTS
     }
     return {
@@ -66,7 +66,7 @@ def pieces(
     whose memory is not contiguous, or that is split otherwise than by rows.
     """
     tensors = _weights(model)
-    for name, parameter in _trained(model, optimizer).items():
+    for name, parameter in trained_parameters(model, optimizer).items():
         tensors |= {f"{name}.{moment}": optimizer.state[parameter][moment] for moment in MOMENTS}
     for part in spec.values():
         for name in part:
@@ -123,7 +123,10 @@ def create_state(optimizer: Optimizer, steps: int) -> None:
 def set_steps(optimizer: Optimizer, steps: int) -> None:
     """Tell the optimizer how many updates it has made (in place; its state must exist)."""
     for state in optimizer.state.values():
-        state["step"].fill_(float(steps))
+        if isinstance(state["step"], Tensor):
+            state["step"].fill_(float(steps))
+        else:  # DeepSpeed's Adam for host memory counts in a Python number
+            state["step"] = steps
 
 
 def optimizer_steps(optimizer: Optimizer) -> int:
@@ -132,7 +135,7 @@ def optimizer_steps(optimizer: Optimizer) -> int:
     A parameter that never had a gradient stays at 0, which decides nothing: its moments are zero.
     Raises ValueError if others disagree, which one integer could not tell.
     """
-    made = [state["step"] for state in optimizer.state.values() if "step" in state]
+    made = [torch.as_tensor(state["step"]) for state in optimizer.state.values() if "step" in state]
     if not made:
         return 0
     counts = set(torch.stack([step.detach() for step in made]).tolist()) - {0.0}
@@ -180,12 +183,16 @@ def _first_row(name: str, tensor: Tensor) -> int:
 
 def _weights(model: Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, a tied tensor once."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def persistent_buffers(model: Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint holds, by name."""
     persistent = model.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {**dict(model.named_parameters()), **buffers}
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
-def _trained(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
+def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
     """The parameters that the optimizer changes, by name, in the order of the model."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {name: weight for name, weight in model.named_parameters() if id(weight) in own}

@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,26 +24,14 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch.utils import cpp_extension
 
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
-from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET
+from llmtrain.distributed.launch.keys import STRATEGIES
+from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, OFFLOADS
 from llmtrain.errors import Problem, UserError
 
 _LIVE = 1_000_000_000  # elements; DeepSpeed's own stage3_max_live_parameters
 _BUILD_SECONDS = 600.0  # a build of an extension takes one minute; other nodes' are not seen here
 _YAML = "ACCELERATE_DEEPSPEED_"  # what accelerate makes of `deepspeed_config:` in its YAML
 _ADAM = "cpu_adam"
-
-
-@dataclass(frozen=True, slots=True)
-class Zero:
-    """What a strategy's name means. offload: optimizer and parameters live in host memory."""
-
-    stage: int
-    offload: bool
-
-
-def zero(strategy: str) -> Zero:
-    """`zero1`, `zero2`, `zero3` or `zero3_offload` → what it means."""
-    return Zero(int(strategy[4]), strategy.endswith("_offload"))
 
 
 def config(
@@ -56,16 +43,16 @@ def config(
     cpu: bool,
 ) -> dict[str, Any]:
     """DeepSpeed's config. largest_block: elements (`plan.largest_block`), 0 if unknown."""
-    asked = zero(strategy)
+    stage, offload = STRATEGIES["zero"][strategy]["zero_stage"], strategy in OFFLOADS
     optimization: dict[str, Any] = {
-        "stage": asked.stage,
+        "stage": stage,
         "reduce_bucket_size": min(LARGEST_BUCKET, 2 * largest_block) or LARGEST_BUCKET,
         "stage3_gather_16bit_weights_on_model_save": False,
     }
-    if asked.stage == 3:
+    if stage == 3:
         optimization["stage3_max_live_parameters"] = min(_LIVE, 2 * largest_block) or _LIVE
         optimization["stage3_prefetch_bucket_size"] = min(AHEAD, 2 * largest_block) or AHEAD
-    if asked.offload:
+    if offload:
         host = {"device": "cpu", "pin_memory": not cpu}
         optimization |= {"offload_optimizer": host, "offload_param": host}
     return {
@@ -76,7 +63,7 @@ def config(
         "zero_optimization": optimization,
         "zero_allow_untested_optimizer": True,
         # DeepSpeedCPUAdam is compiled on first use, five times as fast as torch's on a host.
-        "zero_force_ds_cpu_optimizer": asked.offload and not cpu,
+        "zero_force_ds_cpu_optimizer": offload and not cpu,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         # ZeRO-1 would else keep all gradients in bf16 beside their sums in fp32.
@@ -143,8 +130,10 @@ def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
         yield Problem(
             "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), expected, remedy
         )
-    if zero(strategy).offload and not cpu:
-        yield from build_problems(extensions_directory())
+    if strategy in OFFLOADS and not cpu:
+        # Private, but the only place that knows: it depends on Python and on the kind of torch.
+        built = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
+        yield from build_problems(built.parent)
 
 
 def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iterator[Problem]:
@@ -167,17 +156,12 @@ def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iter
 def leave() -> bool:
     """Leave the process group if DeepSpeed knows it, which keeps groups of its own beside it."""
     if "WORLD_SIZE" not in os.environ:
-        os.environ.pop("LOCAL_RANK", None)  # of no launcher, see `stay_launched`
+        os.environ.pop("LOCAL_RANK", None)  # of no launcher: `accelerator` sets it for DeepSpeed
     comm = sys.modules.get("deepspeed.comm")
     if comm is None or not comm.is_initialized():
         return False
     comm.destroy_process_group()
     return True
-
-
-def stay_launched() -> None:
-    """DeepSpeed reads a launcher's LOCAL_RANK as long as it runs, of a single process too."""
-    os.environ.setdefault("LOCAL_RANK", "0")
 
 
 def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
@@ -196,13 +180,6 @@ def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Pa
         if not _is_open(lock) and not (several and age < _BUILD_SECONDS) and lock.exists():
             found.append(lock)
     return found
-
-
-def extensions_directory() -> Path:
-    """Where torch builds extensions."""
-    # Private, but the only place that knows: it depends on Python and on the kind of torch.
-    made = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
-    return made.parent
 
 
 def _is_open(path: Path) -> bool:

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from llmtrain.distributed.engines import zero_state
-from llmtrain.distributed.engines.engine import not_finite
+from llmtrain.distributed.engines import state, zero_state
+from llmtrain.distributed.engines.engine import evaluating, not_finite
 from llmtrain.types import Piece, Spec, StepVector
 
 
@@ -73,15 +73,9 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._accelerator.device)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[object]:
         """Weights are gathered and let go around each module, with gradients or without."""
-        self._engine.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._engine.train()
+        return evaluating(self._engine)
 
     def clear(self) -> None:
         """Collective: a step that is skipped, which is what DeepSpeed clears its buffers in."""
@@ -101,12 +95,12 @@ class DeepSpeedEngine:
 
     def filled(self, steps: int) -> None:
         """Collective: the copies that are computed with are made again from the masters."""
-        zero_state.set_steps(self._zero, steps)
+        state.set_steps(self._zero.optimizer, steps)
         zero_state.renew_copies(self._zero)
 
     def optimizer_steps(self) -> int:
         """As Engine.optimizer_steps."""
-        return zero_state.optimizer_steps(self._zero)
+        return state.optimizer_steps(self._zero.optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
         """As Engine.unequal_replicas: masters are split, and copies made anew at each step."""

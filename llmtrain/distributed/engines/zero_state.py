@@ -13,7 +13,7 @@ The private names of DeepSpeed 0.19 stand in this file and in `zero_engine.overf
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,26 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmtrain.distributed.engines.state import MOMENTS
-from llmtrain.distributed.engines.state import dealt as shares
+from llmtrain.distributed.engines import state
 from llmtrain.types import Piece, Spec
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Before:
-    """A model before DeepSpeed has it. values: the fp32 weights, which share the model's memory."""
-
-    parameters: Mapping[str, Parameter]
-    trained: frozenset[str]
-    buffers: Mapping[str, Tensor]
-    values: Mapping[str, Tensor]
+Kind = Literal["partitions", "bf16", "fragments"]
+# Which of DeepSpeed's optimizers: of stage 3, of stage 1 in bf16, of stages 1 and 2 → its masters.
+_MASTERS: dict[Kind, str] = {
+    "partitions": "fp32_partitioned_groups_flat",
+    "bf16": "fp32_groups_flat_partition",
+    "fragments": "single_partition_of_fp32_groups",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """What a checkpoint's names are on this rank.
 
-    frozen: fp32 values of parameters whose copy is rounded, flat; of stage 3 this rank's range.
+    frozen: fp32 values of frozen parameters whose copy is rounded, flat; of stage 3 this rank's
+    range. Before DeepSpeed has the model: the weights of all parameters.
     """
 
     parameters: Mapping[str, Parameter]
@@ -49,42 +47,35 @@ class Held:
     frozen: Mapping[str, Tensor]
 
 
-def before(model: Module, optimizer: torch.optim.Optimizer) -> Before:
+def before(model: Module, optimizer: torch.optim.Optimizer) -> Held:
     """Names and values of the bare model. The values' memory lives on until `after` has them."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True).keys()
-    return Before(
-        parameters,
-        frozenset(name for name, weight in parameters.items() if id(weight) in own),
-        {name: buffer for name, buffer in model.named_buffers() if name in persistent},
-        {name: weight.detach() for name, weight in parameters.items()},
-    )
+    trained = frozenset(state.trained_parameters(model, optimizer))
+    values = {name: weight.detach() for name, weight in parameters.items()}
+    return Held(parameters, trained, state.persistent_buffers(model), values)
 
 
-def after(named: Before, optimizer: Any) -> Held:
+def after(held: Held, optimizer: Any) -> Held:
     """DeepSpeed's masters get the weights as they were: it makes them out of rounded ones."""
     frozen = {}
-    for name, parameter in named.parameters.items():
-        value = named.values[name].reshape(-1)
+    for name, parameter in held.parameters.items():
+        value = held.frozen[name].reshape(-1)
         if _dtype(parameter) == value.dtype:
             continue
-        if name in named.trained:
+        if name in held.trained:
             if (master := _master(optimizer, name, parameter, None)) is not None:
                 data = master.data
                 data.copy_(value[master.start : master.start + data.numel()])
             continue
         start, copy = _frozen_copy(parameter)
-        if hasattr(parameter, "ds_tensor") or dist.get_rank() == 0:
+        if _is_split(parameter) or dist.get_rank() == 0:
             frozen[name] = value[start : start + copy.numel()].clone()
-    return Held(named.parameters, named.trained, named.buffers, frozen)
+    return replace(held, frozen=frozen)
 
 
-def kind(optimizer: Any) -> Literal["fragments", "bf16", "partitions"]:
-    """Which of DeepSpeed's optimizers it is: of stages 1 and 2, of stage 1 in bf16, of stage 3."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return "partitions"
-    return "bf16" if hasattr(optimizer, "fp32_groups_flat_partition") else "fragments"
+def kind(optimizer: Any) -> Kind:
+    """Which of DeepSpeed's optimizers it is, by the attribute that holds its masters."""
+    return next((one for one, name in _MASTERS.items() if name in vars(optimizer)), "fragments")
 
 
 def create_state(optimizer: Any) -> None:
@@ -92,34 +83,17 @@ def create_state(optimizer: Any) -> None:
     base = optimizer.optimizer
     counts_on_host = type(base).__name__ == "DeepSpeedCPUAdam"  # a Python number
     fused = any(group.get("fused") for group in base.param_groups)
-    for master in _masters(optimizer):
+    for master in vars(optimizer)[_MASTERS[kind(optimizer)]]:
         device = master.device if fused else torch.device("cpu")
         step = 0 if counts_on_host else torch.zeros((), dtype=torch.float32, device=device)
         base.state[master] = {
             "step": step,
-            **{moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS},
+            **{moment: torch.zeros_like(master, requires_grad=False) for moment in state.MOMENTS},
         }
     if kind(optimizer) != "partitions":
         # Again, where a backward or a step has done it: they would be of the old moments.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def set_steps(optimizer: Any, steps: int) -> None:
-    """Tell the optimizer how many updates it has made."""
-    for state in optimizer.optimizer.state.values():
-        if isinstance(state["step"], Tensor):
-            state["step"].fill_(float(steps))
-        else:
-            state["step"] = steps
-
-
-def optimizer_steps(optimizer: Any) -> int:
-    """How many updates the optimizer has made; all masters have made equally many."""
-    counts = {int(state["step"]) for state in optimizer.optimizer.state.values()}
-    if len(counts) > 1:
-        raise ValueError(f"masters have made {sorted(counts)} updates, not equally many")
-    return counts.pop() if counts else 0
 
 
 def pieces(
@@ -159,11 +133,11 @@ def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
         name
         for name, parameter in held.parameters.items()
         if name not in held.trained
-        and not hasattr(parameter, "ds_tensor")
+        and not _is_split(parameter)
         and _dtype(parameter) == torch.float32
     )
     own = pieces(held, optimizer, spec, writing=True, everywhere=same)
-    return shares(own, same, dist.get_rank(), dist.get_world_size())
+    return state.dealt(own, same, dist.get_rank(), dist.get_world_size())
 
 
 def renew_copies(optimizer: Any) -> None:
@@ -184,18 +158,6 @@ def _owner(held: Held, name: str) -> tuple[str, str | None]:
     return owner, moment
 
 
-def _masters(optimizer: Any) -> list[Tensor]:
-    match kind(optimizer):
-        case "partitions":
-            found = optimizer.fp32_partitioned_groups_flat
-        case "fragments":
-            found = optimizer.single_partition_of_fp32_groups
-        case "bf16":
-            found = optimizer.fp32_groups_flat_partition
-    masters: list[Tensor] = found
-    return masters
-
-
 def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Piece | None:
     """This rank's range of a parameter's master (moment None) or moment; None where it has none."""
     if kind(optimizer) != "partitions":
@@ -213,8 +175,7 @@ def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Pi
 def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
     """Of stage 3 every rank has its range; else all have the whole, and rank 0 writes it."""
     start, copy = _frozen_copy(parameter)
-    split = hasattr(parameter, "ds_tensor")
-    if writing and not split and dist.get_rank() != 0:
+    if writing and not _is_split(parameter) and dist.get_rank() != 0:
         return
     exact = held.frozen.get(name)
     if exact is None and copy.dtype == torch.float32:
@@ -229,10 +190,15 @@ def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator
 
 def _frozen_copy(parameter: Any) -> tuple[int, Tensor]:
     """Where this rank's part of a frozen parameter begins, and the part that is computed with."""
-    if not hasattr(parameter, "ds_tensor"):
+    if not _is_split(parameter):
         return 0, parameter.detach().view(-1)
     start, count = _range(parameter)
     return start, parameter.ds_tensor.detach()[:count]
+
+
+def _is_split(parameter: Any) -> bool:
+    """Whether stage 3 has cut a parameter over the ranks; DeepSpeed hangs the part on it."""
+    return hasattr(parameter, "ds_tensor")
 
 
 def _range(parameter: Any) -> tuple[int, int]:
@@ -244,6 +210,6 @@ def _range(parameter: Any) -> tuple[int, int]:
 
 def _dtype(parameter: Any) -> torch.dtype:
     """Of what is computed with; a partitioned parameter itself is empty."""
-    of = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
+    of = parameter.ds_tensor if _is_split(parameter) else parameter
     dtype: torch.dtype = of.dtype
     return dtype

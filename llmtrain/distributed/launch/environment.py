@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain.config.checks import check_batch
+from llmtrain.distributed.launch.keys import value
 from llmtrain.distributed.launch.named import (
     named_family,
     named_mesh,
@@ -23,11 +24,12 @@ from llmtrain.distributed.launch.named import (
     unsupported,
     with_variables,
 )
+from llmtrain.distributed.plan.memory import FSDP, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from llmtrain.config.schema import Config
+    from llmtrain.config.schema import DistributedConfig, TrainingConfig
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # What torch's launcher tells a rank; beside it everything that begins with TORCHELASTIC_.
@@ -57,7 +59,9 @@ INSTALL_DEEPSPEED = (
 )
 
 
-def check_environment(env: Mapping[str, str], config: Config) -> None:
+def check_environment(
+    env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
+) -> None:
     """Refuse an environment that cannot lead to the run that was asked for.
 
     Before torch is imported, and once: an `Accelerator` writes ACCELERATE_USE_FSDP and _DEEPSPEED
@@ -65,7 +69,7 @@ def check_environment(env: Mapping[str, str], config: Config) -> None:
     """
     problems = launcher_problems(env)
     if not problems:  # else the number of processes is not to be trusted
-        found = [*unsupported(env, world_size(env)), *contradictions(env, config)]
+        found = [*unsupported(env, world_size(env)), *contradictions(env, distributed, training)]
         problems = list(with_variables(found, env))
     if problems:
         raise UserError(*problems, where=_WHERE)
@@ -73,21 +77,21 @@ def check_environment(env: Mapping[str, str], config: Config) -> None:
 
 def verify_launch(
     env: Mapping[str, str],
-    config: Config,
+    asked: str,
     launched_processes: int,
     distributed_type: str,
     strategy: str,
 ) -> None:
     """Refuse an `Accelerator` that is not what the launcher started, or not of its strategy.
 
-    launched_processes: its `num_processes` · distributed_type: the name of its type · strategy: as
-    `distributed.strategy` names it, never auto.
+    asked: `distributed.strategy` · launched_processes: its `num_processes` · distributed_type: the
+    name of its type · strategy: the one that is trained, never auto.
     Before the model is built. Raises UserError with every problem.
     """
     problems: list[Problem] = []
-    asked = world_size(env)
-    if asked != launched_processes:
-        expected = f"{asked} processes (WORLD_SIZE); every process thinks it is alone"
+    started = world_size(env)
+    if started != launched_processes:
+        expected = f"{started} processes (WORLD_SIZE); every process thinks it is alone"
         remedy = "export ACCELERATE_USE_CPU=true, or make the GPUs visible to all processes"
         problems.append(Problem("accelerate's num_processes", launched_processes, expected, remedy))
     if named_family(env) not in (None, family(strategy)):
@@ -96,7 +100,7 @@ def verify_launch(
     kinds = _KINDS[family(strategy)]
     if distributed_type not in kinds:
         expected = f"{' or '.join(kinds)}: what strategy {strategy} is"
-        remedy = f"distributed.strategy={config.distributed.strategy} with {_PLAIN}"
+        remedy = f"distributed.strategy={asked} with {_PLAIN}"
         problems.append(
             Problem("accelerate's distributed_type", distributed_type, expected, remedy)
         )
@@ -104,16 +108,14 @@ def verify_launch(
         raise UserError(*problems, where=_WHERE)
 
 
-def allowed_strategies(env: Mapping[str, str], config: Config) -> tuple[str, ...]:
+def allowed_strategies(env: Mapping[str, str], asked: str) -> tuple[str, ...]:
     """Which strategies this launch leaves open, the preferred one first.
 
     A plain launch leaves open all that a plan may choose from, FSDP and DEEPSPEED name one; an
-    explicit `distributed.strategy` is the only one. To be asked after `check_environment`, and
-    before there is an `Accelerator`, which writes into the environment.
+    explicit `distributed.strategy` (asked) is the only one. To be called after `check_environment`,
+    and before there is an `Accelerator`, which writes into the environment.
     """
-    if config.distributed.strategy != "auto":
-        return (config.distributed.strategy,)
-    named = named_strategy(env)
+    named = named_strategy(env) if asked == "auto" else asked
     return LADDER if named is None else (named,)
 
 
@@ -143,9 +145,9 @@ def awaited(env: Mapping[str, str]) -> str:
 
 def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
     """Which engine a strategy is of: whole replicas, FSDP2 or DeepSpeed."""
-    if strategy in ("fsdp2", "fsdp2_offload", "hsdp"):
+    if strategy in FSDP:
         return "fsdp"
-    return "zero" if strategy.startswith("zero") else "ddp"
+    return "zero" if strategy in ZERO else "ddp"
 
 
 def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
@@ -169,18 +171,17 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def contradictions(env: Mapping[str, str], config: Config) -> Iterator[Problem]:
+def contradictions(
+    env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
+) -> Iterator[Problem]:
     """What the launch says otherwise than the config."""
-    yield from _strategy(env, config.distributed.strategy)
-    yield from _precision(env, config.training.precision)
-    match named_family(env):
-        case "fsdp":
-            yield from _wrapping(env, config.distributed.wrap_class)
-        case "zero":
-            yield from _clipping(env, config.training.max_grad_norm)
-        case None:
-            pass
-    yield from check_batch(config, world_size(env))
+    yield from _strategy(env, distributed.strategy)
+    yield from _precision(env, training.precision)
+    if named_family(env) == "fsdp":
+        yield from _wrapping(env, distributed.wrap_class)
+    elif named_family(env) == "zero":
+        yield from _clipping(env, training.max_grad_norm)
+    yield from check_batch(training, world_size(env))
 
 
 def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
@@ -209,7 +210,7 @@ def _precision(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
 
 
 def _wrapping(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    launched = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", asked)
+    launched = value(env, "fsdp_transformer_layer_cls_to_wrap") or asked
     if launched != asked:
         expected = f"{asked}, as distributed.wrap_class says, or no such key"
         remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
@@ -217,7 +218,7 @@ def _wrapping(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
 
 
 def _clipping(env: Mapping[str, str], asked: float | None) -> Iterator[Problem]:
-    launched = env.get("ACCELERATE_GRADIENT_CLIPPING", "auto").lower()
+    launched = value(env, "gradient_clipping").lower()
     try:
         same = launched in ("auto", "none") or float(launched) == asked
     except ValueError:

@@ -16,74 +16,60 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
+from llmtrain.distributed.launch.keys import (
+    DEEPSPEED,
+    FSDP,
+    MESH,
+    STRATEGIES,
+    VARIABLES,
+    has_values,
+    is_true,
+    value,
+    variable,
+)
 from llmtrain.errors import Problem
 
 _FSDP2 = "accelerate_configs/fsdp2.yaml"
 _ZERO = "accelerate_configs/zero3.yaml"
-# Keys of problems → the variables that they are found in.
+# Keys of problems that are no key of a section, or more than one variable's → the variables.
 _VARIABLES = {
     "mixed_precision": ("ACCELERATE_MIXED_PRECISION",),
     "training.precision": ("ACCELERATE_MIXED_PRECISION",),
     "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND",),
     "distributed_type": ("ACCELERATE_USE_MEGATRON_LM",),
-    "distributed.strategy": ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"),
-    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG",),
-    **{
-        f"parallelism_config_{kind}_size": (f"PARALLELISM_CONFIG_{kind.upper()}_SIZE",)
-        for kind in ("tp", "cp", "sp")
-    },
-    "fsdp_version": ("FSDP_VERSION", "ACCELERATE_USE_FSDP"),
-    "fsdp_ignored_modules": ("FSDP_IGNORED_MODULES",),
-    "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS",),
-    "fsdp_transformer_layer_cls_to_wrap": ("FSDP_TRANSFORMER_CLS_TO_WRAP",),
-    "deepspeed_config_file": ("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
-    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
-    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING",),
-    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE",),
-    "zero3_init_flag": ("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
-    "deepspeed_moe_layer_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
+    "distributed.strategy": (FSDP.switch, DEEPSPEED.switch),
+    "parallelism_config": (MESH.switch,),
+    "fsdp_version": (variable("fsdp_version"), FSDP.switch),
     "offload_optimizer_device": (
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        variable("offload_optimizer_device"),
+        variable("offload_param_device"),
     ),
 }
-_SPLIT_MODEL = {"TP": "tensor", "CP": "context", "SP": "sequence"}
+_SPLIT_MODEL = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
 def named_family(env: Mapping[str, str]) -> Literal["fsdp", "zero"] | None:
     """Which engine the launch asks for; None: a plain launch."""
-    if is_true(env, "ACCELERATE_USE_FSDP"):
+    if is_true(env, FSDP.switch):
         return "fsdp"
-    return "zero" if is_true(env, "ACCELERATE_USE_DEEPSPEED") else None
+    return "zero" if is_true(env, DEEPSPEED.switch) else None
 
 
 def named_strategy(env: Mapping[str, str]) -> str | None:
     """The strategy that the launch asks for; None: a plain launch, or one that is refused."""
-    match named_family(env):
-        case "fsdp":
-            offloaded = is_true(env, "FSDP_OFFLOAD_PARAMS")
-            replicated = (named_mesh(env) or (1, 1))[0] > 1
-            return {
-                (False, False): "fsdp2",
-                (True, False): "fsdp2_offload",
-                (False, True): "hsdp",
-            }.get((offloaded, replicated))
-        case "zero":
-            return {
-                ("1", "none", "none"): "zero1",
-                ("2", "none", "none"): "zero2",
-                ("3", "none", "none"): "zero3",
-                ("3", "cpu", "cpu"): "zero3_offload",
-            }.get((_stage(env), _device(env, "OPTIMIZER"), _device(env, "PARAM")))
-        case None:
-            return None
+    family = named_family(env)
+    replicated = family == "fsdp" and (named_mesh(env) or (1, 1))[0] > 1
+    for strategy, values in STRATEGIES[family].items() if family else ():
+        if has_values(env, values) and (strategy == "hsdp") == replicated:
+            return strategy
+    return None
 
 
 def named_mesh(env: Mapping[str, str]) -> tuple[int, int] | None:
     """(replicas, processes that share one) of a `parallelism_config`; None without one."""
-    if not is_true(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if not is_true(env, MESH.switch):
         return None
-    return _size(env, "DP_REPLICATE"), _size(env, "DP_SHARD")
+    return _size(env, "dp_replicate"), _size(env, "dp_shard")
 
 
 def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
@@ -100,13 +86,10 @@ def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
         expected = "no: accelerate would compile the model, which is not tried here"
         yield Problem("dynamo_backend", compiler, expected, "remove dynamo_config")
     yield from _parallelism(env, processes)
-    match named_family(env):
-        case "fsdp":
-            yield from _fsdp(env)
-        case "zero":
-            yield from _deepspeed(env)
-        case None:
-            return
+    if named_family(env) == "fsdp":
+        yield from _fsdp(env)
+    elif named_family(env) == "zero":
+        yield from _deepspeed(env)
 
 
 def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Iterator[Problem]:
@@ -115,7 +98,8 @@ def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Itera
     A launcher sets these variables from its file; without one they were exported in the shell.
     """
     for problem in problems:
-        names = [name for name in _VARIABLES.get(problem.key, ()) if _is_on(env, name)]
+        known = _VARIABLES.get(problem.key) or (VARIABLES.get(problem.key),)
+        names = [name for name in known if name and _is_on(env, name)]
         if not names:
             yield problem
             continue
@@ -129,11 +113,6 @@ def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Itera
 def _is_on(env: Mapping[str, str], name: str) -> bool:
     """Whether a variable is set; a switch has to be on."""
     return is_true(env, name) if "_USE_" in name else name in env
-
-
-def is_true(env: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is set and says yes."""
-    return env.get(name, "false").strip().lower() in ("1", "true", "yes")
 
 
 def number(env: Mapping[str, str], name: str) -> int:
@@ -151,7 +130,7 @@ def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
     for kind, size in split.items():
         expected = f"1: {_SPLIT_MODEL[kind]} parallelism does not work with these versions"
         remedy = "dp_shard_size in its place: FSDP2 shards the model over all processes"
-        yield Problem(f"{key}_{kind.lower()}_size", size, expected, remedy)
+        yield Problem(f"{key}_{kind}_size", size, expected, remedy)
     if named_family(env) != "fsdp":
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
         yield Problem(key, None, expected, "remove it, or accelerate_configs/hsdp_multinode.yaml")
@@ -180,7 +159,7 @@ def one_sided(key: str, mesh: tuple[int, int], what: str) -> Iterator[Problem]:
 
 
 def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
-    version = env.get("FSDP_VERSION", "1")
+    version = value(env, "fsdp_version")
     if version != "2":
         expected = (
             "2. FSDP1, which accelerate takes where nothing is said, joins the parameters of a "
@@ -189,7 +168,7 @@ def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
         )
         yield Problem("fsdp_version", version, expected, f"fsdp_version: 2, as in {_FSDP2}")
         return
-    if ignored := env.get("FSDP_IGNORED_MODULES"):
+    if ignored := value(env, "fsdp_ignored_modules"):
         yield Problem("fsdp_ignored_modules", ignored, "no such key: every parameter is sharded")
     if named_strategy(env) is None:
         expected = "false with more than one replica: HSDP has no offload"
@@ -199,8 +178,8 @@ def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
-    file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if file is not None and file.lower() not in ("", "none"):
+    file = value(env, "deepspeed_config_file")
+    if file.lower() not in ("", "none"):
         expected = (
             "no JSON of DeepSpeed: batch size, precision, clipping and optimizer are set by the "
             "config of the run"
@@ -209,24 +188,25 @@ def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem("deepspeed_config_file", file, expected, remedy)
         return  # the other keys come from that JSON then
     yield from _stages(env)
-    accumulation = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto").lower()
+    accumulation = value(env, "gradient_accumulation_steps").lower()
     if accumulation not in ("auto", "none", "1"):
         expected = "auto: it follows from global batch, micro-batch and processes"
         remedy = "training.global_batch_size, training.micro_batch_size"
         yield Problem("gradient_accumulation_steps", accumulation, expected, remedy)
-    if _stage(env) == "3" and is_true(env, "ACCELERATE_DEEPSPEED_ZERO3_INIT"):
+    if has_values(env, {"zero_stage": 3, "zero3_init_flag": True}):
         expected = (
             "false: DeepSpeed would partition the model while it is built, and give it other "
             "initial weights than every other strategy"
         )
         yield Problem("zero3_init_flag", "true", expected)
-    if leaves := env.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
+    if leaves := value(env, "deepspeed_moe_layer_cls_names"):
         yield Problem("deepspeed_moe_layer_cls_names", leaves, "no such key: it is not offered")
 
 
 def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
     """Stage and offload must be those of a strategy: what else would be dropped without a word."""
-    stage, optimizer, parameters = _stage(env), _device(env, "OPTIMIZER"), _device(env, "PARAM")
+    keys = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+    stage, optimizer, parameters = (value(env, key).lower() for key in keys)
     if stage not in ("1", "2", "3"):
         remedy = "accelerate_configs/ddp.yaml for whole replicas, which is stage 0"
         yield Problem("zero_stage", stage, "1, 2 or 3", remedy)
@@ -244,16 +224,7 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
     yield Problem("offload_optimizer_device", found, expected, remedy)
 
 
-def _stage(env: Mapping[str, str]) -> str:
-    return env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2").strip()  # accelerate's default
-
-
-def _device(env: Mapping[str, str], what: Literal["OPTIMIZER", "PARAM"]) -> str:
-    """Where DeepSpeed is to keep it."""
-    return env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none").strip().lower()
-
-
 def _size(env: Mapping[str, str], kind: str) -> int:
     """One side of the mesh: 1 where it is not said, 0 where it is no number."""
-    name = f"PARALLELISM_CONFIG_{kind}_SIZE"
+    name = variable(f"parallelism_config_{kind}_size")
     return number(env, name) if name in env else 1

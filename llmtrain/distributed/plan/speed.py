@@ -104,22 +104,6 @@ def step_time(
     return StepTime(compute, links + moved, seconds, tokens * hardware.devices)
 
 
-def calibrated(
-    published: float,
-    shape: ModelShape,
-    work: Work,
-    layout: Layout,
-    hardware: Hardware,
-    machine: Machine,
-) -> Machine:
-    """The machine whose `hfu` makes the prediction equal published tokens a second and device."""
-    whole = replace(machine, hfu=1.0)
-    paper = step_time(shape, work, layout, hardware, whole)
-    growth = 1 + PER_DOUBLING * math.log2(hardware.nodes)
-    seconds = paper.tokens / hardware.devices / published / growth
-    return replace(machine, hfu=paper.compute / (seconds - (1 - OVERLAP) * paper.links))
-
-
 def flops(shape: ModelShape, checkpointing: str, seq_len: int) -> float:
     """Operations of a training token; weights that are frozen have no gradient of their own."""
     of_all = 4 + _FORWARDS_AGAIN[checkpointing]  # forward, gradients of inputs, forward again

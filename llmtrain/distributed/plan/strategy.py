@@ -31,7 +31,6 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import ModelShape, Saved
 
 LADDER = ("ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload")
-_ORDER = ("ddp", "hsdp", "fsdp2", "zero1", "zero2", "zero3", "fsdp2_offload", "zero3_offload")
 _CHECKPOINTING = ("none", "selective", "full")
 _ALIKE = 0.95
 
@@ -98,12 +97,12 @@ def possible(
         if allowed[0] in FSDP and not blocks_known:
             raise UserError(_without_blocks(shape, allowed[0]))
         return tuple(allowed)
-    several_nodes = hardware.nodes > 1 and hardware.devices_per_node > 1
-    here = dict.fromkeys(LADDER, True)
-    here |= {"hsdp": several_nodes, "fsdp2": hardware.devices > 1}
-    if not blocks_known:
-        here |= dict.fromkeys(FSDP, False)
-    return tuple(name for name in _ORDER if name in allowed and here.get(name, False))
+    absent = () if blocks_known else FSDP
+    if hardware.nodes == 1 or hardware.devices_per_node == 1:
+        absent = (*absent, "hsdp")
+    if hardware.devices == 1:
+        absent = (*absent, "fsdp2")
+    return tuple(name for name in LADDER if name in allowed and name not in absent)
 
 
 def _without_blocks(shape: ModelShape, strategy: str) -> Problem:

@@ -176,7 +176,7 @@ def _processes(config: Config) -> int:
         import torch
 
         return max(1, torch.cuda.device_count())
-    return 1 if check_batch(config, _ON_CPUS) else _ON_CPUS
+    return 1 if check_batch(config.training, _ON_CPUS) else _ON_CPUS
 
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:

@@ -40,7 +40,7 @@ def environment(case: Case) -> Verdict:
     if case.config is None or case.launch is not None:
         problems = launcher_problems(case.env)
         return refused(problems) if problems else ok("no traces of a launcher")
-    check_environment(case.env, case.config)
+    check_environment(case.env, case.config.distributed, case.config.training)
     return ok("nothing that contradicts the config, no traces of a launcher")
 
 

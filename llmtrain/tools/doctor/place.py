@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.checkpoint import filesystem
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
@@ -44,14 +44,6 @@ except OSError as error:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """kind: as the system names it, "" where it does not tell."""
-
-    mount: str
-    kind: str
-
-
 def directory(case: Case) -> Verdict:
     """Type of the file system, and whether write, fsync, rename and lock do what they say."""
     place = existing(case.run_dir)
@@ -59,7 +51,7 @@ def directory(case: Case) -> Verdict:
         return error(f"{case.run_dir} is a file", "run.dir=DIR, another one")
     if not place.is_dir():
         return error(f"{place} is a file, not a directory", "run.dir=DIR, elsewhere")
-    system = file_system(place)
+    system = filesystem.kind(place)
     try:
         with tempfile.TemporaryDirectory(prefix=".llmtrain-doctor-", dir=place) as folder:
             probed = list(_probes(Path(folder)))
@@ -80,37 +72,23 @@ def room(place: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def file_system(place: Path, table: Path = Path("/proc/self/mountinfo")) -> FileSystem:
-    """What a directory lies on: the innermost mount above it."""
-    best = FileSystem("", "")
-    if not table.is_file():
-        return best
-    real = place.resolve()
-    for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        mount = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split()[4])
-        kind = line.split(" - ", 1)[1].split()[0]
-        if real.is_relative_to(mount) and len(mount) >= len(best.mount):
-            best = FileSystem(mount, kind)
-    return best
-
-
-def _kind(system: FileSystem, place: Path, case: Case) -> Verdict:
-    found = f"{place} on {system.kind or 'a file system of unknown type'}"
-    if system.kind in _FORGETFUL:
-        found += f" ({_FORGETFUL[system.kind]})"
+def _kind(system: str, place: Path, case: Case) -> Verdict:
+    found = f"{place} on {system or 'a file system of unknown type'}"
+    if system in _FORGETFUL:
+        found += f" ({_FORGETFUL[system]})"
     if case.machines > 1:
         return _shared(system, found, case)
-    if system.kind in _FORGETFUL:
+    if system in _FORGETFUL:
         return warning(found, "run.dir=DIR on a disk that stays")
     return ok(found)
 
 
-def _shared(system: FileSystem, found: str, case: Case) -> Verdict:
+def _shared(system: str, found: str, case: Case) -> Verdict:
     """Every machine must see the same directory: rank 0 writes what the others read."""
-    if _SHARED.fullmatch(system.kind):
+    if _SHARED.fullmatch(system):
         return ok(f"{found}, which {case.machines} machines can share")
     remedy = f"run.dir=DIR on a file system that all {case.machines} machines mount (NFS, Lustre …)"
-    if system.kind in _LOCAL | _FORGETFUL.keys():
+    if system in _LOCAL | _FORGETFUL.keys():
         return error(f"{found}: this machine's own, not shared by {case.machines}", remedy)
     return warning(f"{found}: whether {case.machines} machines share it is not known", remedy)
 
@@ -166,8 +144,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
         yield refused(strange.problems)
         return
     holder = lock.read(case.run_dir / contents.LOCK)
-    alive = holder and holder.boot_id == lock.boot_id() and lock.start_time(holder.pid)
-    if holder and alive and alive == holder.started:
+    if holder and lock.lives_here(holder):
         found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
     began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS

@@ -86,7 +86,8 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
     else:
         env = exported(values, asked)
         problems += unsupported(env, asked)
-        problems += contradictions(env, config) if config is not None else []
+        if config is not None:
+            problems += contradictions(env, config.distributed, config.training)
     if problems or not isinstance(asked, int):
         raise UserError(*problems, where=str(path))
     precision = str(values.get("mixed_precision", "no"))

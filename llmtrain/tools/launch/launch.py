@@ -144,7 +144,8 @@ def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> 
 def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> list[Problem]:
     told = file.environment
     there = {**env, **told}
-    found = [*unsupported(there, file.processes), *contradictions(there, config)]
+    wrong = contradictions(there, config.distributed, config.training)
+    found = [*unsupported(there, file.processes), *wrong]
     exported = {name: value for name, value in env.items() if name not in told}
     return list(with_variables(found, exported))
 

@@ -2,9 +2,6 @@
 
 accelerate passes over a key that it does not know, and over a whole section that does not belong to
 `distributed_type`. Whoever wrote it meant something, so both are refused here.
-
-    fsdp_config:      {fsdp_version: 2, …}   →  FSDP_VERSION=2 …
-    deepspeed_config: {zero_stage: 3, …}     →  ACCELERATE_DEEPSPEED_ZERO_STAGE=3 …
 """
 
 from __future__ import annotations
@@ -13,22 +10,9 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from llmtrain.distributed.launch.keys import SECTIONS
 from llmtrain.errors import Problem
 
-# Key of the file → variable of a rank; None: for the launcher, or nothing of ours depends on it.
-_FSDP: dict[str, str | None] = {
-    "fsdp_version": "FSDP_VERSION",
-    "fsdp_offload_params": "FSDP_OFFLOAD_PARAMS",
-    "fsdp_reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
-    "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
-    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
-    "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
-    "fsdp_cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
-    "fsdp_activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
-    "fsdp_activation_checkpointing_offload": "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-    "fsdp_ignored_modules": "FSDP_IGNORED_MODULES",
-    "fsdp_min_num_params": None,
-}
 _FSDP1 = (
     "fsdp_forward_prefetch",
     "fsdp_backward_prefetch",
@@ -36,44 +20,6 @@ _FSDP1 = (
     "fsdp_sync_module_states",
     "fsdp_sharding_strategy",
 )
-_DEEPSPEED: dict[str, str | None] = {
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-    "zero3_save_16bit_model": None,
-    "offload_optimizer_nvme_path": None,
-    "offload_param_nvme_path": None,
-    "deepspeed_multinode_launcher": None,
-    "deepspeed_hostfile": None,
-    "deepspeed_exclusion_filter": None,
-    "deepspeed_inclusion_filter": None,
-}
-_MESH: dict[str, str | None] = {
-    **{
-        f"parallelism_config_{kind}_size": f"PARALLELISM_CONFIG_{kind.upper()}_SIZE"
-        for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    },
-    **{
-        f"parallelism_config_{kind}": None
-        for kind in (
-            "cp_backend",
-            "cp_comm_strategy",
-            "sp_backend",
-            "sp_seq_length",
-            "sp_seq_length_is_variable",
-            "sp_attn_implementation",
-        )
-    },
-}
-_SECTIONS = {
-    "fsdp_config": ("FSDP", "ACCELERATE_USE_FSDP", _FSDP),
-    "deepspeed_config": ("DEEPSPEED", "ACCELERATE_USE_DEEPSPEED", _DEEPSPEED),
-}
 
 
 def exported(values: Mapping[str, object], processes: int) -> dict[str, str]:
@@ -88,26 +34,24 @@ def exported(values: Mapping[str, object], processes: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(on_a_node),
         "ACCELERATE_MIXED_PRECISION": str(values.get("mixed_precision", "no")),
     }
-    for section, (kind, switch, keys) in _SECTIONS.items():
-        if values.get("distributed_type") == kind:
-            env |= {switch: "true", **_variables(_section(values, section), keys)}
+    for name, section in SECTIONS.items():
+        found = _section(values, name)
+        if found if section.kind is None else values.get("distributed_type") == section.kind:
+            env |= {section.switch: "true", **_variables(found, section.variables)}
     if compiler := _section(values, "dynamo_config").get("dynamo_backend"):
         env["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
-    if mesh := _section(values, "parallelism_config"):
-        env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_variables(mesh, _MESH)}
     return env
 
 
 def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
     """What accelerate would pass over in a section, or take for FSDP1."""
-    for section, (kind, _, keys) in _SECTIONS.items():
-        found = _section(values, section)
-        if found and values.get("distributed_type") != kind:
+    for name, section in SECTIONS.items():
+        found, kind = _section(values, name), section.kind
+        if found and kind not in (None, values.get("distributed_type")):
             expected = f"no such section: accelerate reads it for distributed_type {kind} alone"
-            yield Problem(section, None, expected, f"distributed_type: {kind}, or remove it")
+            yield Problem(name, None, expected, f"distributed_type: {kind}, or remove it")
         else:
-            yield from _unknown(section, found, keys)
-    yield from _unknown("parallelism_config", _section(values, "parallelism_config"), _MESH)
+            yield from _unknown(name, found, section.variables)
     yield from _multinode(values)
 
 

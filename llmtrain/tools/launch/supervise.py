@@ -200,7 +200,7 @@ def _start(
     from llmtrain.rundir.status import read_status
     from llmtrain.tools.launch.launch import children, follow_parent, identity
 
-    status, left, others = identity(run_dir), failures.seen(run_dir), children()
+    status, left, others = identity(run_dir), failures.versions(run_dir), children()
     env = {**os.environ, RESTARTS: str(restarts)}
     try:
         forward.child = subprocess.Popen(

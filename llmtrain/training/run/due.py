@@ -4,12 +4,9 @@ that all ranks received.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 
-from llmtrain.types import Flags, Numbers, Ranks
-
-# A lost launcher comes first: ranks are reparented one after another, each with a signal.
-STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
+from llmtrain.types import STOPS, Flags, Numbers, Ranks
 
 
 @dataclass(slots=True)
@@ -51,7 +48,7 @@ class Due:
 
     def ask(self, stops: tuple[str, ...]) -> None:
         """Note a stop that all ranks know of."""
-        for reason in STOP_REASONS:
+        for reason in STOPS:
             if reason in stops and self.stop_reason is None:
                 self.stop_reason = reason
 
@@ -118,12 +115,7 @@ class Due:
 
 def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
     """Agree outside a step on the most important reason to stop, or on none. Collective."""
-    said = {
-        "launcher_lost": flags.lost_launcher,
-        "signal": flags.signal,
-        "stop_file": flags.stop_file,
-        "stop_after": flags.stop_after,
-    }
-    levels = [len(STOP_REASONS) - k for k, reason in enumerate(STOP_REASONS) if said[reason]]
+    said = asdict(flags)
+    levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))
-    return (STOP_REASONS[-highest],) if highest else ()
+    return (STOPS[-highest],) if highest else ()

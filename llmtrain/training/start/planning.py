@@ -94,7 +94,8 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
 
     A host whose memory is not known counts as one without any.
     """
-    number = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
+    described = model_config.get_text_config()
+    number = getattr(described, "num_hidden_layers", 0)
     if number <= _MANY_BLOCKS:
         return
     one = census(shortened(model_config, number, 1))
@@ -109,7 +110,8 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
         )
         most = there // (block * _BYTES_OF_FP32)
         remedy = f"fewer blocks; the weights of {most:,} would fill all of the memory"
-        raise UserError(Problem("model.config.num_hidden_layers", number, expected, remedy))
+        name = described.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        raise UserError(Problem(f"model.config.{name}", number, expected, remedy))
 
 
 def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
@@ -153,7 +155,9 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
     hardware = this_machine(config, os.environ)
     model = describe(config, hardware, run_dir)
     asked = work(config, precision, cpu=hardware.cpu)
-    allowed, without = _possible(allowed_strategies(os.environ, config), cpu=hardware.cpu)
+    allowed, without = _possible(
+        allowed_strategies(os.environ, config.distributed.strategy), cpu=hardware.cpu
+    )
     resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)

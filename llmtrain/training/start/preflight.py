@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from llmtrain.config.checks import check_micro_batch, check_split
+from llmtrain.config.checks import check_batch, check_micro_batch
 from llmtrain.config.load import Rule
 from llmtrain.config.schema import (
     DataConfig,
@@ -59,7 +59,7 @@ def _on_disk(config_file: str) -> list[Rule]:
 
 def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
     """Check that the batch can be split over the processes, if it can be split over one."""
-    return [] if check_micro_batch(training) else check_split(training, processes)
+    return [] if check_micro_batch(training) else check_batch(training, processes)
 
 
 def _source_problems(

@@ -94,8 +94,9 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
 def _verify(config: Config, launched: Launched) -> None:
     world_size = launched.accelerator.num_processes
     kind = launched.accelerator.distributed_type.value
-    verify_launch(os.environ, config, world_size, kind, launched.strategy)
-    problems = check_batch(config, world_size)
+    asked = config.distributed.strategy
+    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
+    problems = check_batch(config.training, world_size)
     if problems:
         raise UserError(*problems)
 

@@ -138,7 +138,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
     module: nn.Module = LossModule(model.bare)
     if model.apart:
         assert launched.sharding is not None
-        module = fsdp.prepare_empty(launched.accelerator, module, optimizer, launched.sharding)
+        module = fsdp.prepare_empty(module, optimizer, launched.sharding)
         weights.share(model.bare, model.whole, launched.device)
         if model.whole:
             model.whole.to("meta")

@@ -57,11 +57,11 @@ class Requests:
         lost = reason == "launcher_lost"
         signalled = reason is not None and not lost
         if not self._decides:
-            return Flags(signal=signalled, lost_launcher=lost)
+            return Flags(signal=signalled, launcher_lost=lost)
         now = self._clock()
         return Flags(
             signal=signalled,
-            lost_launcher=lost,
+            launcher_lost=lost,
             stop_file=self._is_there(STOP),
             stop_after=now - self._started >= self._latest(),
             minutes_due=now - self._begun >= self._every,

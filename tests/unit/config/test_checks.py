@@ -64,7 +64,7 @@ def test_a_batch_is_whole_micro_batches(tmp_path, total, micro, nearest):
 def test_a_batch_is_split_over_processes_and_micro_batches(tmp_path, total, micro, world, advice):
     config = loaded(tmp_path, f"training.global_batch_size={total}")
     training = config.training.model_copy(update={"micro_batch_size": micro})
-    found = check_batch(config.model_copy(update={"training": training}), world)
+    found = check_batch(training, world)
     assert (advice is None) == (found == [])
     assert advice is None or advice in str(found[0])
 
@@ -74,12 +74,12 @@ def test_the_advised_micro_batch_splits_the_batch(tmp_path):
         for micro in range(1, 12):
             for world in (1, 2, 3, 4):
                 config = loaded_batch(total, micro)
-                for problem in check_batch(config, world):
+                for problem in check_batch(config.training, world):
                     head, _, size = problem.remedy.partition(", or training.micro_batch_size=")
                     for number in head.split(" or "):
-                        assert check_batch(loaded_batch(int(number), micro), world) == []
+                        assert check_batch(loaded_batch(int(number), micro).training, world) == []
                     if size:
-                        assert check_batch(loaded_batch(total, int(size)), world) == []
+                        assert check_batch(loaded_batch(total, int(size)).training, world) == []
 
 
 def loaded_batch(total: int, micro: int) -> Config:

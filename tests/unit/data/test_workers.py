@@ -23,7 +23,7 @@ def blocks_then(error):
 
 
 def last_item(error):
-    ((first, last),) = workers.carried(blocks_then(error), 1, size=4)
+    ((first, last),) = workers.carry(blocks_then(error), 1, size=4)
     assert isinstance(first, Block)
     return workers.error_of(last)
 
@@ -56,7 +56,7 @@ def test_a_unit_in_a_directory_whose_name_is_no_text_can_be_noted():
 
 
 def test_where_a_block_came_from_stays_in_the_worker():
-    ((sent,),) = workers.carried(iter([block()]), 0, size=4)
+    ((sent,),) = workers.carry(iter([block()]), 0, size=4)
     assert sent.spans == ()
     assert sent.ids.tolist() == [0, 1, 2, 3, 4]
 
@@ -67,7 +67,7 @@ def test_blocks_go_several_at_once_and_a_failure_behind_those_that_were_made():
             yield block()
         raise RunError("no network", RESTARTABLE, "wait")
 
-    items = list(workers.carried(blocks(), 0, size=2))
+    items = list(workers.carry(blocks(), 0, size=2))
     assert [len(item) for item in items] == [2, 2, 2]
     assert isinstance(items[-1][-1], workers.Failed)
 
@@ -101,7 +101,7 @@ def test_no_signal_of_a_stop_ends_a_worker_not_even_before_it_can_ignore_it():
         "from llmtrain.data.workers import start_worker\n"
         "start_worker(0); print('ready', flush=True); sys.stdin.readline(); print('alive')\n"
     )
-    with workers.signals_held():
+    with workers.hold_signals():
         worker = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,

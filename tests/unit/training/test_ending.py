@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from helpers.tiny import lines
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.training.ending import StoppedEarlyError, report_documents, stoppable
 from llmtrain.training.run.journal import Journal
 from llmtrain.training.stop.signals import Signals
-from llmtrain.types import Alone
 
 
 class Asked(Signals):

@@ -137,7 +137,7 @@ def test_a_listing_that_hangs_is_left_alone(encyclopedia, monkeypatch):
         return []
 
     monkeypatch.setattr(resolving, "ATTEMPT_SECONDS", 0.1)
-    found = resolving._retried(lambda: first_hangs(None, KEY), "the listing", None)
+    found = resolving._retry(lambda: first_hangs(None, KEY), "the listing", None)
     assert (found, len(calls)) == ([], 2)
 
 

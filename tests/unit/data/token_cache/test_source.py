@@ -262,7 +262,7 @@ def test_files_without_a_description_are_taken_with_one_warning(place, caplog):
 def test_another_tokenizer_than_the_caches_is_refused(place, tmp_path):
     index = megatron.write(tmp_path / "a.idx", [[[1, 2]]])
     other = open_tokenizer(corpus.write_tokenizer(tmp_path / "other", 280))
-    said = token_cache.described(other)
+    said = token_cache.describe_tokenizer(other)
     index.with_suffix(".json").write_text(json.dumps(said))
     with pytest.raises(UserError, match="the tokenizer that wrote"):
         corpus.manifest_of(place / "tokenizer", index)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
 from llmtrain.distributed.engines import state
-from llmtrain.types import Alone, Piece, TensorSpec
+from llmtrain.types import Piece, TensorSpec
 
 LLAMA = LlamaConfig(
     vocab_size=61,

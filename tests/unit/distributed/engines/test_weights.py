@@ -42,7 +42,7 @@ def test_a_skeleton_becomes_the_whole_model(
     sizes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
     assert launched.sharding is not None
     module = LossModule(bare)
-    fsdp.prepare_empty(launched.accelerator, module, optimizer, launched.sharding)
+    fsdp.prepare_empty(module, optimizer, launched.sharding)
     weights.share(bare, whole, launched.device)
     prepared = launched.engine.prepare(module, bare, optimizer)
     assert isinstance(prepared, nn.Module)

@@ -8,13 +8,13 @@ from helpers.checkpoints import CONFIG, RUN, flip, save, saved_run
 from helpers.ranks import ROOT
 from helpers.runs import start_line, status, write_run
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints import look as module
 from llmtrain.tools.checkpoints.look import look, verify
-from llmtrain.types import Alone
 
 MODEL = "model.safetensors"
 

@@ -63,6 +63,7 @@ def test_other_values_are_told_as_accelerate_tells_them(tmp_path, monkeypatch):
 def test_processes_of_a_machine_are_its_share():
     found = exported({"num_machines": 2}, 8)
     assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("8", "4")
+    assert not [name for name in found if "_USE_" in name]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 from dataclasses import replace
 
+from llmtrain.agreement import Alone
 from llmtrain.training.run.due import Due, agreed_stop
-from llmtrain.types import Alone, Flags, Numbers
+from llmtrain.types import Flags, Numbers
 
 
 def due(
@@ -130,7 +131,7 @@ def test_a_run_is_finished_when_nothing_is_missing() -> None:
 def test_outside_a_step_ranks_agree_on_the_reason_that_outranks_others() -> None:
     assert agreed_stop(Alone(), Flags()) == ()
     assert agreed_stop(Alone(), Flags(signal=True, stop_file=True)) == ("signal",)
-    assert agreed_stop(Alone(), Flags(signal=True, lost_launcher=True)) == ("launcher_lost",)
+    assert agreed_stop(Alone(), Flags(signal=True, launcher_lost=True)) == ("launcher_lost",)
 
 
 def test_the_end_of_the_data_ends_a_run_like_its_last_step() -> None:

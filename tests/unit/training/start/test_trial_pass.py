@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.metrics import memory
 from llmtrain.training.run import rng
 from llmtrain.training.start import trial_pass
 from llmtrain.training.start.trial_pass import Trial
-from llmtrain.types import Alone
 
 CUDA = torch.device("cuda")
 

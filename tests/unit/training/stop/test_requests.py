@@ -41,7 +41,7 @@ def test_nothing_is_asked_of_a_run_that_is_left_alone(tmp_path: Path) -> None:
 def test_every_rank_says_what_it_was_signalled(tmp_path: Path, rank: int) -> None:
     asked = requests(tmp_path, rank=rank)
     assert asked.flags("SIGTERM") == Flags(signal=True)
-    assert asked.flags("launcher_lost") == Flags(lost_launcher=True)
+    assert asked.flags("launcher_lost") == Flags(launcher_lost=True)
 
 
 def test_files_and_clocks_are_rank_0s_alone(tmp_path: Path) -> None:
