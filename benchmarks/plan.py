@@ -23,7 +23,7 @@ from _published import MISSES, ROWS, error, predicted
 from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.distributed.plan.speed import device_by_memory
-from llmtrain.tools.plan import Plan, reckon
+from llmtrain.tools.plan import Plan, plan_on
 from llmtrain.training.start.planning import describe
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def plans(names: Sequence[str] = tuple(PLACES)) -> Iterator[tuple[str, Plan]]:
         ]
         model = describe(asked, places[0])
         for hardware in places:
-            yield name, reckon(asked, model, hardware, assumed=True)
+            yield name, plan_on(asked, model, hardware, assumed=True)
 
 
 def choices(found: Sequence[tuple[str, Plan]]) -> Iterator[str]:

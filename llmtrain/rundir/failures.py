@@ -14,7 +14,6 @@ same process started both ranks, for the same attempt. Nothing heavy is imported
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -28,8 +27,6 @@ from pathlib import Path
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.config.binding import config_digest_values
-from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
 from llmtrain.processes import is_alive, start_time
 from llmtrain.rundir.contents import LOGS
@@ -94,12 +91,6 @@ def leave(
     expected = isinstance(error, UserError | RunError)
     text = str(error) if expected else f"{type(error).__name__}: {error}"
     write(run_dir, rank, exit_code_of(error), text, lost_peer=lost_peer, config=config)
-
-
-def digest(config: Config) -> str:
-    """Return a digest that is equal for equal configs."""
-    values = json.dumps(config_digest_values(config), sort_keys=True, default=str)
-    return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 def clear(run_dir: Path, rank: int, world_size: int) -> None:

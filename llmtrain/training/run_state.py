@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from llmtrain.agreement import gathered
-from llmtrain.config.binding import binding_values
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
@@ -71,7 +70,7 @@ def record_cursors(run: Run, step: int, line: bytes) -> None:
 
 def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
     """Return every file that is not a tensor file."""
-    bound = binding_values(run.config)
+    bound = run.processes.bound.binding
     trainer_state = {
         "format": FORMAT,
         "run_id": run.processes.run_id,

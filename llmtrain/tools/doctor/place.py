@@ -1,6 +1,6 @@
-"""The run directory: what it lies on, whether it keeps what a run relies on, and its clock.
+"""The run directory: its file system, whether it keeps what a run relies on, and its clock.
 
-Nothing of a run is touched: probes lie in a directory of their own, beside the run or where its
+Nothing of a run is touched: probes are in a directory of their own, beside the run or where its
 directory would be made, and are deleted.
 """
 
@@ -15,10 +15,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.checkpoint import filesystem
+from llmtrain.config.binding import bind, changes
+from llmtrain.config.binding import refusals as not_accepted
+from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
-from llmtrain.rundir import contents
-from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
+from llmtrain.rundir import contents, lock
+from llmtrain.tools.doctor.case import Case, Verdict, error, join, ok, refusal, warning
 
 _FORGETFUL = {
     "tmpfs": "memory: gone when the machine restarts",
@@ -58,7 +62,7 @@ def directory(case: Case) -> Verdict:
     except OSError as failed:
         found = f"{place} cannot be written: {failed.strerror or failed}"
         return error(found, "change its permissions, make room, or set another run.dir")
-    return joined([_kind(system, place, case), *probed, *_run_there(case)])
+    return join([_kind(system, place, case), *probed, *_run_there(case)])
 
 
 def existing(path: Path) -> Path:
@@ -77,13 +81,13 @@ def _kind(system: str, place: Path, case: Case) -> Verdict:
     if system in _FORGETFUL:
         found += f" ({_FORGETFUL[system]})"
     if case.machines > 1:
-        return _shared(system, found, case)
+        return _check_shared(system, found, case)
     if system in _FORGETFUL:
         return warning(found, "run.dir=DIR on a disk that stays")
     return ok(found)
 
 
-def _shared(system: str, found: str, case: Case) -> Verdict:
+def _check_shared(system: str, found: str, case: Case) -> Verdict:
     """Every machine must see the same directory: rank 0 writes what the others read."""
     if _SHARED.fullmatch(system):
         return ok(f"{found}, which {case.machines} machines can share")
@@ -95,8 +99,6 @@ def _shared(system: str, found: str, case: Case) -> Verdict:
 
 def _probes(folder: Path) -> Iterator[Verdict]:
     """In an empty directory. Raises OSError if the disk refuses."""
-    from llmtrain import durable
-
     start = time.perf_counter()
     for content in (b"one", b"two"):
         durable.write(folder / "file", content)
@@ -117,7 +119,7 @@ def _lock(path: Path) -> Verdict:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as failed:
-            found = f"no locks ({failed.strerror}): two starts at once could both go on"
+            found = f"no locks ({failed.strerror}): two starts at once could both run"
             return warning(found, remedy)
         command = [sys.executable, "-I", "-S", "-c", _TAKE, str(path)]
         taken = subprocess.run(
@@ -126,22 +128,17 @@ def _lock(path: Path) -> Verdict:
     if taken.returncode == 1 and not taken.stderr:
         return ok("locks hold")
     if taken.returncode == 0:
-        return warning("a lock is granted twice: two starts at once could both go on", remedy)
+        return warning("a lock is granted twice: two starts at once could both run", remedy)
     return warning(f"a lock cannot be asked for: {taken.stderr.strip()}", remedy)
 
 
 def _run_there(case: Case) -> Iterator[Verdict]:
     """A run that lives in the directory already: another config's, or alive."""
-    from llmtrain.config.binding import binding_values, changes
-    from llmtrain.config.binding import refused as not_accepted
-    from llmtrain.config.load import load_config
-    from llmtrain.rundir import lock
-
     assert case.config is not None
     try:
         contents.check(case.run_dir)
     except UserError as strange:
-        yield refused(strange.problems)
+        yield refusal(strange.problems)
         return
     holder = lock.read(case.run_dir / contents.LOCK)
     if holder and lock.lives_here(holder):
@@ -149,10 +146,10 @@ def _run_there(case: Case) -> Iterator[Verdict]:
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
     began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS
     if began.is_file() and record.is_file():
-        found_changes = changes(binding_values(load_config(began)), binding_values(case.config))
+        found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
         accepted = case.config.checkpoint.accept_changes
         if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
-            yield refused(problems)
+            yield refusal(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")
 
@@ -163,7 +160,7 @@ def clocks(case: Case) -> Verdict:
     verdicts = [_date(case.wall), _drift(drift)]
     if case.config is not None:
         verdicts.append(_skew(existing(case.run_dir)))
-    return joined(verdicts)
+    return join(verdicts)
 
 
 def _date(now: float) -> Verdict:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from llmtrain.config.binding import Bound
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
@@ -54,6 +55,7 @@ class Processes:
     what does not fit any more.
     """
 
+    bound: Bound
     launched: Launched
     planned: Planned
     run_id: str

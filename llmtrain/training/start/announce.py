@@ -8,7 +8,7 @@ import platform
 import torch
 
 from llmtrain.agreement import on_rank_zero
-from llmtrain.config.binding import binding_values, changes, config_digest_values
+from llmtrain.config.binding import bind, changes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate_factor
@@ -23,7 +23,7 @@ def announce(run: Run, seconds: float) -> None:
     resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
-    values = config_digest_values(run.config)
+    values = bind(run.config).values  # with the length of the run in steps
     on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
     strategy = processes.launched.strategy
@@ -65,7 +65,7 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
     now, before = processes.versions, saved["versions"] if saved else {}
     if other := {key: now[key] for key in before if now.get(key) != before[key]}:
         event("other_versions", first, **other)
-    bound = binding_values(run.config)
+    bound = processes.bound.binding
     keys = [change.key for change in changes(saved["config"] if saved else bound, bound)]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
-from llmtrain.config.binding import binding_values, changes, dump, refused
+from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
@@ -199,8 +199,8 @@ def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
 
 def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
-    changed = changes(binding_values(began_with), binding_values(config))
-    if problems := refused(
+    changed = changes(bind(began_with).binding, bind(config).binding)
+    if problems := refusals(
         changed, config.checkpoint.accept_changes, f"with which {run_dir} began"
     ):
         raise UserError(*problems)

@@ -18,6 +18,7 @@ from functools import partial
 
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
+from llmtrain.config.binding import Bound, bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.metrics.logfile import LogFile
@@ -66,8 +67,9 @@ def start_run(config: Config) -> Iterator[Run]:
     with ExitStack() as stack:
         here = _open_run_dir(config, stack)
         signals, journal = here.signals, here.journal
-        with record_end(journal, failures.digest(config)):
-            processes = _start_processes(config, here, stack)
+        bound = bind(config)
+        with record_end(journal, bound.digest):
+            processes = _start_processes(config, bound, here, stack)
             stage = partial(stoppable, processes.launched.ranks, signals, journal)
             patience = Patience(partial(stop_reason_of, signals))
             stopping = threading.Event()
@@ -138,9 +140,9 @@ def _open_log(here: Here, stack: ExitStack) -> None:
     stack.enter_context(here.signals.stacks_in(here.logfile.descriptor))
 
 
-def _start_processes(config: Config, here: Here, stack: ExitStack) -> Processes:
+def _start_processes(config: Config, bound: Bound, here: Here, stack: ExitStack) -> Processes:
     alone = here.signals.alone(partial(stop_alone, here.journal))
-    processes = start_processes(config, here.place, alone, stack)
+    processes = start_processes(config, bound, here.place, alone, stack)
     if here.place is None:
         _open_log(here, stack)
     return processes

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from llmtrain.config.checks import check_batch, check_micro_batch
-from llmtrain.config.load import Rule
+from llmtrain.config.checks import Rule, check_batch, check_micro_batch
 from llmtrain.config.schema import (
     DataConfig,
     DocumentsConfig,

@@ -15,7 +15,7 @@ import torch
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, gathered
-from llmtrain.config.binding import config_digest_values
+from llmtrain.config.binding import Bound
 from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import accelerator as launching
@@ -40,7 +40,11 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 
 
 def start_processes(
-    config: Config, place: Place | None, alone: AbstractContextManager[None], stack: ExitStack
+    config: Config,
+    bound: Bound,
+    place: Place | None,
+    alone: AbstractContextManager[None],
+    stack: ExitStack,
 ) -> Processes:
     """Join the other ranks and check that all came, with the same config and versions.
 
@@ -56,7 +60,7 @@ def start_processes(
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         planned = agreed(meeting, lambda: _plan_here(config, precision, meeting.rank))
-        _same_everywhere(config, meeting, planned, {"precision": precision, **versions})
+        _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
@@ -76,7 +80,7 @@ def start_processes(
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
-    return Processes(launched, planned, run_id, auto, versions, again)
+    return Processes(bound, launched, planned, run_id, auto, versions, again)
 
 
 def _launch(config: Config, planned: Planned, precision: str) -> Launched:
@@ -117,11 +121,11 @@ def _plan_here(config: Config, precision: str, rank: int) -> Planned:
 
 
 def _same_everywhere(
-    config: Config, ranks: Ranks, planned: Planned, versions: Mapping[str, str]
+    bound: Bound, ranks: Ranks, planned: Planned, versions: Mapping[str, str]
 ) -> None:
     """Refuse ranks with another config, other versions, another device or another plan."""
     layout = {key: str(value) for key, value in asdict(planned.layout).items()}
-    values = {key: str(value) for key, value in config_digest_values(config).items()}
+    values = {key: str(value) for key, value in bound.values.items()}
     mine = {**values, **layout, **versions, "device": planned.hardware.device or "cpu"}
     heard = gathered(ranks, mine)
 

@@ -19,7 +19,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
-from llmtrain.config.binding import binding_values, changes, refused
+from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
@@ -63,7 +63,7 @@ def find_checkpoint(
         patience=patience,
     )
     agreed(ranks, lambda: _refuse_silent_restart(root, found, place))
-    agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
+    agreed(ranks, lambda: _refuse_other_run(found, config, processes.bound) if found else None)
     _report_missing(found, place, journal, resume)
     if found is None:
         _log.info("a new run in %s", config.run_dir)
@@ -113,10 +113,10 @@ def _refuse_silent_restart(root: Path, found: Found | None, place: Place | None)
         )
 
 
-def _refuse_other_run(found: Found, config: Config) -> None:
+def _refuse_other_run(found: Found, config: Config, bound: Bound) -> None:
     """Refuse a checkpoint of another config, whatever became of config.yaml."""
-    changed = changes(found.state["config"], binding_values(config))
-    if problems := refused(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
+    changed = changes(found.state["config"], bound.binding)
+    if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
         raise UserError(*problems)
 
 

@@ -150,7 +150,7 @@ def test_pruning_where_nothing_valid_is_left_warns_and_has_code_2(run, shown):
     assert stays.endswith("  unreadable")
     assert why.startswith("    manifest.json: ")
     assert out.splitlines()[-2:] == [
-        "warning: no checkpoint of this run is valid; what was set aside stays",
+        "warning: no checkpoint of this run is valid; what was renamed stays",
         "nothing to delete",
     ]
     code, out, _ = shown("prune", run, "--yes", "--json")

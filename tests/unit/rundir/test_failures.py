@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.config import loaded
 
 from llmtrain.rundir import failures
 
@@ -165,12 +164,6 @@ def test_a_second_attempt_begins_after_anything_else(
     changed(run_dir, 1, **fields)
     monkeypatch.setenv(ATTEMPT, "1")
     assert failures.refused_before(run_dir, "abc") is None
-
-
-def test_equal_configs_have_one_digest(tmp_path: Path) -> None:
-    config = loaded(tmp_path)
-    assert failures.digest(config) == failures.digest(loaded(tmp_path))
-    assert failures.digest(config) != failures.digest(loaded(tmp_path, "logging.every_steps=7"))
 
 
 def test_new_marks_are_told_from_old_ones(run_dir: Path) -> None:

@@ -172,7 +172,7 @@ def test_the_run_its_checkpoints_and_one_of_them_are_told_apart(run, tmp_path, m
 def test_a_run_that_has_saved_nothing_has_no_rows(tmp_path):
     run_dir = write_run(tmp_path / "run", [start_line(0)], status(run_id=RUN), CONFIG)
     assert look(run_dir).rows == ()
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="it has none"):
         list(verify(run_dir))
 
 
