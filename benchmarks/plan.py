@@ -24,7 +24,7 @@ from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.distributed.plan.speed import device_by_memory
 from llmtrain.tools.plan import Plan, plan_on
-from llmtrain.training.start.planning import described
+from llmtrain.training.start.planning import describe
 
 GIB = 2**30
 BATCH = 512
@@ -66,9 +66,12 @@ def plans(names: Sequence[str] = tuple(PLACES)) -> Iterator[tuple[str, Plan]]:
     """Each model on each of its places."""
     for name in names:
         asked = config(name)
-        model = described(asked)
-        for devices, gib, nodes in PLACES[name]:
-            hardware = Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
+        places = [
+            Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
+            for devices, gib, nodes in PLACES[name]
+        ]
+        model = describe(asked, places[0])
+        for hardware in places:
             yield name, plan_on(asked, model, hardware, assumed=True)
 
 

@@ -32,7 +32,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model.count import CannotCountError
 from llmtrain.tools.plan_file import launch_values, write_launch_file
 from llmtrain.training.start import planning
-from llmtrain.training.start.planning import Described
+from llmtrain.training.start.planning import PaperModel
 from llmtrain.types import ModelShape, Saved
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
@@ -149,10 +149,10 @@ def plan(
     if problems := [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return plan_on(config, planning.described(config, hardware), hardware, assumed=assumed)
+    return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
 
 
-def plan_on(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
+def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
     """The plan of a model that was described already, on hardware that its batch can be split over.
 
     assumed: whether the device was named after its memory. Where activations cannot be counted, the
@@ -278,7 +278,7 @@ def _checkpoints_at_once(config: Config, steps: int | None) -> int:
     return most_at_once(Policy.of(keep), steps or 0)
 
 
-def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
+def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
     """The chosen layout on fewer devices and on all, where it fits, at the same global batch."""
     machine = None if hardware.cpu else machine_of(hardware.device)
     if choice.chosen is None or machine is None:
