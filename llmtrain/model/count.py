@@ -48,6 +48,8 @@ from llmtrain.types import Saved
 
 _BF16_BYTES = 2
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_MOST_KNOWN = 256
+_known: dict[tuple[object, ...], Saved] = {}  # counts by everything they depend on
 
 
 class CannotCountError(Exception):
@@ -69,9 +71,27 @@ def count_saved(
 
     Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
     match nothing.
+
+    A count takes about half a second, and a process that plans several layouts of one model would
+    repeat it: the last counts are kept.
     """
     try:
-        return _count(model_config, seq_len, arithmetic, checkpointing, freeze)
+        key = (
+            type(model_config),
+            model_config._attn_implementation,
+            model_config.to_json_string(use_diff=False),
+            seq_len,
+            arithmetic,
+            checkpointing,
+            tuple(freeze),
+        )
+        if key not in _known:
+            if len(_known) == _MOST_KNOWN:
+                del _known[next(iter(_known))]
+            # of a copy: to build a model of a config changes fields of it
+            own = copy.deepcopy(model_config)
+            _known[key] = _count(own, seq_len, arithmetic, checkpointing, freeze)
+        return _known[key]
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError) as error:
         raise CannotCountError(f"{type(error).__name__}: {first_line(error)}") from error
 

@@ -13,7 +13,7 @@ import psutil
 from helpers.ranks import ROOT, Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
-STEPS = 120
+STEPS = 80
 
 
 def test_a_second_attempt_does_not_call_the_ranks_of_the_first(

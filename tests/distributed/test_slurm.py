@@ -17,7 +17,7 @@ from helpers.tiny import lines, status, tiny_config, weights, write_config
 from llmtrain.rundir import failures
 
 SLURM = ROOT / "scripts" / "slurm"
-STEPS = 300
+STEPS = 200
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A process that has imported the libraries, and forks ranks: imports cost seconds, a fork none.
+"""A process that has imported and used the libraries, and forks ranks: a fork costs nothing.
 
 It reads one JSON command a line: {"start": [{"argv", "env", "cwd", "output"}, …]} answers the pids;
 {"wait": pid} answers the exit code once that rank has ended (negative: the signal that ended it).
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -26,6 +27,28 @@ USED = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
 )
+
+
+def use() -> None:
+    """Do once what takes a second in each fork and comes to the same in all of them.
+
+    That is to count what the model of `helpers.tiny` saves, and to draw a first figure.
+    """
+    from helpers.tiny import tiny_config, write_config
+
+    from llmtrain.config.load import load_config
+    from llmtrain.distributed.plan.memory import Hardware
+    from llmtrain.report.collect import thin
+    from llmtrain.report.figures import Plan, Series, draw
+    from llmtrain.training.start.planning import described
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(write_config(Path(folder), tiny_config(Path(folder) / "run")))
+    model = described(config, Hardware(1 << 40, None, 1, 1, cpu=True))
+    for arithmetic in ("fp32", "autocast"):
+        model.count(arithmetic, "none")
+    curve = Series("loss", "black", thin([(1, 3.0), (2, 2.0)]))
+    draw([Plan("loss", "Loss", "nats", (curve,))], restarts=(1,))
 
 
 def start(one: dict) -> int:
@@ -84,6 +107,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in USED:
         importlib.import_module(name)
+    use()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page of the above
     answer("ready")
     for line in sys.stdin:
@@ -95,5 +119,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))  # for the functions of `call`
+    sys.path.append(str(Path(__file__).parents[1]))  # for the functions of `call` and for `use`
     serve()

@@ -85,8 +85,9 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            # Threads that wait spin otherwise, and take the cores from what they wait for.
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            # Threads that wait spin otherwise, and take the cores from what they wait for. Of
+            # autograd's threads for devices a fork would have none.
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""},
         )
         assert self._read() == "ready"
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import tokenizers
@@ -24,12 +25,20 @@ def shared(name: str) -> Path:
 
 def saved(name: str, directory: Path) -> Path:
     """A real tokenizer, as a run saves it."""
+    for file, data in _files(shared(f"tokenizers/{name}")).items():
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_bytes(data)
+    return directory
+
+
+@lru_cache
+def _files(source: Path) -> dict[str, bytes]:
+    """What a run saves of a tokenizer, which takes seconds for a large one."""
     from llmtrain.model.tokenizer import save_tokenizer
 
-    source = shared(f"tokenizers/{name}")
-    directory.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(str(source), None, directory)
-    return directory
+    with TemporaryDirectory() as folder:
+        save_tokenizer(str(source), None, Path(folder))
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def real_texts(name: str, count: int) -> list[str]:

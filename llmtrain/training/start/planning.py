@@ -75,15 +75,10 @@ def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) ->
     if found is None:
         found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
     _check_depth(found, hardware)
-    counted: dict[tuple[str, str], Saved] = {}
 
     def count(arithmetic: str, checkpointing: str) -> Saved:
-        key = (arithmetic, checkpointing)
-        if key not in counted:
-            counted[key] = count_saved(
-                found, config.data.seq_len, arithmetic, checkpointing, config.model.freeze
-            )
-        return counted[key]
+        seq_len, freeze = config.data.seq_len, config.model.freeze
+        return count_saved(found, seq_len, arithmetic, checkpointing, freeze)
 
     return PaperModel(census(found, config.model.freeze), count)
 

@@ -161,7 +161,7 @@ def compare(batch, numbers, expected, manifest):
 STARTS = st.builds(Start, st.integers(1, 8), st.integers(0, 2), st.integers(1, 4))
 
 
-@settings(dear(40), deadline=None)
+@settings(dear(20), deadline=None)
 @given(data=st.data())
 def test_any_number_of_processes_and_three_resumes_give_the_blocks_of_one(frozen, place, data):
     made = data.draw(manifests(frozen, all_end=False), "manifest")
@@ -192,7 +192,7 @@ def test_any_number_of_processes_and_three_resumes_give_the_blocks_of_one(frozen
         state = state_after(made, state, batches, state.next_block + start.steps * blocks)
 
 
-@settings(deadline=None)
+@settings(dear(25), deadline=None)
 @given(data=st.data())
 def test_each_document_is_trained_on_once_an_epoch_and_no_held_out_one_ever(frozen, place, data):
     made = data.draw(manifests(frozen, all_end=True), "manifest")

@@ -19,6 +19,7 @@ import pytest
 import torch
 import xxhash
 from helpers import corpus, reference_stream
+from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,7 +173,8 @@ def test_batches_do_not_depend_on_workers(mixed, place, world_size, workers):
             assert np.array_equal(one.ids, other.ids)
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.deeper
+@settings(dear(5), deadline=None)
 @given(data=st.data())
 def test_a_resume_at_any_step_with_any_world_size_goes_on_the_same(mixed, place, data):
     steps = 30

@@ -187,6 +187,18 @@ def read_scalars(directory, tag):
     return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
+@pytest.fixture
+def process_state():
+    """accelerate's, which a run has before it opens a tracker."""
+    from accelerate import PartialState
+
+    there = bool(PartialState._shared_state)
+    yield PartialState(cpu=True)
+    if not there:
+        PartialState._reset_state()
+
+
+@pytest.mark.usefixtures("process_state")
 def test_wandb_is_resumed_under_its_id(tmp_path, events, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

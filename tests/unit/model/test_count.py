@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
+from llmtrain.model import count
 from llmtrain.model.count import CannotCountError, count_saved
 
 ARITHMETICS = ("fp32", "bf16", "autocast")
@@ -197,6 +198,30 @@ def test_dropout_keeps_a_byte_an_element_and_attention_no_matrix_of_positions() 
     more = total(kept[0.1], SEQ_LEN, "fp32") - total(kept[0.0], SEQ_LEN, "fp32")
     masks = (2 * 3 + 1) * 64 * SEQ_LEN
     assert more == pytest.approx(masks, rel=0.05)
+
+
+def test_a_model_is_counted_once_and_another_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = 0
+
+    def counting(*asked: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return of_a_forward(*asked)
+
+    of_a_forward = count._count
+    monkeypatch.setattr(count, "_count", counting)
+    monkeypatch.setattr(count, "_known", {})
+    described = config("llama")
+    first = count_saved(described, 24, "fp32", "none")
+    assert count_saved(described, 24, "fp32", "none") == first
+    assert runs == 1
+    wider = config("llama", intermediate_size=112)
+    assert count_saved(wider, 24, "fp32", "none") != first
+    assert count_saved(described, 25, "fp32", "none") != first
+    assert count_saved(described, 24, "bf16", "none") != first
+    assert count_saved(described, 24, "fp32", "full") != first
+    count_saved(described, 24, "fp32", "none", ("model.norm.weight",))
+    assert runs == 6
 
 
 def test_what_fake_tensors_cannot_run_is_said() -> None:

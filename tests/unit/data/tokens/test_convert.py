@@ -1,4 +1,5 @@
 import importlib.resources
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -16,13 +17,26 @@ def small(tmp_path_factory):
     return corpus.write_tokenizer(tmp_path_factory.mktemp("convert") / "small", entries=400)
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The directory of a real tokenizer, by its name."""
+    root = tmp_path_factory.mktemp("real")
+    return lru_cache(lambda name: vocabularies.saved(name, root / name))
+
+
+@lru_cache(maxsize=2)
+def converted_once(directory):
+    """Its conversion, which takes a second or two for a real one."""
+    return convert(description(directory))
+
+
 @pytest.fixture(scope="module", params=["small", "sample", "gpt2", "qwen3"])
-def convertible(request, small, tmp_path_factory):
+def convertible(request, small, real):
     if request.param == "small":
         return small
     if request.param == "sample":
         return importlib.resources.files("llmtrain.data.sample")
-    return vocabularies.saved(request.param, tmp_path_factory.mktemp("real") / request.param)
+    return real(request.param)
 
 
 def split(regex, **changes):
@@ -116,28 +130,28 @@ def test_two_patterns_are_an_obstacle(small):
 def test_the_same_ids_as_the_library_on_awkward_texts(convertible):
     found = description(convertible)
     assert list(obstacles(found)) == []
-    converted = convert(found)
+    converted = converted_once(convertible)
     for text in PROBES:
         assert converted.encode_part(text).tolist() == library_ids(convertible, text), repr(text)
 
 
 @pytest.mark.parametrize("language", ["20140304.en", "20210520.vi"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_the_same_ids_as_the_library_on_real_documents(tmp_path, name, language):
-    directory = vocabularies.saved(name, tmp_path)
+def test_the_same_ids_as_the_library_on_real_documents(real, name, language):
+    directory = real(name)
     texts = vocabularies.real_texts(language, 300)
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     expected = [found.ids for found in library.encode_batch_fast(texts, add_special_tokens=False)]
-    assert [ids.tolist() for ids in convert(description(directory)).encode(texts)] == expected
+    assert [ids.tolist() for ids in converted_once(directory).encode(texts)] == expected
 
 
 def test_the_same_text_as_the_library_from_any_ids(convertible):
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(convertible / "tokenizer.json"))
-    converted = convert(description(convertible))
+    converted = converted_once(convertible)
     chosen = np.random.default_rng(0)
     for ids in chosen.integers(0, library.get_vocab_size() + 9, (200, 12)).tolist():
         assert converted.decode(ids) == library.decode(ids, skip_special_tokens=False)

@@ -1,4 +1,7 @@
-"""The whole plan against an oracle that watches two steps, up to 8 billion parameters."""
+"""The whole plan against an oracle that watches two steps, up to 8 billion parameters.
+
+The oracle's time grows with the blocks: in the suite the deep models have a few of theirs.
+"""
 
 from typing import Any
 
@@ -33,6 +36,9 @@ MODELS: dict[str, tuple[Any, int, int]] = {
     "gpt2 124M": (GPT2Config(**DROPOUT), 8, 1024),
     "llama 1B": (llama(2048, 5632, 22, 16, 4, 32000), 4, 2048),
     "llama 8B": (llama(4096, 14336, 32, 32, 8, 128256), 1, 8192),
+    "gpt2 124M, 4 blocks": (GPT2Config(n_layer=4, **DROPOUT), 8, 1024),
+    "llama 1B, 5 blocks": (llama(2048, 5632, 5, 16, 4, 32000), 4, 2048),
+    "llama 8B, 5 blocks": (llama(4096, 14336, 5, 32, 8, 128256), 1, 8192),
     "few words": (llama(2048, 8192, 4, 16, 4, 512), 4, 4096),  # blocks need more than the head
 }
 
@@ -49,9 +55,12 @@ def planned(described: Any, micro: int, seq_len: int, arithmetic: str, checkpoin
 @pytest.mark.parametrize(
     ("name", "arithmetic", "checkpointing"),
     [
-        ("gpt2 124M", "autocast", "none"),
-        ("llama 1B", "fp32", "selective"),
-        ("llama 8B", "autocast", "none"),
+        pytest.param("gpt2 124M", "autocast", "none", marks=pytest.mark.slow),
+        ("gpt2 124M, 4 blocks", "autocast", "none"),
+        pytest.param("llama 1B", "fp32", "selective", marks=pytest.mark.slow),
+        ("llama 1B, 5 blocks", "fp32", "selective"),
+        pytest.param("llama 8B", "autocast", "none", marks=pytest.mark.slow),
+        ("llama 8B, 5 blocks", "autocast", "none"),
         ("few words", "fp32", "full"),
         ("few words", "autocast", "none"),
         ("few words", "autocast", "selective"),
