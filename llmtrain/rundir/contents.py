@@ -27,13 +27,13 @@ LOCK = "lock"
 SHARED = ".shared"  # one name, so that a killed start leaves at most one file
 STOP, SAVE = "STOP", "SAVE"
 TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
-ANEW = "anew"  # the tokenizer and manifest that take the place of the run's, until they do
+STAGED = "staged"  # the tokenizer and manifest that take the place of the run's, until they do
 
 _FOLDER, _FILE = "a directory", "a regular file"
 # Folder, names in it, what they must be if they exist.
 # `footers` is not here: data is read without it, if need be.
 _KINDS = (
-    ("", r"checkpoints|logs|tokenizer|anew(\.partial)?", _FOLDER),
+    ("", r"checkpoints|logs|tokenizer|staged(\.partial)?", _FOLDER),
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
     ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
     ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),

@@ -32,7 +32,7 @@ from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
 from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
-from llmtrain.distributed.launch.attempts import meet_anew
+from llmtrain.distributed.launch.attempts import meet_again
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import Group
 from llmtrain.types import Ranks
@@ -105,7 +105,7 @@ def make_accelerator(
     DeepSpeed cannot work.
     """
     timeout = timedelta(minutes=distributed.timeout_minutes)
-    meet_anew(timeout)
+    meet_again(timeout)
     # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
     # beats `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
     common = {

@@ -17,7 +17,7 @@ _opened: list[TCPStore] = []  # rank 0's: they live as long as its process
 _met: set[str] = set()  # attempts whose MASTER_PORT is changed already
 
 
-def meet_anew(timeout: timedelta) -> None:
+def meet_again(timeout: timedelta) -> None:
     """Give the ranks of a restarted attempt their own MASTER_PORT, before the group is made.
 
     timeout: for the wait for rank 0. Raises torch's DistError if it does not come.

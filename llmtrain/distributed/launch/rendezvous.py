@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.distributed.rendezvous import rendezvous
 
 from llmtrain.agreement import Alone, count_votes
-from llmtrain.distributed.launch.attempts import meet_anew
+from llmtrain.distributed.launch.attempts import meet_again
 from llmtrain.distributed.launch.environment import awaited, launcher_variables
 from llmtrain.types import Ranks, Vote
 
@@ -78,7 +78,7 @@ def meet(timeout: timedelta, tell_after: float = _TELL_AFTER_SECONDS) -> Ranks:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
     with _telling(tell_after):
-        meet_anew(timeout)
+        meet_again(timeout)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     # Each attempt has a store of its own, and its number may not stand in a key: a node that hears

@@ -28,7 +28,7 @@ class Planned:
 
     memory: None where it could not be planned
     reason: of the layout
-    decided_anew: what an earlier start of this kind froze does not fit any more
+    decided_again: what an earlier start of this kind froze does not fit any more
     """
 
     layout: Layout
@@ -36,7 +36,7 @@ class Planned:
     hardware: Hardware
     memory: MemoryPlan | None
     reason: str
-    decided_anew: bool = False
+    decided_again: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as the `start` line has it."""
@@ -51,7 +51,7 @@ class Planned:
 class Processes:
     """The processes of this start, and what is frozen for them.
 
-    decided_anew: an earlier start had another number of processes or kind of device, or froze
+    decided_again: an earlier start had another number of processes or kind of device, or froze
     what does not fit any more.
     """
 
@@ -61,7 +61,7 @@ class Processes:
     run_id: str
     auto: Auto
     versions: dict[str, str]
-    decided_anew: bool
+    decided_again: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
         warn_of_grace(run, *place.pace)
     if not same_randomness:
         event("rng_reseeded", first, world_size=run.ranks.world_size)
-    if processes.decided_anew:
+    if processes.decided_again:
         event("auto_decided_anew", first, **processes.auto.launch)
     now, before = processes.versions, saved["versions"] if saved else {}
     if other := {key: now[key] for key in before if now.get(key) != before[key]}:

@@ -207,7 +207,7 @@ def _compare(run_dir: Path, config: Config) -> None:
 
 
 def _delete_decisions(run_dir: Path) -> None:
-    for name in (contents.TOKENIZER, contents.ANEW):
+    for name in (contents.TOKENIZER, contents.STAGED):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):
         (run_dir / name).unlink(missing_ok=True)

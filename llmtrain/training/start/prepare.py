@@ -24,7 +24,7 @@ from llmtrain.data.tokens.backend import choose_tokenizer
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
 from llmtrain.model.tokenizer import save_tokenizer
-from llmtrain.rundir.contents import ANEW, HELDOUT, MANIFEST, TOKENIZER, write_atomically
+from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def _make_again(
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
     found = survey(data_settings(config), processes, run_dir, lanes, stop)
-    partial = run_dir / f"{ANEW}.partial"
+    partial = run_dir / f"{STAGED}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if not any(key.startswith("model.") for key in changed):
@@ -88,13 +88,13 @@ def _make_again(
     _write(config, found, partial, revision)
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
-    partial.rename(run_dir / ANEW)
+    partial.rename(run_dir / STAGED)
     _take_over(run_dir)
 
 
 def _take_over(run_dir: Path) -> None:
     """Replace the old by what was made again; after a kill, the next start continues here."""
-    new = run_dir / ANEW
+    new = run_dir / STAGED
     if not new.exists():
         return
     (run_dir / HELDOUT).unlink(missing_ok=True)

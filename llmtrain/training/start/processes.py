@@ -69,8 +69,8 @@ def start_processes(
     run_id = from_rank_zero(ranks, lambda: place.run_id if place else "")
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(config.run_dir, kind)
-    again = planned.decided_anew or (bool(auto.launches) and kind not in auto.launches)
-    for key in FROZEN if planned.decided_anew else ():
+    again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)
+    for key in FROZEN if planned.decided_again else ():
         auto.launch.pop(key, None)
     auto.run.setdefault("precision", precision)
     layout = asdict(planned.layout)

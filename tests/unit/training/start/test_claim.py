@@ -223,7 +223,7 @@ DIRECTORIES = [
     "checkpoints",
     "logs",
     "tokenizer",
-    "anew",
+    "staged",
     "checkpoints/step-00000004",
     "checkpoints/step-00000004.partial",
     "checkpoints/step-00000004.damaged-2",

@@ -106,7 +106,7 @@ def test_what_was_frozen_for_a_launch_of_this_kind_stays(tmp_path: Path) -> None
     assert fresh.memory is not None
     assert found.memory.parts["activations"] < fresh.memory.parts["activations"]
     assert found.reason.startswith("ddp with full activation checkpointing, micro-batch 3, as an")
-    assert not found.decided_anew
+    assert not found.decided_again
     asked = planned(config(tmp_path, training__micro_batch_size=2))
     assert asked.layout.micro_batch_size == 2
 
@@ -119,7 +119,7 @@ def test_what_was_frozen_but_fits_no_more_is_decided_anew(tmp_path: Path) -> Non
     made = config(tmp_path, distributed__device_memory_gb=tight, distributed__strategy="ddp")
     freeze(made, micro_batch_size=12, activation_checkpointing="none", fsdp_sync="every")
     found = planned(made)
-    assert found.decided_anew
+    assert found.decided_again
     assert found.memory is not None
     assert found.memory.total_bytes <= found.hardware.device_bytes
     assert found.layout.micro_batch_size < 12

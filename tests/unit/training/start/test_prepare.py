@@ -112,8 +112,8 @@ def test_a_kill_between_old_and_new_is_finished_by_the_next_start(config, run_di
     prepare(other, run_dir, 1, None, saved)
     whole = files(run_dir)
     # As a kill leaves it: the tokenizer has been moved, the manifest has not.
-    (run_dir / "anew").mkdir()
-    (run_dir / MANIFEST).rename(run_dir / "anew" / MANIFEST)
+    (run_dir / "staged").mkdir()
+    (run_dir / MANIFEST).rename(run_dir / "staged" / MANIFEST)
     (run_dir / MANIFEST).write_text("{}")
     prepare(other, run_dir, 1, None, saved)
     assert files(run_dir) == whole
