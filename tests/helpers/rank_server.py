@@ -24,6 +24,8 @@ USED = (
     "pandas",
     "safetensors.torch",
     "tiktoken",
+    "torch._dynamo.repro.after_dynamo",  # with the next one: DeepSpeed compiles an optimizer
+    "torch._inductor.compile_fx",  # that nobody here uses
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
 )
