@@ -42,11 +42,11 @@ def use() -> None:
     from llmtrain.distributed.plan.memory import Hardware
     from llmtrain.report.collect import thin
     from llmtrain.report.figures import Plan, Series, draw
-    from llmtrain.training.start.planning import described
+    from llmtrain.training.start.planning import describe
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(write_config(Path(folder), tiny_config(Path(folder) / "run")))
-    model = described(config, Hardware(1 << 40, None, 1, 1, cpu=True))
+    model = describe(config, Hardware(1 << 40, None, 1, 1, cpu=True))
     for arithmetic in ("fp32", "autocast"):
         model.count(arithmetic, "none")
     curve = Series("loss", "black", thin([(1, 3.0), (2, 2.0)]))
