@@ -66,9 +66,12 @@ def plans(names: Sequence[str] = tuple(PLACES)) -> Iterator[tuple[str, Plan]]:
     """Each model on each of its places."""
     for name in names:
         asked = config(name)
-        model = described(asked)
-        for devices, gib, nodes in PLACES[name]:
-            hardware = Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
+        places = [
+            Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
+            for devices, gib, nodes in PLACES[name]
+        ]
+        model = described(asked, places[0])
+        for hardware in places:
             yield name, reckon(asked, model, hardware, assumed=True)
 
 
