@@ -86,9 +86,10 @@ def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
 
 
 def check_packing(data: DataConfig) -> list[Problem]:
-    """A packing that needs the document mask."""
-    if data.packing == "bestfit" and data.document_mask is False:
-        expected = "true or auto with data.packing bestfit: the end of a long document overlaps"
+    """Each packing but `concat` needs the document mask."""
+    if data.packing not in ("auto", "concat") and data.document_mask is False:
+        with_packing = f"true or auto with data.packing {data.packing}"
+        expected = f"{with_packing}: the end of a long document overlaps"
         return [Problem("data.document_mask", False, expected, "true, or data.packing=concat")]
     return []
 
