@@ -19,10 +19,11 @@ from unittest import mock
 import torch
 from xxhash import xxh3_128
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, write
 from llmtrain.checkpoint.background import Writer
-from llmtrain.types import Alone, Piece, Spec, TensorSpec
+from llmtrain.types import Piece, Spec, TensorSpec
 
 RUN = "0123456789abcdef"
 MIB = 1 << 20

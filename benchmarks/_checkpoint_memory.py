@@ -77,8 +77,8 @@ def loaded(root: Path, spec: Any, values: dict[str, Any]) -> None:
     """Verify the newest checkpoint, make the tensors, read into them."""
     from _checkpoint_disk import pieces_of, values_of
 
+    from llmtrain.agreement import Alone
     from llmtrain.checkpoint import read
-    from llmtrain.types import Alone
 
     found = read.find(root, None, Alone())
     assert found is not None

@@ -94,7 +94,7 @@ MISSES = (
 )
 
 
-def calibrated(
+def calibrate(
     published: float,
     shape: ModelShape,
     work: Work,
@@ -118,7 +118,7 @@ def predicted(row: Row) -> float:
     kept = _RECOMPUTED[row.factor]
     layouts = [Layout("fsdp2", kept, size, 1, "every") for size in row.micro]
     places = [Hardware(0, None, 8, count // 8, row.device) for count in row.gpus]
-    known = calibrated(row.published[0], shape, work, layouts[0], places[0], row.machine)
+    known = calibrate(row.published[0], shape, work, layouts[0], places[0], row.machine)
     found = step_time(shape, work, layouts[1], places[1], known)
     return found.tokens_per_second / row.gpus[1]
 

@@ -23,8 +23,8 @@ from _published import MISSES, ROWS, error, predicted
 from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.distributed.plan.speed import device_by_memory
-from llmtrain.tools.plan import Plan, reckon
-from llmtrain.training.start.planning import described
+from llmtrain.tools.plan import Plan, plan_on
+from llmtrain.training.start.planning import describe
 
 GIB = 2**30
 BATCH = 512
@@ -70,9 +70,9 @@ def plans(names: Sequence[str] = tuple(PLACES)) -> Iterator[tuple[str, Plan]]:
             Hardware(gib * GIB, None, devices, nodes, device_by_memory(gib))
             for devices, gib, nodes in PLACES[name]
         ]
-        model = described(asked, places[0])
+        model = describe(asked, places[0])
         for hardware in places:
-            yield name, reckon(asked, model, hardware, assumed=True)
+            yield name, plan_on(asked, model, hardware, assumed=True)
 
 
 def choices(found: Sequence[tuple[str, Plan]]) -> Iterator[str]:

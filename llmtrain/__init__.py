@@ -40,10 +40,10 @@ _HOMES = {
 
 
 def train(config: Config) -> Result:
-    """Train to the last step, or go on where `config.run.dir` stands; on every rank of a launch.
+    """Train to the last step, or resume the run in `config.run.dir`; on every rank of a launch.
 
     While it runs, SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for an agreed stop (main thread only).
-    Raises UserError for what a person can put right, RunError for what the machine did.
+    Raises UserError for what a person can correct, RunError for what the machine did.
     """
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment

@@ -1,8 +1,8 @@
 """How all ranks come to one decision, over any `Ranks`.
 
-Each rank does its part, all learn who failed, and all go on or all raise: a rank that raised alone
-would leave the others waiting in the next collective. Every function here but `attempt` is
-collective. Values travel as JSON; nothing is pickled.
+Each rank does its part, all learn who failed, and either all continue or all raise: a rank that
+raised alone would leave the others waiting in the next collective. Every function here but
+`attempt`, `refuse` and `failure` is collective. Values are sent as JSON; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -13,13 +13,41 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.errors import RESTARTABLE, PeerError
-from llmtrain.types import Failure, Ranks, Vote, failure
+from llmtrain.errors import PeerError, exit_code_of, precedence
+from llmtrain.types import Failure, Ranks, Vote
 
 T = TypeVar("T")
 
-# A cause outranks its consequences: bad input, the disk, a defect, a lost peer.
-_ORDER = {2: 0, 74: 1, 1: 2, RESTARTABLE: 3}
+
+class Alone:
+    """`Ranks` of a single process."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, body: bytes) -> list[bytes]:
+        """Return the only body."""
+        return [body]
+
+    def broadcast(self, body: bytes) -> bytes:
+        """Return the only body."""
+        return body
+
+    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
+        """Return the only vote."""
+        return Vote(() if error is None else (failure(0, error),), (body,))
+
+    def highest(self, value: int) -> int:
+        """Return the only number."""
+        return value
+
+
+def failure(rank: int, error: BaseException) -> Failure:
+    """Return an exception as a failed vote."""
+    number = error.errno if isinstance(error, OSError) else None
+    file = str(error.filename) if isinstance(error, OSError) and error.filename else None
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return Failure(rank, type(error).__name__, text, exit_code_of(error), number, file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +65,7 @@ class Outcome(Generic[T]):
 
 
 def attempt(work: Callable[[], T]) -> Outcome[T]:
-    """Do `work` and keep whatever ends it: the peers must learn of it before it is raised."""
+    """Do `work` and keep its result or exception: peers must learn of it before it is raised."""
     try:
         return Outcome((work(),))
     except Exception as caught:  # the edge of every vote
@@ -55,11 +83,11 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def refuse(vote: Vote, error: BaseException | None) -> None:
-    """Raise what a vote decided, if any rank failed. error: this rank's own."""
+    """Raise what a vote decided, if any rank failed. error: this rank's."""
     if error is not None:
         raise error
     if vote.failures:
-        first = min(vote.failures, key=lambda one: _ORDER.get(one.exit_code, 2))
+        first = min(vote.failures, key=lambda one: precedence(one.exit_code))
         raise PeerError(first.text, first.exit_code, first.rank)
 
 
@@ -81,13 +109,13 @@ def gathered(ranks: Ranks, value: object) -> list[Any]:
 
 
 def count_votes(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
-    """`Ranks.vote` for ranks that can gather and broadcast."""
+    """Implement `Ranks.vote` for ranks that can gather and broadcast."""
     _, phase = heartbeat.read()
     heartbeat.beat(f"a vote of all processes ({phase})")
-    said = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
-    heard = ranks.gather(len(said).to_bytes(8, "little") + said + body)
+    own = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
+    heard = ranks.gather(len(own).to_bytes(8, "little") + own + body)
     ballots = [_split(ballot) for ballot in heard]
-    failed = [json.loads(said) for said, _ in ballots if said]
+    failed = [json.loads(error) for error, _ in ballots if error]
     failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
     heartbeat.beat(phase)
     return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))

@@ -1,4 +1,4 @@
-"""What is written stays: a file that is there as a whole or not at all, names that outlive a crash.
+"""Writes that survive a crash: a file is there as a whole or not at all.
 
 A rename is on the disk only once its directory is.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,10 +50,19 @@ def replacing(path: Path, *, sync: bool = True, shared: bool = False) -> Iterato
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def close_on_error(descriptor: int) -> Iterator[int]:
+    """Close a file if the block raises; otherwise it stays open."""
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        yield descriptor
+        stack.pop_all()
+
+
 def is_at(path: Path, descriptor: int) -> bool:
     """Whether the file at a path is the open one: neither removed nor replaced.
 
-    Where the disk cannot tell, it counts as there: whatever is written next will show.
+    If the disk does not answer, it counts as there: the next write will fail.
     """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -62,7 +71,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def is_gone(path: Path) -> bool:
-    """Whether nothing is at a path. Where the disk cannot tell, it counts as there."""
+    """Whether nothing is at a path. If the disk does not answer, something counts as there."""
     try:
         path.stat()
     except OSError as error:
@@ -77,7 +86,7 @@ def sync_directory(*directories: Path) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot; they make entries durable themselves or not at all.
+            # Some network file systems cannot do it; they make entries durable themselves or never.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
             _warn_unsynced()
@@ -87,5 +96,5 @@ def sync_directory(*directories: Path) -> None:
 
 @functools.cache
 def _warn_unsynced() -> None:
-    """Say it once in a process."""
+    """Log it once in a process."""
     log.warning("this file system cannot fsync directories: a power cut may lose what was written")

@@ -1,9 +1,8 @@
 """What a person reads when something went wrong.
 
-A `UserError` is for what a person can put right (exit code 2): it collects every problem, so that
-one start reports them all. A `RunError` is for what the machine did: it knows its exit code and
-what to do next. Anything else that is raised is a defect: its traceback is shown and the exit code
-is 1.
+A `UserError` is for what a person can correct (exit code 2): it collects every problem, so that one
+start reports them all. A `RunError` is for what the machine did: it has its exit code and what to
+do next. Anything else that is raised is a defect: its traceback is shown and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from pathlib import Path
 UNKNOWN_KEY = "unknown key"
 DISK_FAILED = 74
 RESTARTABLE = 75
-_LINES = "\n"  # what has several lines keeps them
+_LINES = "\n"  # kept in texts of several lines
 
 
 def harmless(text: str, keep: str = "") -> str:
-    """The text without anything that a terminal would obey: what is not printable as an escape.
+    """Replace every character that is not printable by an escape: a terminal might obey it.
 
-    Names of files and texts come from elsewhere, and may move the cursor or turn the direction of
-    writing. keep: characters that stay as they are, `\\n` where a message has several lines.
+    Names of files and texts come from elsewhere, and may move the cursor or reverse the direction
+    of writing.
+
+    keep: characters that stay as they are, such as `\\n` in a message of several lines
     """
     return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
 
@@ -41,11 +42,12 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to put right.
+    """One thing to correct.
 
-    key: the config key, file or flag · value: what was found (None: nothing worth showing) ·
-    expected: what would be right, or that it is an unknown key, which reads best by itself ·
-    remedy: what to do, when `expected` does not say it already.
+    key: the config key, file or flag
+    value: what was found; None = nothing worth showing
+    expected: what would be right, or just that the key is unknown
+    remedy: what to do, if `expected` does not say it already
     """
 
     key: str
@@ -62,7 +64,7 @@ class Problem:
 
     @property
     def reason(self) -> str:
-        """What is wrong, as a message has it: `expected: …`, or `unknown key …`."""
+        """What is wrong, as in a message: `expected: …`, or `unknown key …`."""
         unknown = self.expected.startswith(UNKNOWN_KEY)
         return self.expected if unknown else f"expected: {self.expected}"
 
@@ -103,7 +105,7 @@ class RunError(Exception):
 
 @contextmanager
 def needed_on_disk(path: Path) -> Iterator[None]:
-    """What the disk refuses within, a run cannot do without: OSError becomes RunError (74)."""
+    """Turn an OSError in the block into RunError (74): a run cannot continue without this write."""
     try:
         yield
     except OSError as error:
@@ -112,6 +114,19 @@ def needed_on_disk(path: Path) -> Iterator[None]:
             DISK_FAILED,
             "make room or repair the disk, then give the same command again",
         ) from error
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what a process ends with for an error: 1 for a defect."""
+    return error.exit_code if isinstance(error, UserError | RunError) else 1
+
+
+def precedence(exit_code: int) -> int:
+    """Return a number that is lower for a cause than for its consequences.
+
+    Bad input comes before the disk, then a defect (as any other code), then a lost peer.
+    """
+    return {UserError.exit_code: 0, DISK_FAILED: 1, RESTARTABLE: 3}.get(exit_code, 2)
 
 
 class PeerError(RunError):

@@ -5,10 +5,10 @@
     save.write@rank=1@bytes=70%=kill       rank 1 dies when it has written 70 % of its share
     save.create@nth=2=enospc;loop.micro@step=7=term
 
-Without `nth` a fault strikes each time that its other conditions hold; with it, when they hold for
-the N-th time in this process. A step is that of the checkpoint at hand, elsewhere the one under way
+Without `nth` a fault is injected each time that its other conditions hold; with it, when they hold
+for the N-th time in this process. `step` is the step of the checkpoint, elsewhere the current one
 (0 during the start's evaluation; none before). `bytes` is what this rank has written of one
-checkpoint, as a number or as a share. Of the actions `short` alone is carried out by the caller.
+checkpoint, as a number or as a share. Only the action `short` is carried out by the caller.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ _NUMBERED = {"exit": _CODE, "delay": _NUMBER, "hang": _NUMBER, "flip": _COUNT}
 
 
 class InjectedError(Exception):
-    """What `raise` raises: a defect, as far as the run knows."""
+    """The action `raise`: for the run it is a defect."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """One fault; `seen` counts how often its conditions held."""
+    """One fault. seen: how often its conditions held."""
 
     text: str
     point: str
@@ -99,14 +99,14 @@ class Fault:
 
 _faults: list[Fault] | None = None
 _rank = 0
-_step: int | None = None  # the one under way, as `loop.step` said
+_step: int | None = None  # the current one, from `loop.step`
 
 
 def install(environ: Mapping[str, str]) -> None:
-    """Take up LLMTRAIN_FAULTS, or nothing. Raises ValueError, whose text names the wrong part."""
+    """Install the faults of LLMTRAIN_FAULTS. Raises ValueError, whose text names the wrong part."""
     global _faults, _rank, _step
     text = environ.get(VARIABLE, "")
-    _faults = [_parsed(part.strip()) for part in text.split(";") if part.strip()] or None
+    _faults = [_parse(part.strip()) for part in text.split(";") if part.strip()] or None
     _step = None
     _rank = int(environ["RANK"]) if environ.get("RANK", "").isdigit() else 0
 
@@ -114,12 +114,14 @@ def install(environ: Mapping[str, str]) -> None:
 def hit(
     point: str, *, step: int | None = None, path: Path | None = None, written: int = 0, of: int = 0
 ) -> str | None:
-    """The place `point` was reached: do what was asked for here.
+    """Inject the faults of this place, if any.
 
-    step: of the checkpoint, or of the run (left out: the one under way) · path: the file at hand,
-    for `truncate` and `flip` · written, of: bytes of this rank's share so far, and all of it.
-    Returns `short` where the caller shall write less than it says, None otherwise. Raises OSError
-    or InjectedError as asked.
+    step: of the checkpoint, or of the run; None = the current one
+    path: the file that is written or read, for `truncate` and `flip`
+    written, of: bytes of this rank's share so far, and all of it
+
+    Returns `short` if the caller must write less than it says, otherwise None. Raises OSError or
+    InjectedError as the fault says.
     """
     global _step
     if _faults is None:
@@ -135,7 +137,7 @@ def hit(
     return None
 
 
-def _parsed(part: str) -> Fault:
+def _parse(part: str) -> Fault:
     head, equals, action = part.rpartition("=")
     if not equals:
         raise ValueError(f"{part}: it lacks =action")
@@ -169,15 +171,15 @@ def _holds(fault: Fault, step: int | None, written: int, of: int) -> bool:
     fault.seen += 1
     if "nth" in wanted and fault.seen != int(wanted["nth"]):
         return False
-    return "p" not in wanted or _drawn(fault) < float(wanted["p"])
+    return "p" not in wanted or _draw(fault) < float(wanted["p"])
 
 
 def _threshold(value: str, of: int) -> float:
     return of * float(value[:-1]) / 100 if value.endswith("%") else float(value)
 
 
-def _drawn(fault: Fault) -> float:
-    """In [0, 1), the same whenever the same run comes here for the same time."""
+def _draw(fault: Fault) -> float:
+    """Return a number in [0, 1), the same each time that the same run comes here."""
     key = f"{fault.conditions.get('seed', 0)} {fault.point} {_rank} {fault.seen}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7]) / 2**56
 
@@ -206,7 +208,7 @@ def _strike(fault: Fault, path: Path | None) -> str | None:
 
 
 def _damage(fault: Fault, path: Path | None) -> None:
-    """Half of the file, or one bit of it: of the byte at the offset, else of the middle one."""
+    """Truncate a file to its half, or flip one bit: of the byte at the offset or in the middle."""
     if path is None:
         raise InjectedError(f"{fault.text}: there is no file at this point")
     size = path.stat().st_size

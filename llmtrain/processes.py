@@ -11,7 +11,13 @@ import ctypes
 import os
 import signal
 import sys
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -32,6 +38,44 @@ def stop_signals() -> list[signal.Signals]:
     return signals
 
 
+def start_time(pid: int) -> str | None:
+    """Return when a process started, in ticks since the boot; None if it has ended.
+
+    None too where /proc is missing.
+    """
+    fields = _stat(pid)
+    return fields[19] if fields else None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists; a zombie does not count."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    fields = _stat(pid)
+    return not fields or fields[0] not in ("Z", "X")
+
+
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin `work` in a daemon thread. Whoever waits for the future gets its result or exception.
+
+    It is not a thread of an executor: at exit, Python would wait for one that hangs.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # the edge of the thread
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 def signal_on_death_of_parent(number: signal.Signals) -> None:
     """Have the kernel send this process `number` when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
@@ -40,6 +84,14 @@ def signal_on_death_of_parent(number: signal.Signals) -> None:
 def adopt_orphans(adopt: bool) -> None:
     """Become the parent of descendants whose own parent dies, or stop doing so."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat after the name, which can be anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""The values that cross rooms. Plain data; foreign types stand only in annotations."""
+"""The values that several rooms use. Plain data; foreign types are only in annotations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ NOT_TRAINED = -100  # the label of a position without a loss, as PyTorch and tra
 class Cursor(NamedTuple):
     """Where a lane's next block of one source begins: positions in the permuted lists.
 
-    unit counts this lane's units of `epoch`, row the rows of that unit, offset the tokens of that
-    document.
+    epoch: passes over the data
+    unit: number among this lane's units of that epoch
+    row: number in that unit
+    offset: tokens of that document before the block
     """
 
     epoch: int
@@ -32,12 +34,15 @@ class Cursor(NamedTuple):
 class Batch:
     """This rank's blocks of one step, on the host.
 
-    ids (n, S + 1) int32 · labels (n, S) int64, −100 = not trained · starts: for each block, where
-    its documents begin in ids[:-1] (int32, the first is 0, padding is a document of its own); None
-    where documents may see each other · cursors: lane → the cursors of all sources after that
-    lane's last block of this step · digest: sum over this rank's blocks modulo 2^64 · sources:
-    label → trained tokens, of blocks that are no padding · counts: label → what was met → how often
-    · ended: all lanes of this rank have come to their end.
+    ids: (n, S + 1) int32
+    labels: (n, S) int64; −100 = not trained
+    starts: for each block, where its documents begin in ids[:-1] (int32, the first is 0, padding is
+        a document of its own); None where documents may attend to each other
+    cursors: lane → the cursors of all sources after that lane's last block of this step
+    digest: sum over this rank's blocks modulo 2^64
+    sources: label → trained tokens, without blocks of padding
+    counts: label → kind of event → how often
+    ended: whether all lanes of this rank have ended
     """
 
     ids: np.ndarray
@@ -55,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a file: dtype as safetensors names it (F32, BF16, I64 …)."""
+    """Type and shape of one tensor of a file. dtype: safetensors' name (F32, BF16, I64 …)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +73,9 @@ Spec = Mapping[str, Mapping[str, TensorSpec]]
 class Piece(NamedTuple):
     """A flat, contiguous range of one tensor that this rank holds: a 1-D view of the memory itself.
 
-    start is counted in elements of the whole tensor. Pieces come in the order of the spec.
+    start: in elements of the whole tensor
+
+    Pieces are in the order of the spec.
     """
 
     name: str
@@ -78,9 +85,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter, a tied one once. cast: autocast keeps a bf16 copy of it for the backward.
+    """One parameter; a tied one is listed once.
 
-    block: number of the repeated block that it is in, None outside of them.
+    trainable: whether it has a gradient
+    cast: whether autocast keeps a bf16 copy of it for the backward
+    block: number of the repeated block that it is in; None outside of them
     """
 
     shape: tuple[int, ...]
@@ -93,11 +102,14 @@ class ParameterShape:
 class ModelShape:
     """What a plan needs to know of a model, in elements.
 
-    head: elements of the output head's matrix, which is the input embedding's where `tied` ·
-    embedding: of the input embedding · buffers: persistent and not, in bytes · attention: Σ over
-    layers of heads × head size (for the arithmetic of attention) · block_class: of the repeated
-    blocks, several joined by commas, None where the model does not name them · listed: theirs all
-    the same, for those who name them · recomputes: its code supports activation checkpointing.
+    head: elements of the output head's matrix, which is the input embedding's if `tied`
+    embedding: of the input embedding
+    block_class: of the repeated blocks, several joined by commas; None if the model does not name
+        them
+    attention: Σ over layers of heads × head size (for the arithmetic of attention)
+    buffers: persistent and not, in bytes
+    recomputes: whether its code supports activation checkpointing
+    listed: classes of its blocks, for messages, also if it does not name them
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -115,12 +127,12 @@ class ModelShape:
 
     @property
     def count(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return sum(math.prod(one.shape) for one in self.parameters)
 
     @property
     def trainable(self) -> int:
-        """Those with gradients."""
+        """Number of the parameters with gradients."""
         return sum(math.prod(one.shape) for one in self.parameters if one.trainable)
 
 
@@ -128,10 +140,11 @@ class ModelShape:
 class Saved:
     """Bytes that the forward of one sequence keeps for its backward, without head and loss.
 
-    blocks: all repeated blocks together · once: outside of them (embedding, final norm, ids) ·
-    recomputed: what the backward of the blocks holds besides, at its most: gradients, and what of
-    one block is computed again · casts: bf16 copies of weights, which do not grow with the number
-    of sequences.
+    blocks: of all repeated blocks
+    once: outside of them (embedding, final norm, ids)
+    recomputed: peak of what the backward of the blocks needs besides: gradients, and what is
+        recomputed of one block
+    casts: bf16 copies of weights, which do not grow with the number of sequences
     """
 
     blocks: int
@@ -142,7 +155,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's failed vote. exit_code: what the rank would end with."""
+    """One rank's failed vote.
+
+    kind: the class of the error
+    exit_code: what the rank would end with
+    errno, file: of an OSError
+    """
 
     rank: int
     kind: str
@@ -158,14 +176,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What all ranks answered: failures on every rank, bodies (one a rank) only at rank 0."""
+    """The answers of all ranks: failures on every rank, bodies (one a rank) only at rank 0."""
 
     failures: tuple[Failure, ...]
     bodies: tuple[bytes, ...] = ()
 
 
 class Ranks(Protocol):
-    """The processes of a run, talking over the control group (gloo). Every call is collective."""
+    """The processes of a run, which exchange data on the CPU. Every call is collective."""
 
     @property
     def rank(self) -> int:
@@ -178,15 +196,15 @@ class Ranks(Protocol):
         ...
 
     def gather(self, body: bytes) -> list[bytes]:
-        """Every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
+        """Return every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
         ...
 
     def broadcast(self, body: bytes) -> bytes:
-        """Rank 0's body on every rank (the others' argument is not looked at)."""
+        """Return rank 0's body on every rank; the others' argument is ignored."""
         ...
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Say whether this rank failed, and learn who did. Never raises for a rank's error."""
+        """Tell all ranks this rank's error and return theirs. Never raises for a rank's error."""
         ...
 
     def highest(self, value: int) -> int:
@@ -194,54 +212,26 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
-    """`Ranks` of a single process."""
-
-    rank = 0
-    world_size = 1
-
-    def gather(self, body: bytes) -> list[bytes]:
-        """The only body."""
-        return [body]
-
-    def broadcast(self, body: bytes) -> bytes:
-        """The only body."""
-        return body
-
-    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """The only vote."""
-        return Vote(() if error is None else (failure(0, error),), (body,))
-
-    def highest(self, value: int) -> int:
-        """The only number."""
-        return value
-
-
-def failure(rank: int, error: BaseException) -> Failure:
-    """An exception as a failed vote."""
-    number = error.errno if isinstance(error, OSError) else None
-    file = str(error.filename) if isinstance(error, OSError) and error.filename else None
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    code = getattr(error, "exit_code", 1)  # of UserError and RunError, which stand beside this file
-    return Failure(rank, type(error).__name__, text, code, number, file)
-
-
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What a rank says in the 0/1 slots of the step's vector."""
+    """What a rank puts into the 0/1 slots of the step's vector."""
 
     signal: bool = False
     stop_file: bool = False
     stop_after: bool = False
     minutes_due: bool = False
-    lost_launcher: bool = False
+    launcher_lost: bool = False
     save_file: bool = False
     writer_ready: bool = False
     writer_failed: bool = False
 
 
-# What every rank puts into the step's one reduction, in order; behind them one slot for the trained
-# tokens of each source. A 0/1 slot counts the ranks that say so: a sum cannot carry reasons.
+# The flags that stop a run, and the names of its stop reasons, the most important first. A lost
+# launcher comes before a signal: ranks are reparented one after another, each with a signal.
+STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
+
+# What every rank puts into the step's one reduction, in order; after them one slot for the trained
+# tokens of each source. The sum of a 0/1 slot is the number of ranks that set it.
 SLOTS = (
     "loss_sum",
     "squares",
@@ -256,7 +246,7 @@ SLOTS = (
     "stop_file",
     "stop_after",
     "minutes_due",
-    "lost_launcher",
+    "launcher_lost",
     "save_file",
     "writer_ready",
     "writer_failed",
@@ -269,9 +259,11 @@ SLOTS = (
 class StepVector:
     """fp64 (len(SLOTS) + sources,) on the device: one rank's numbers, or their sum over all ranks.
 
-    squares: Σ g² of the gradient elements that this rank counts · digest_k: the k-th lowest 16
-    bits of the batch digest (a 64-bit sum would not fit a float) · wait_seconds: divided by W ·
-    padding_only: ranks that had no block but padding of ended lanes · ended: whose data is over.
+    squares: Σ g² of the gradient elements that this rank counts
+    digest_k: the k-th lowest 16 bits of the batch digest (a 64-bit sum would not fit a float)
+    wait_seconds: divided by the number of ranks
+    padding_only: ranks whose blocks are all padding of ended lanes
+    ended: ranks whose data has ended
     """
 
     data: torch.Tensor
@@ -287,7 +279,11 @@ class StepVector:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """loss: nats per scored token · bits_per_byte over the UTF-8 bytes of the scored documents."""
+    """An evaluation on held-out data.
+
+    loss: nats per scored token
+    bits_per_byte: over the UTF-8 bytes of the scored documents
+    """
 
     loss: float
     perplexity: float
@@ -310,9 +306,11 @@ class Sample:
 class Numbers:
     """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`).
 
-    padding_only, ended: of all ranks. A step without a trained token has no loss: it is NaN.
-    stops: why the run shall stop · save: a checkpoint was asked for · written: every rank is
-    through with its part of the one that is written in the background, well or not.
+    loss: NaN in a step without a trained token
+    padding_only, ended: true for all ranks
+    stops: why the run must stop
+    save: whether a checkpoint was asked for
+    written: whether every rank has finished its part of a checkpoint in the background, or failed
     """
 
     step: int

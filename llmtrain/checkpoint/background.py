@@ -1,13 +1,13 @@
-"""A save beside the training: copy this rank's ranges, then write the copy, all in one thread.
+"""Saves in the background of the training: a thread copies this rank's ranges and writes the copy.
 
-    submit   at the boundary: what the forward changes is copied, the rest is noted; a thread begins
+    submit   between two steps: what the forward changes is copied; a thread begins
     thread   snapshot into host buffers  →  event  →  `write.pieces` on the copy: no collective
     caller   forward, backward … wait_snapshot() before the update … finish() before the commit
 
 Parameters and moments change only in the update, so until then the copy reads them where they are.
-The buffers are kept from save to save. The trap: whatever fails in here is this rank's failed vote
-and is told by `finish`; nothing is raised, and a snapshot that failed is over too, or the training
-would wait for it for ever.
+The buffers are kept from save to save. The trap: whatever fails in here is this rank's failed vote.
+It is not raised but returned by `finish`. A snapshot that failed counts as finished, or the
+training would wait for it permanently.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmtrain import faults
+from llmtrain import faults, processes
+from llmtrain.agreement import attempt
 from llmtrain.checkpoint import write
 from llmtrain.checkpoint.format import Extents
 from llmtrain.checkpoint.write import Begun
@@ -34,16 +37,16 @@ State = Literal["idle", "writing", "ready", "failed"]
 
 
 class _Copy(NamedTuple):
-    """source: bytes of a piece, wherever they are · target: the same elements in a host buffer."""
+    """One copy: from a piece's memory on any device to the same elements in a host buffer."""
 
     source: Tensor
     target: Piece
 
 
 class Writer:
-    """One save at a time: idle → writing → ready or failed → (finish, release) → idle.
+    """Writes one save at a time: idle → writing → ready or failed → (finish, release) → idle.
 
-    Called by one thread, the training's.
+    Only the training's thread calls it.
     """
 
     def __init__(self) -> None:
@@ -51,85 +54,80 @@ class Writer:
         self._stream: torch.cuda.Stream | None = None
         self._copied = threading.Event()
         self._copied.set()
-        self._thread: threading.Thread | None = None
-        self._state: State = "idle"
-        self._error: BaseException | None = None
-        self._extents: Extents = {}
+        self._work: Future[Extents] | None = None
         self._blocked = 0.0
 
     @property
     def state(self) -> State:
-        """idle: nothing is in flight · ready, failed: through with it, waiting for `release`."""
-        return self._state
+        """What the writer does; ready and failed: the thread has ended, `release` is awaited."""
+        if self._work is None:
+            return "idle"
+        if not self._work.done():
+            return "writing"
+        return "failed" if self._work.exception() else "ready"
 
     def submit(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
-        """Copy and write this rank's ranges beside the caller, who may go on but not update them.
+        """Copy and write this rank's ranges in a thread.
 
-        pieces: views of the memory itself, read until `wait_snapshot` returns · at_once: names of
-        those that the forward changes, copied before this returns. Never raises. A rank without
-        pieces is ready at once.
+        The caller may continue, but may change the pieces only after `wait_snapshot`. A rank
+        without pieces is ready at once. Never raises.
+
+        pieces: views of the memory itself
+        at_once: names of the pieces that the forward changes; they are copied before this returns
         """
-        assert self._state == "idle", self._state
-        self._state, self._blocked = "writing", 0.0
+        assert self.state == "idle", self.state
+        self._blocked = 0.0
         self._copied.clear()
-        with self._blocking():
-            try:
-                self._start(begun, pieces, at_once)
-            except BaseException as caught:  # a failed vote, as in the thread
+        with self._measure_wait():
+            prepared = attempt(lambda: self._prepare(pieces, at_once))
+            if prepared.error is None and (copies := prepared.result()):
+                run = partial(self._run, begun, copies, at_once)
+                self._work = processes.begin(run, "checkpoint")
+            else:
                 self._copied.set()
-                self._error, self._state = caught, "failed"
+                self._work = _end_at_once(prepared.error)
 
     def wait_snapshot(self) -> None:
-        """Wait until the pieces may change: they were copied, or the save failed. Never raises."""
+        """Wait until the pieces may change: they are copied, or the save failed. Never raises."""
         if not self._copied.is_set():
-            with self._blocking():
+            with self._measure_wait():
                 self._copied.wait()
 
     def finish(self) -> tuple[BaseException | None, Extents]:
-        """Wait until this rank is through. Returns what `write.commit` wants to know."""
-        if self._thread is not None:
-            with self._blocking():
-                self._thread.join()
-            self._thread = None
-        return self._error, self._extents
+        """Wait until this rank has written its part. Returns two arguments of `write.commit`."""
+        if self._work is None:
+            return None, {}
+        with self._measure_wait():
+            error = self._work.exception()
+        return error, {} if error else self._work.result()
 
     def release(self) -> float:
-        """The save in flight is over: idle again. Returns the seconds that the caller waited."""
+        """Return to idle after a save. Returns the seconds that the caller waited for it."""
         self.finish()
-        self._state, self._error, self._extents = "idle", None, {}
+        self._work = None
         return self._blocked
 
-    def _start(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
-        copies = self._laid_out(pieces)
-        if not copies:
-            self._copied.set()
-            self._state = "ready"
-            return
+    def _prepare(self, pieces: Iterable[Piece], at_once: frozenset[str]) -> list[_Copy]:
+        """Copy what the forward changes. Returns the copies of all pieces."""
+        copies = self._lay_out(pieces)
         device = next((one.source.device for one in copies if one.source.is_cuda), None)
         for copy in copies:
             if copy.target.name in at_once:
                 _copy(copy)
-        if device is not None:  # behind those copies, and behind the update before
+        if device is not None:  # after those copies, and after the last update
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no stub
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._thread = threading.Thread(
-            target=self._run, args=(begun, copies, at_once), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        return copies
 
-    def _run(self, begun: Begun, copies: list[_Copy], at_once: frozenset[str]) -> None:
-        """The thread."""
+    def _run(self, begun: Begun, copies: list[_Copy], at_once: frozenset[str]) -> Extents:
+        """Copy the rest and write everything: the work of the thread."""
         try:
-            try:
-                faults.hit("save.snapshot", step=begun.step)
-                self._snapshot(copies, at_once)
-            finally:
-                self._copied.set()
-            self._extents = write.pieces(begun, [copy.target for copy in copies])
-            self._state = "ready"
-        except BaseException as caught:  # the thread's edge: told by `finish`
-            self._error, self._state = caught, "failed"
+            faults.hit("save.snapshot", step=begun.step)
+            self._snapshot(copies, at_once)
+        finally:
+            self._copied.set()
+        return write.pieces(begun, [copy.target for copy in copies])
 
     def _snapshot(self, copies: list[_Copy], at_once: frozenset[str]) -> None:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
@@ -139,8 +137,8 @@ class Writer:
         if self._stream:
             self._stream.synchronize()
 
-    def _laid_out(self, pieces: Iterable[Piece]) -> list[_Copy]:
-        """Where the pieces go: one behind the other into the chunks, cut where one is full."""
+    def _lay_out(self, pieces: Iterable[Piece]) -> list[_Copy]:
+        """Assign the pieces to the chunks, one after another; a piece is cut where one is full."""
         copies: list[_Copy] = []
         chunk = used = 0
         for name, start, data in pieces:
@@ -158,13 +156,13 @@ class Writer:
         return copies
 
     def _chunk(self, index: int, *, pinned: bool) -> Tensor:
-        """A buffer of host memory, the same one at every save."""
+        """Return a buffer of host memory, the same one at every save."""
         if index == len(self._chunks):
             self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
         return self._chunks[index]
 
     @contextmanager
-    def _blocking(self) -> Iterator[None]:
+    def _measure_wait(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
@@ -172,10 +170,20 @@ class Writer:
             self._blocked += time.perf_counter() - began
 
 
+def _end_at_once(error: Exception | None) -> Future[Extents]:
+    """Return the result of a save that needs no thread: nothing to write, or an error."""
+    future: Future[Extents] = Future()
+    if error:
+        future.set_exception(error)
+    else:
+        future.set_result({})
+    return future
+
+
 def _copy(copy: _Copy) -> None:
-    """Into the host buffer; of a device only the order is given, the stream is waited for."""
+    """Copy into the host buffer. From a device it is only queued; the caller waits for it."""
     if copy.source.is_cuda:
         copy.target.data.copy_(copy.source, non_blocking=True)
-    else:  # in one thread and without the interpreter's lock: torch would take cores from training
+    else:  # NumPy copies in one thread, without the GIL; torch would take cores from the training
         source, target = copy.source.view(torch.uint8), copy.target.data.view(torch.uint8)
         target.numpy()[:] = source.numpy()

@@ -1,17 +1,19 @@
-"""Rank 0's look at the directory of checkpoints: what a start goes on from, what is set aside.
+"""What rank 0 finds in the directory of checkpoints: which one to resume from, which to rename.
 
     step-00000400              complete; the number is the order
-    step-00000400.damaged      its bytes are not those written; `why.txt` in it says how
-    step-00000400.superseded   newer than the one that a start was told to go on from
+    step-00000400.damaged      its bytes are not those written; `why.txt` in it has the reason
+    step-00000400.superseded   newer than the one that a start was told to resume from
 
-Setting aside is renaming: nothing is ever deleted here. A link counts as what it leads to. The
-trap: a checkpoint of another run, or of another format, may lie beside ours. It is no candidate and
-keeps its name.
+Nothing is deleted here, only renamed. A link counts as what it leads to. The trap: a checkpoint of
+another run, or of another format, may be in the same directory. It is no candidate and keeps its
+name.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,13 @@ DAMAGED = ".damaged"
 SUPERSEDED = ".superseded"
 WHY = "why.txt"
 _SHOWN = 8  # names in a message
-_AUTO = "checkpoint.resume=auto goes on from the newest valid one"
+_AUTO = "checkpoint.resume=auto resumes from the newest valid one"
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
-    """A checkpoint that was renamed: its name, what it is called now, and why."""
+class Renamed:
+    """A checkpoint that was renamed: its old name, its new name, and why."""
 
     name: str
     now: str
@@ -41,7 +43,10 @@ class Aside:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint that looks whole from outside. newer: what must make way before it is used."""
+    """A checkpoint whose sizes and headers are right.
+
+    newer: checkpoints that must be renamed before it is used
+    """
 
     name: str
     manifest: Manifest
@@ -49,37 +54,33 @@ class Candidate:
     newer: tuple[str, ...] = ()
 
 
-def newest(root: Path, run_id: str | None, aside: list[Aside]) -> Candidate | None:
-    """The newest candidate of this run (None: of any); damaged ones are set aside on the way.
+def newest(root: Path, run_id: str | None, renamed: list[Renamed]) -> Candidate | None:
+    """Return the newest candidate of this run (None: of any run); rename damaged ones on the way.
 
-    Raises UserError for a format that is not ours, and if nothing but damaged ones is left.
+    Raises UserError for a format that is not ours, and if only damaged ones are left.
     """
     for name in form.complete_names(root):
         if is_foreign(root / name, run_id):
             continue
         try:
             return Candidate(name, *_outside(root / name))
-        except OtherFormatError as error:
-            raise UserError(other_format(root / name, error)) from error
         except DamagedError as error:
-            aside.append(set_aside(root, name, DAMAGED, str(error)))
+            renamed.append(rename(root, name, DAMAGED, str(error)))
     _refuse_all_damaged(root, run_id)
     return None
 
 
-def named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Candidate:
-    """The checkpoint that a start was told to go on from. Nothing is renamed yet.
+def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Candidate:
+    """Return the checkpoint that a start was told to resume from. Nothing is renamed yet.
 
-    Raises UserError if it is not there, damaged, of another run or format, or if newer ones of
-    this run are there and `supersede` is false.
+    Raises UserError if it does not exist, is damaged, is of another run or format, or if newer
+    ones of this run exist and `supersede` is false.
     """
     own = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
-        raise UserError(_absent(root, name, own))
+        raise UserError(_absence(root, name, own))
     try:
         manifest, state = _outside(root / name)
-    except OtherFormatError as error:
-        raise UserError(other_format(root / name, error)) from error
     except DamagedError as error:
         raise UserError(unusable(name, str(error))) from error
     if run_id not in (None, manifest.run_id):
@@ -90,7 +91,7 @@ def named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Cand
     return Candidate(name, manifest, state, newer)
 
 
-def set_aside(root: Path, name: str, suffix: str, reason: str) -> Aside:
+def rename(root: Path, name: str, suffix: str, reason: str) -> Renamed:
     """Rename a checkpoint to `.damaged`, `.damaged-2`, … and leave the reason in it."""
     taken = set(form.names(root))
     target, count = f"{name}{suffix}", 1
@@ -98,19 +99,19 @@ def set_aside(root: Path, name: str, suffix: str, reason: str) -> Aside:
         count += 1
         target = f"{name}{suffix}-{count}"
     (root / name).rename(root / target)
-    logger.warning("set %s aside as %s: %s", name, target, reason)
+    logger.warning("renamed %s to %s: %s", name, target, reason)
     durable.sync_directory(root)
-    if (root / target).is_symlink():  # what it leads to may be sound under its own name
-        return Aside(name, target, reason)
+    if (root / target).is_symlink():  # what it leads to may be undamaged under its own name
+        return Renamed(name, target, reason)
     try:
         (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
-    except OSError as error:  # the name says it already
-        logger.warning("could not note in %s why it was set aside: %s", target, error)
-    return Aside(name, target, reason)
+    except OSError as error:  # the new name says enough
+        logger.warning("could not write into %s why it was renamed: %s", target, error)
+    return Renamed(name, target, reason)
 
 
 def is_foreign(path: Path, run_id: str | None) -> bool:
-    """Whether a checkpoint says that it is another run's, in its manifest or else in its state."""
+    """Whether a checkpoint is another run's, by its manifest or else by its state."""
     if run_id is None:
         return False
     try:
@@ -126,36 +127,52 @@ def is_foreign(path: Path, run_id: str | None) -> bool:
 
 
 def unusable(name: str, reason: str) -> Problem:
-    """What a person reads who asked for a checkpoint that is damaged."""
+    """Return the problem of a checkpoint that was asked for and is damaged."""
     remedy = f"repair it, name another one, or {_AUTO}"
     return Problem("checkpoint.resume", name, f"a whole checkpoint; {reason}", remedy)
 
 
-def other_format(path: Path, error: OtherFormatError) -> Problem:
-    """What a person reads whose checkpoint was written in another format."""
+@contextmanager
+def of_our_format(path: Path) -> Iterator[None]:
+    """Raise UserError for a checkpoint that was written in another format."""
+    try:
+        yield
+    except OtherFormatError as error:
+        raise UserError(_other_format(path, error)) from error
+
+
+def state_of(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """Read the state of a checkpoint. Raises DamagedError or OtherFormatError."""
+    state = form.state(path)
+    if state.get("format") != form.FORMAT:
+        raise OtherFormatError(state.get("format"), manifest.run_id)
+    return state
+
+
+def _other_format(path: Path, error: OtherFormatError) -> Problem:
+    """Return the problem of a checkpoint that was written in another format."""
     wrote = _writer(path)
-    what = "the newest" if error.is_newer else "the only one"
+    is_newer = isinstance(error.found, int) and error.found > form.FORMAT
+    what = "the newest" if is_newer else "the only one"
     return Problem(
         str(path),
         f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else ""),
         f"format {form.FORMAT}, {what} that this llmtrain reads",
-        f"use llmtrain {wrote or 'as it was then'}, or move it away to go on from an older one",
+        f"use llmtrain {wrote or 'as it was then'}, or move it away to resume from an older one",
     )
 
 
 def _outside(path: Path) -> tuple[Manifest, dict[str, Any]]:
-    """Manifest and state, with a look at every file's size and header."""
-    manifest = form.load(path)
-    for name in manifest.files:
-        check.file(path, name, manifest)
-    state = form.state(path)
-    if state.get("format") != form.FORMAT:
-        raise OtherFormatError(state.get("format"), manifest.run_id)
-    return manifest, state
+    """Read manifest and state, and check every file's size and header."""
+    with of_our_format(path):
+        manifest = form.load(path)
+        for name in manifest.files:
+            check.file(path, name, manifest)
+        return manifest, state_of(path, manifest)
 
 
 def _writer(path: Path) -> str | None:
-    """The llmtrain that wrote a checkpoint, where it still says so."""
+    """Return the version of llmtrain that wrote a checkpoint, if its state can be read."""
     try:
         versions = form.state(path).get("versions")
     except DamagedError:
@@ -163,8 +180,8 @@ def _writer(path: Path) -> str | None:
     return str(versions["llmtrain"]) if isinstance(versions, dict) and versions else None
 
 
-def _absent(root: Path, name: str, own: list[str]) -> Problem:
-    there = f"there are {_listed(own)}" if own else "there is none"
+def _absence(root: Path, name: str, own: list[str]) -> Problem:
+    there = f"there are {_list(own)}" if own else "which has no checkpoint"
     expected = f"a checkpoint of this run; {name} is not in {root}, {there}"
     return Problem("checkpoint.resume", name, expected, _AUTO)
 
@@ -176,13 +193,13 @@ def _of_another_run(name: str, found: str, run_id: str | None) -> Problem:
 
 
 def _newer_exist(name: str, newer: tuple[str, ...]) -> Problem:
-    expected = f"the newest checkpoint of this run; newer are {_listed(newer)}"
-    remedy = f"checkpoint.supersede=true sets those aside and deletes nothing, or {_AUTO}"
+    expected = f"the newest checkpoint of this run; newer are {_list(newer)}"
+    remedy = f"checkpoint.supersede=true renames those and deletes nothing, or {_AUTO}"
     return Problem("checkpoint.resume", name, expected, remedy)
 
 
 def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
-    """Where every checkpoint of this run was ever set aside as damaged there is no going on."""
+    """Raise UserError if checkpoints of this run are there, but all of them renamed as damaged."""
     lost = [
         name
         for name in form.names(root)
@@ -191,20 +208,20 @@ def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
         and not is_foreign(root / name, run_id)
     ]
     expected = "at least one valid checkpoint; nothing was deleted"
-    remedy = f"repair one and take {DAMAGED} off its name, or begin anew in another run.dir"
+    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
     if lost:
         problems = [Problem(str(root / n), _reason(root / n), expected, remedy) for n in lost]
         raise UserError(*problems)
 
 
 def _reason(path: Path) -> str:
-    """Why a checkpoint was set aside."""
+    """Read why a checkpoint was renamed."""
     try:
         return (path / WHY).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return "set aside as damaged (`llmtrain checkpoints verify` says why)"
+        return "renamed as damaged (`llmtrain checkpoints verify` says why)"
 
 
-def _listed(names: list[str] | tuple[str, ...]) -> str:
+def _list(names: list[str] | tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

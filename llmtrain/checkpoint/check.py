@@ -1,8 +1,8 @@
-"""Whether the files of a checkpoint hold what was written: sizes, headers, digests.
+"""Checks whether the files of a checkpoint hold what was written: sizes, headers, digests.
 
-For one process and without torch: the search for a checkpoint deals this work out over ranks, and a
-command does it alone. What differs is a DamagedError; an OSError says that the disk did not answer,
-which proves nothing of the checkpoint.
+One process does it, without torch: the search for a checkpoint distributes the work over ranks, a
+command does all of it. A difference is a DamagedError. An OSError means that the disk did not
+answer, which proves nothing about the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors refuses a longer one
 
 
 def file(path: Path, name: str, manifest: Manifest) -> None:
-    """DamagedError unless the file is there, of the right size, and (tensors) can be opened."""
+    """Raise DamagedError unless a file is there with its size and, if it has tensors, opens."""
     size = form.regular_size(path, name)
     if size != manifest.files[name].size:
         raise DamagedError(name, f"has {size} bytes instead of {manifest.files[name].size}")
@@ -30,7 +30,7 @@ def file(path: Path, name: str, manifest: Manifest) -> None:
 
 
 def extent(path: Path, name: str, extent: Extent) -> None:
-    """DamagedError if bytes of a file are not those that were written."""
+    """Raise DamagedError if bytes of a file are not those that were written."""
     heartbeat.beat("verifying a checkpoint")
     faults.hit("load.verify", step=form.step_of(path.name), path=path / name)
     hasher = xxh3_128()
@@ -50,7 +50,10 @@ def extent(path: Path, name: str, extent: Extent) -> None:
 
 
 def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
-    """What a tensor file holds, in the order of its bytes; DamagedError for an unsound header."""
+    """Return what a tensor file holds, in the order of its bytes.
+
+    Raises DamagedError if its header is not valid.
+    """
     _read_header(path / name)
     try:
         with safetensors.safe_open(path / name, "np") as opened:
@@ -67,7 +70,7 @@ def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
 
 
 def _read_header(path: Path) -> None:
-    """Read what safetensors maps: a disk that fails under a map kills the process."""
+    """Read the bytes that safetensors will map: a disk that fails under a map kills the process."""
     with path.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         opened.read(min(size, _MAX_HEADER_BYTES))

@@ -1,12 +1,12 @@
-"""A save that rank 0 writes alone although the ranks hold parts: the parts are sent to it.
+"""Saves in which rank 0 writes alone although every rank holds parts: the parts are sent to it.
 
-Tensor by tensor every rank sends what it holds, some MiB at a time, and rank 0 writes what comes:
+Tensor by tensor every rank sends what it holds, some MiB at a time, and rank 0 writes it:
 
     round of 16 MiB, 2 ranks     rank 0: a[0, 8)   rank 1: a[20, 28)
                                  rank 0: a[8, 16)  rank 1: a[28, 36)  …
 
-All ranks make as many exchanges, so a rank that fails goes on with empty messages, and its error
-comes at the end. The files are those that the ranks would have written themselves.
+All ranks make the same number of exchanges, so a rank that fails continues with empty messages and
+raises its error at the end. The files are those that the ranks would have written themselves.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HEAD = struct.Struct("<QQ")  # offset in the file, bytes
 
 
 def pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
-    """As `write.pieces`, but rank 0 writes everybody's. Collective; extents stand at rank 0 alone.
+    """Do the same as `write.pieces`, but rank 0 writes the pieces of all ranks.
 
-    Raises what failed on this rank, behind the last exchange.
+    Collective; only rank 0 gets extents. Raises what failed on this rank, after the last exchange.
     """
     failed: list[Exception] = []
     own = attempt(lambda: _by_name(begun, pieces))
     if own.error:
         failed.append(own.error)
-    blocks = _exchanged(begun, {} if own.error else own.result(), ranks, failed)
+    blocks = _exchange(begun, {} if own.error else own.result(), ranks, failed)
     total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
     found = attempt(lambda: write.blocks(begun, blocks, total) if ranks.rank == 0 else {})
-    for _ in blocks:  # the others send in any case
+    for _ in blocks:  # every rank takes part in every exchange, even if rank 0 has failed
         continue
     if failed:
         raise failed[0]
@@ -58,15 +58,15 @@ def _by_name(begun: Begun, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
     return found
 
 
-def _exchanged(
+def _exchange(
     begun: Begun, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
 ) -> Iterator[Block]:
-    """Everybody's bytes at rank 0, each round in the order of the file; elsewhere nothing."""
+    """Yield all ranks' bytes at rank 0, each round in the order of the file; elsewhere nothing."""
     room = -(-ROUND_BYTES // ranks.world_size)
     for name, place in begun.places.items():
         heartbeat.beat(f"sending {name} to rank 0")
         mine = _messages(own.get(name, []), room)
-        # As many rounds as if one rank held all of it: how it is split, the others do not know.
+        # As many rounds as if one rank held all of it: a rank does not know how others split it.
         for _ in range(-(-form.tensor_bytes(place.tensor) // room)):
             heard = ranks.gather(_next(mine, failed))
             blocks = [Block(place.file, *part) for body in heard for part in _parts(body)]
@@ -74,7 +74,7 @@ def _exchanged(
 
 
 def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
-    """The next message; an empty one behind the last, or when it cannot be made."""
+    """Return the next message; an empty one after the last, or if it cannot be made."""
     message = attempt(lambda: next(messages, b""))
     if message.error:
         failed.append(message.error)  # raised by `pieces`
@@ -83,7 +83,7 @@ def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
 
 
 def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:
-    """Parts as messages that carry `room` bytes each, the last one less."""
+    """Yield the parts as messages of `room` bytes each; the last one may have fewer."""
     message: list[bytes] = []
     left = room
     for offset, data in parts:
@@ -100,7 +100,7 @@ def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:
 
 
 def _parts(body: bytes) -> Iterator[tuple[int, memoryview]]:
-    """What a message carries."""
+    """Yield the parts that a message carries: offset in the file, bytes."""
     view = memoryview(body)
     while view.nbytes:
         offset, size = _HEAD.unpack_from(view)

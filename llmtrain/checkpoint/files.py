@@ -1,7 +1,7 @@
-"""Files of a checkpoint that is being written: made with their room, found again, made durable.
+"""Files of a checkpoint that is being written: how they are made, opened and made durable.
 
-The trap: file systems tell of failures late, at fsync or even at close, so neither may be left out
-and each of their errors counts.
+The trap: file systems report failures late, at fsync or even at close. Neither may be left out, and
+every error of theirs counts.
 """
 
 from __future__ import annotations
@@ -17,35 +17,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain import heartbeat
+from llmtrain.durable import close_on_error
 
 _SYNCS = 8  # at a time
 _OPEN = 64  # files that wait to be durable
 _APPEARS_SECONDS = 30  # that another client of a network file system may need to see a new file
 
-Wait = Callable[[], None]
-
 logger = logging.getLogger(__name__)
 
 
 def new(path: Path, body: bytes, size: int) -> int:
-    """A new file of `size` bytes that begins with `body`, its room taken; it is still open."""
+    """Make a file that begins with `body`, allocate its `size` bytes, and return it open."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with close_on_error(descriptor):
         if size > len(body):
             _allocate(descriptor, size)
         write_at(descriptor, memoryview(body), 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
 @contextmanager
-def syncing() -> Iterator[Callable[[int], None]]:
-    """What is called with open files makes them durable and closes them, by the end of the block.
+def sync_together() -> Iterator[Callable[[int], None]]:
+    """Give a function that takes open files; by the end of the block they are durable and closed.
 
-    Beside each other: file systems answer waiting fsyncs together (a dozen small files on ext4: 3
-    ms, one after the other 25).
+    Several threads do it: file systems answer waiting fsyncs together (a dozen small files on ext4:
+    3 ms, one after the other 25).
     """
     with ThreadPoolExecutor(_SYNCS) as pool:
         jobs: list[Future[None]] = []
@@ -60,31 +56,8 @@ def syncing() -> Iterator[Callable[[int], None]]:
             job.result()
 
 
-def beside(work: Callable[[], None]) -> Wait:
-    """Begin `work` in a thread; what is returned waits for it and raises what it raised.
-
-    A daemon: a disk that never answers does not keep a process from its end.
-    """
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as caught:  # raised where it is waited for
-            failed.append(caught)
-
-    def wait() -> None:
-        thread.join()
-        if failed:
-            raise failed[0]
-
-    thread = threading.Thread(target=run, name="fsync", daemon=True)
-    thread.start()
-    return wait
-
-
 def durable(descriptor: int) -> None:
-    """Errors of closing count: NFS may tell of a full disk there."""
+    """Make a file durable and close it. NFS may report a full disk at the close."""
     try:
         os.fsync(descriptor)
     finally:
@@ -92,14 +65,14 @@ def durable(descriptor: int) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data` at `offset`; the system may take less at a time."""
+    """Write all of `data` at `offset`; the system may take less at a time."""
     while data.nbytes:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
-def opened(path: Path) -> int:
-    """A descriptor of a file that rank 0 made, which this machine may not see at once."""
+def open_when_visible(path: Path) -> int:
+    """Open a file that rank 0 made, which this machine may not see at once."""
     until = time.monotonic() + _APPEARS_SECONDS
     while True:
         try:
@@ -113,7 +86,7 @@ def opened(path: Path) -> int:
 
 
 def _look_again(root: Path) -> None:
-    """NFS remembers that a name is absent until its directory is read anew."""
+    """List a directory: NFS remembers that a name is absent until then."""
     try:
         list(root.iterdir())
     except OSError as error:
@@ -121,18 +94,18 @@ def _look_again(root: Path) -> None:
 
 
 def alive(doing: str) -> None:
-    """A sign of life. Beside the training the phase stays the training's."""
+    """Beat. In a thread beside the training the phase stays the training's."""
     beside = threading.current_thread() is not threading.main_thread()
     heartbeat.beat(heartbeat.read()[1] if beside else doing)
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Take the room for a file, so that a full disk shows before the writing."""
+    """Allocate a file's bytes, so that a full disk shows before anything is written."""
     if hasattr(os, "posix_fallocate"):
         try:
             return os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
-            # This file system cannot promise room.
+            # This file system cannot reserve space.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     return os.ftruncate(descriptor, size)

@@ -1,8 +1,8 @@
-"""What the place of checkpoints can do, and who shall write there.
+"""What the file system of the checkpoints can do, and which ranks write to it.
 
-A checkpoint is valid because its directory was renamed, so a store without rename is refused. And
-who reads or writes a page of NFS does so through its own machine's cache, so two machines must not
-write parts of one file: there, with several nodes, rank 0 writes everything.
+A checkpoint is valid because its directory was renamed, so a store without rename is refused. On
+NFS a machine reads and writes through its own cache, so two machines must not write parts of one
+file: there, with several nodes, rank 0 writes everything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
 
 
 def probe(root: Path) -> None:
-    """Do what a commit does, with nothing in it: make, write, rename a file and a directory.
+    """Try what a commit does: make, write and rename a file and a directory.
 
-    For rank 0, with the lock held; `root` must exist. Leaves nothing. Raises UserError with the
-    store's own error.
+    For rank 0, which holds the lock; `root` must exist. Leaves nothing behind. Raises UserError
+    with the store's own error.
     """
     place = root / _PROBE
     try:
@@ -46,31 +46,36 @@ def probe(root: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def network(path: Path) -> bool:
-    """Whether a directory lies on NFS or its like, by what is mounted there (Linux)."""
+def kind(path: Path) -> str:
+    """Return the type of the file system of a directory; "" if it is not known (not Linux)."""
     if not _MOUNTS.is_file():
-        return False
+        return ""
     place = path.resolve()
     found: dict[Path, str] = {}
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
-        found[Path(_unescaped(before.split()[4]))] = after.split()[0]  # the later one covers
+        found[Path(_unescape(before.split()[4]))] = after.split()[0]  # the later one covers
     above = [mount for mount in found if place.is_relative_to(mount)]
-    return bool(above) and found[max(above, key=lambda mount: len(mount.parts))] in _NETWORK
+    return found[max(above, key=lambda mount: len(mount.parts))] if above else ""
 
 
-def _unescaped(text: str) -> str:
-    r"""A mount point as it is: proc(5) writes a space as \040."""
+def network(path: Path) -> bool:
+    """Whether a directory is on NFS or its like."""
+    return kind(path) in _NETWORK
+
+
+def _unescape(text: str) -> str:
+    r"""Decode a mount point: proc(5) writes a space as \040."""
     return re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), text)
 
 
-def resolved(
+def choose_writers(
     writers: Literal["auto", "rank0", "all"],
     family: Literal["ddp", "fsdp", "zero"],
     nodes: int,
     network: bool,
 ) -> Literal["rank0", "all"]:
-    """What `checkpoint.writers` means here. network: of the directory of checkpoints."""
+    """Return what `checkpoint.writers` means here. network: of the directory of checkpoints."""
     if writers != "auto":
         return writers
     return "rank0" if family == "ddp" or (network and nodes > 1) else "all"

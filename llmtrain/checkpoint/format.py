@@ -1,7 +1,7 @@
 """What a checkpoint is on disk: names, safetensors layout, manifest, digests.
 
-A checkpoint is a directory of named, whole tensors in safetensors files, of small files (JSON,
-tokenizer) and of a manifest that says how long each file is and what its bytes hash to. Layout of a
+A checkpoint is a directory: named, whole tensors in safetensors files, small files (JSON,
+tokenizer), and a manifest with each file's length and the digests of its bytes. Layout of a
 tensor file:
 
     8 bytes little-endian N │ N bytes of JSON, padded with spaces to a multiple of 8 │ tensors
@@ -39,7 +39,7 @@ MAX_FILES = 10_000
 MAX_JSON_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 
-# What may stand in a tensor file: safetensors' name → bytes of an element, torch's name.
+# Types that a tensor file may have: safetensors' name → bytes of an element, torch's name.
 DTYPES: Mapping[str, tuple[int, str]] = {
     "F32": (4, "torch.float32"),
     "BF16": (2, "torch.bfloat16"),
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not what was written: which of its files, and why."""
+    """A file of a checkpoint is not what was written."""
 
     def __init__(self, file: str, reason: str) -> None:
         super().__init__(f"{file}: {reason}")
@@ -64,21 +64,20 @@ class DamagedError(Exception):
 
 
 class OtherFormatError(Exception):
-    """An intact checkpoint of another llmtrain: its format and the run that it is of."""
+    """A checkpoint is intact, but of another format. found: that format."""
 
     def __init__(self, found: object, run_id: object) -> None:
         super().__init__(f"format {found}")
         self.found = found
         self.run_id = run_id
 
-    @property
-    def is_newer(self) -> bool:
-        """Whether a later llmtrain wrote it."""
-        return isinstance(self.found, int) and self.found > FORMAT
-
 
 class Extent(NamedTuple):
-    """Consecutive bytes of one file, written by one rank: at most EXTENT_BYTES, xxh3_128 as hex."""
+    """Consecutive bytes of one file, written by one rank.
+
+    length: at most EXTENT_BYTES
+    digest: xxh3_128 as hex
+    """
 
     offset: int
     length: int
@@ -86,7 +85,7 @@ class Extent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: file, and offset of its first byte in that file."""
+    """Where a tensor is: file, and offset of its first byte in that file."""
 
     file: str
     offset: int
@@ -114,29 +113,29 @@ class Manifest:
 
 
 def directory_name(step: int) -> str:
-    """The name of the complete checkpoint of `step`."""
+    """Return the name of the complete checkpoint of `step`."""
     return f"step-{step:08d}"
 
 
 def partial_name(step: int) -> str:
-    """The name of that checkpoint while it is being written."""
+    """Return the name of that checkpoint while it is being written."""
     return f"{directory_name(step)}.partial"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a complete checkpoint's directory name; None for any other name."""
+    """Return the step in the name of a complete checkpoint; None for any other name."""
     found = _NAME.fullmatch(name)
     step = int(found[1]) if found else None
     return step if step is not None and directory_name(step) == name else None
 
 
 def tensor_bytes(tensor: TensorSpec) -> int:
-    """Bytes of one tensor."""
+    """Return the size of one tensor."""
     return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
 
 
 def header(part: Mapping[str, TensorSpec]) -> bytes:
-    """The bytes in front of a file's tensors, in the order of `part`.
+    """Build the bytes in front of a file's tensors, which are in the order of `part`.
 
     Raises ValueError if a tensor would not be aligned to its own element size.
     """
@@ -155,12 +154,12 @@ def header(part: Mapping[str, TensorSpec]) -> bytes:
 
 
 def file_bytes(part: Mapping[str, TensorSpec]) -> int:
-    """Size of a tensor file."""
+    """Return the size of a tensor file."""
     return len(header(part)) + sum(map(tensor_bytes, part.values()))
 
 
 def places_in(file: str, part: Mapping[str, TensorSpec], start: int) -> dict[str, Place]:
-    """Where the tensors of one file lie; `start` is the length of its header in bytes."""
+    """Return where the tensors of one file are; `start` is the length of its header in bytes."""
     places = {}
     for name, tensor in part.items():
         places[name] = Place(file, start, tensor)
@@ -169,26 +168,26 @@ def places_in(file: str, part: Mapping[str, TensorSpec], start: int) -> dict[str
 
 
 def places(spec: Spec) -> dict[str, Place]:
-    """Where every tensor of a spec lies.
+    """Return where every tensor of a spec is.
 
-    Raises ValueError if a name stands in two files.
+    Raises ValueError if a name is in two files.
     """
     found: dict[str, Place] = {}
     for file, part in spec.items():
         here = places_in(file, part, len(header(part)))
         if twice := found.keys() & here.keys():
-            raise ValueError(f"{file}: {min(twice)} stands in another file too")
+            raise ValueError(f"{file}: {min(twice)} is in another file too")
         found |= here
     return found
 
 
 def canonical(value: object) -> bytes:
-    """JSON of which there is one spelling: sorted keys, no spaces."""
+    """Encode JSON in its only spelling: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def extents_of(body: bytes) -> tuple[Extent, ...]:
-    """The extents of a file that one rank writes in one go."""
+    """Return the extents of a file that one rank writes at once."""
     view = memoryview(body)
     return tuple(
         Extent(offset, len(block), xxh3_128_hexdigest(block))
@@ -198,7 +197,7 @@ def extents_of(body: bytes) -> tuple[Extent, ...]:
 
 
 def gap(entry: Entry) -> str | None:
-    """What is wrong with a file's extents: None if they cover it exactly, each byte once."""
+    """Return what is wrong with a file's extents; None if they cover each byte once."""
     end = 0
     for extent in sorted(entry.extents):
         if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES:
@@ -208,7 +207,7 @@ def gap(entry: Entry) -> str | None:
 
 
 def build(manifest: Manifest) -> bytes:
-    """The manifest's bytes: canonical JSON with the digest of the rest under `self`."""
+    """Build the manifest's bytes: canonical JSON with the digest of the rest under `self`."""
     rest = {
         "format": FORMAT,
         "run_id": manifest.run_id,
@@ -222,11 +221,11 @@ def build(manifest: Manifest) -> bytes:
 
 
 def parse(body: bytes) -> Manifest:
-    """The manifest of these bytes.
+    """Parse the bytes of a manifest.
 
     Raises DamagedError if any byte is not as `build` made it, OtherFormatError for an intact one of
-    another format (`self` and its rule are the same in every format, so that a flipped bit in the
-    number is told from another llmtrain).
+    another format. `self` and its rule are the same in every format, so that a flipped bit in the
+    number of the format counts as damage.
     """
     found = _json_object(MANIFEST, body)
     rest = {key: value for key, value in found.items() if key != "self"}
@@ -238,7 +237,7 @@ def parse(body: bytes) -> Manifest:
 
 
 def _json_object(file: str, body: bytes) -> dict[str, Any]:
-    """A JSON object that `canonical` can spell again; DamagedError for anything else."""
+    """Parse a JSON object that `canonical` can write again; DamagedError for anything else."""
     try:
         found = json.loads(body)
         canonical(found)
@@ -250,7 +249,7 @@ def _json_object(file: str, body: bytes) -> dict[str, Any]:
 
 
 def _manifest(found: dict[str, Any]) -> Manifest:
-    """The fields of an intact manifest; DamagedError if one is missing or unsafe."""
+    """Read the fields of an intact manifest; DamagedError if one is missing or unsafe."""
     try:
         files = {
             str(name): Entry(
@@ -275,9 +274,10 @@ def _manifest(found: dict[str, Any]) -> Manifest:
 
 
 def load(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory, without a look at the other files.
+    """Load the manifest of a checkpoint directory; the other files are not looked at.
 
-    Raises DamagedError (a missing one too), OtherFormatError, OSError if the disk does not answer.
+    Raises DamagedError (also for a missing one), OtherFormatError, OSError if the disk does not
+    answer.
     """
     manifest = parse(small_file(directory, MANIFEST, MAX_MANIFEST_BYTES))
     if step_of(directory.name) not in (None, manifest.step):
@@ -286,9 +286,9 @@ def load(directory: Path) -> Manifest:
 
 
 def regular_size(directory: Path, name: str) -> int:
-    """Size of a regular file inside a checkpoint.
+    """Return the size of a regular file inside a checkpoint.
 
-    Raises DamagedError if it is missing, no regular file, or reached over a symbolic link.
+    Raises DamagedError if it is missing, not a regular file, or reached through a symbolic link.
     """
     try:
         found = (directory / name).lstat()
@@ -303,7 +303,7 @@ def regular_size(directory: Path, name: str) -> int:
 
 
 def small_file(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
-    """The bytes of a small file of a checkpoint.
+    """Read a small file of a checkpoint.
 
     Raises DamagedError if it is missing, irregular or larger than `limit` bytes.
     """
@@ -313,22 +313,22 @@ def small_file(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> bytes
 
 
 def state(directory: Path) -> dict[str, Any]:
-    """What `trainer_state.json` says; DamagedError if it is no JSON object."""
+    """Read `trainer_state.json`; DamagedError if it is not a JSON object."""
     return _json_object(STATE, small_file(directory, STATE))
 
 
 def complete_names(root: Path) -> list[str]:
-    """The names of all complete checkpoints, newest first: the number is the order, no clock is."""
+    """List all complete checkpoints, newest first: the number is the order, not a clock."""
     found = [(step, name) for name in names(root) if (step := step_of(name)) is not None]
     return [name for _, name in sorted(found, reverse=True)]
 
 
 def names(root: Path) -> list[str]:
-    """The names of the directories in `root`, sorted; none if it does not exist."""
+    """List the directories in `root`, sorted; an empty list if `root` does not exist."""
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
 def parents(directory: Path, files: Iterable[str]) -> list[Path]:
-    """The directories that files of a checkpoint lie in, deepest first, the checkpoint's last."""
+    """List the directories of a checkpoint's files, deepest first, the checkpoint's own last."""
     found = {parent for name in files for parent in PurePosixPath(name).parents}
     return [directory / parent for parent in sorted(found, key=lambda path: -len(path.parts))]

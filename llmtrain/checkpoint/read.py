@@ -1,11 +1,11 @@
-"""The newest valid checkpoint off the disk, the same one on all ranks.
+"""Finds the newest valid checkpoint, the same one on all ranks, and reads it.
 
     find     rank 0 offers a candidate, each rank verifies its share of the bytes, vote
-    fill     ranges straight into the memory of the pieces
+    fill     reads ranges straight into the memory of the pieces
 
-*Damage* (bytes that are not those written) is set aside under another name and the next older one
-is offered. *Trouble* (the disk does not answer) is not damage: three tries, then the start fails
-and nothing is renamed. The trap: what only rank 1 cannot see is trouble, since rank 0 saw it.
+*Damage*: the bytes are not those written. The checkpoint is renamed and the next older one is
+offered. *Trouble*: the disk does not answer. There are three tries, then the start fails and
+nothing is renamed. The trap: what only rank 1 cannot see is trouble, since rank 0 saw it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec
 
 from llmtrain import faults, heartbeat
-from llmtrain.agreement import Outcome, attempt, from_rank_zero, refuse
+from llmtrain.agreement import attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.candidates import Aside, Candidate
-from llmtrain.checkpoint.format import DamagedError, Extent, OtherFormatError, Place
+from llmtrain.checkpoint.candidates import Candidate, Renamed
+from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
-from llmtrain.types import Failure, Piece, Ranks, Spec, TensorSpec
+from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
-T = TypeVar("T")
-Renamed = list[Aside]
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
 READ_BYTES = form.EXTENT_BYTES
@@ -48,6 +46,10 @@ class Found:
     state: dict[str, Any]
 
 
+def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
+    """Ignore an event: for work that renames nothing."""
+
+
 def find(
     root: Path,
     run_id: str | None,
@@ -56,17 +58,19 @@ def find(
     resume: str = "auto",
     verify: Literal["full", "sizes"] = "full",
     supersede: bool = False,
-    log: Log = lambda event, detail: None,
+    log: Log = _log_nothing,
     patience: Patience = _PATIENCE,
 ) -> Found | None:
-    """The newest valid checkpoint of this run (None: of any) in `root`, agreed on all ranks.
+    """Find the newest valid checkpoint of this run (None: of any run) in `root`.
 
-    resume: `auto`, or the name of one · verify: `sizes` compares the digests of small files alone ·
-    supersede: what is newer than the one that is named is set aside · log: hears on every rank of
-    what rank 0 has renamed (`checkpoint_quarantined`, `checkpoint_superseded`).
+    resume: `auto`, or the name of one
+    verify: `sizes` compares only the digests of small files
+    supersede: checkpoints newer than the one that is named are renamed
+    log: called on every rank for each checkpoint that rank 0 has renamed
+        (`checkpoint_quarantined`, `checkpoint_superseded`)
 
-    Collective. Raises UserError for what a person must decide (another format, nothing but damaged
-    ones, a name that cannot be used), RunError 74 if the disk does not answer, StoppedError.
+    Collective. Raises UserError for what a person must decide (another format, only damaged ones, a
+    name that cannot be used), RunError 74 if the disk does not answer, StoppedError.
     """
     damage: str | None = None
     offer: dict[str, Any] = {}
@@ -89,19 +93,31 @@ def find(
 def verify(
     path: Path, jobs: int = 4, told: Callable[[int], object] = lambda size: None
 ) -> list[Problem]:
-    """Everything that is wrong with a checkpoint directory; empty for a valid one.
+    """Return everything that is wrong with a checkpoint directory; empty for a valid one.
 
-    A problem's key is the file, its value what is wrong with it. jobs: threads that hash · told:
-    hears, in this thread, how many more bytes were. Raises OSError if the disk does not answer,
-    UserError for a format that is not ours.
+    A problem's key is the file, its value what is wrong with it.
+
+    jobs: threads that hash
+    told: called in this thread with the number of bytes that were hashed since its last call
+
+    Raises OSError if the disk does not answer, UserError for a format that is not ours.
     """
-    try:
-        manifest = form.load(path)
-    except DamagedError as error:
-        return [_as_problem(path, error)]
-    except OtherFormatError as error:
-        raise UserError(candidates.other_format(path, error)) from error
-    wrong: dict[str, DamagedError] = {}  # the first thing of each file
+    with candidates.of_our_format(path):
+        try:
+            manifest = form.load(path)
+        except DamagedError as error:
+            return [_as_problem(path, error)]
+        wrong = _wrong(path, manifest, jobs, told)
+        if form.STATE in manifest.files and not wrong:
+            candidates.state_of(path, manifest)
+    return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
+
+
+def _wrong(
+    path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
+) -> dict[str, DamagedError]:
+    """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
+    wrong: dict[str, DamagedError] = {}
     with ThreadPoolExecutor(jobs) as pool:
         for name in manifest.files:
             if damage := _damage(check.file, path, name, manifest):
@@ -117,12 +133,7 @@ def verify(
             told(extent.length)
             if damage:
                 wrong.setdefault(name, damage)
-    if form.STATE in manifest.files and not wrong:
-        found_format = form.state(path).get("format")
-        if found_format != form.FORMAT:
-            other = OtherFormatError(found_format, manifest.run_id)
-            raise UserError(candidates.other_format(path, other))
-    return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
+    return wrong
 
 
 def fill(
@@ -135,14 +146,14 @@ def fill(
 ) -> None:
     """Read a checkpoint's tensors into the memory of this rank's pieces.
 
-    `spec` is the model's and optimizer's; files may be cut otherwise on disk. Collective. Raises
-    UserError if names, dtypes or shapes differ, RunError 74 if the disk does not answer,
-    StoppedError (the pieces are filled in part then).
+    `spec` is the model's and optimizer's; the files on disk may divide the tensors otherwise.
+    Collective. Raises UserError if names, dtypes or shapes differ, RunError 74 if the disk does not
+    answer, StoppedError (then only some pieces are filled).
     """
-    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_stored, found.path))
+    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_find_tensors, found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
-        for name, (file, offset, (dtype, shape)) in answer["places"].items()
+        for name, (file, offset, dtype, shape) in answer.items()
     }
     _refuse_adapters(found, stored)
     _refuse_other_tensors(found, stored, spec)
@@ -151,11 +162,7 @@ def fill(
         for piece in pieces:
             _read_piece(found.path, stored[piece.name], piece, patience)
 
-    _raise_trouble(found.path, ranks.vote(_noted(attempt(read).error)).failures)
-
-
-def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
-    """For work that renames nothing."""
+    _vote(ranks, attempt(read).error, found.name)
 
 
 def _offer(
@@ -163,34 +170,34 @@ def _offer(
     run_id: str | None,
     resume: str,
     damaged: tuple[str, str] | None,
-    aside: Renamed,
+    renamed: list[Renamed],
     *,
     supersede: bool,
 ) -> dict[str, Any]:
-    """Rank 0: the next candidate. damaged: what was offered before, and what is wrong with it."""
+    """Return the next candidate (rank 0). damaged: the last one, and what is wrong with it."""
     faults.hit("load.scan", path=root)
     if resume != "auto":
         if damaged:
             raise UserError(candidates.unusable(*damaged))
-        return _as_json(candidates.named(root, resume, run_id, supersede=supersede))
+        return _as_json(candidates.find_named(root, resume, run_id, supersede=supersede))
     if damaged and (root / damaged[0]).exists():
-        aside.append(candidates.set_aside(root, damaged[0], candidates.DAMAGED, damaged[1]))
-    return _as_json(candidates.newest(root, run_id, aside))
+        renamed.append(candidates.rename(root, damaged[0], candidates.DAMAGED, damaged[1]))
+    return _as_json(candidates.newest(root, run_id, renamed))
 
 
-def _make_way(root: Path, newer: list[str], used: str, aside: Renamed) -> dict[str, Any]:
-    """Rank 0: what is newer than the one that was named goes on under another name."""
-    reason = f"a start was told to go on from {used}"
+def _make_way(root: Path, newer: list[str], used: str, renamed: list[Renamed]) -> dict[str, Any]:
+    """Rename what is newer than the checkpoint that was named (rank 0)."""
+    reason = f"a start was told to resume from {used}"
     for name in newer:
         if (root / name).exists():
-            aside.append(candidates.set_aside(root, name, candidates.SUPERSEDED, reason))
+            renamed.append(candidates.rename(root, name, candidates.SUPERSEDED, reason))
     return {}
 
 
 def _verify_together(
     path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
 ) -> str | None:
-    """Each rank hashes its share of the extents; None, or what was found damaged.
+    """Hash each rank's share of the extents. Returns what was found damaged, or None.
 
     Raises RunError if the disk does not answer on some rank, StoppedError.
     """
@@ -203,17 +210,14 @@ def _verify_together(
 
     def verify_share() -> None:
         for name, extent in extents[ranks.rank :: ranks.world_size]:
-            patience.tried(check.extent, path, name, extent)
+            patience.retry(check.extent, path, name, extent)
 
-    failures = ranks.vote(_noted(attempt(verify_share).error)).failures
-    heartbeat.beat("looking for a checkpoint")
-    damaged = [failed for failed in failures if failed.kind == DamagedError.__name__]
-    _raise_trouble(path, tuple(failed for failed in failures if failed not in damaged))
-    return "; ".join(failed.text for failed in damaged) if damaged else None
+    damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
+    return "; ".join(damage) or None
 
 
-def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
-    """Where each tensor of a checkpoint lies, by name."""
+def _find_tensors(path: Path, _renamed: list[Renamed]) -> dict[str, Any]:
+    """Return where each tensor of a checkpoint is, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
         if file.endswith(form.TENSORS):
@@ -221,15 +225,13 @@ def _stored(path: Path, _aside: Renamed) -> dict[str, Any]:
                 start = 8 + int.from_bytes(opened.read(8), "little")
             found |= form.places_in(file, check.tensors(path, file), start)
     return {
-        "places": {
-            name: (place.file, place.offset, (place.tensor.dtype, place.tensor.shape))
-            for name, place in found.items()
-        }
+        name: (file, offset, tensor.dtype, tensor.shape)
+        for name, (file, offset, tensor) in found.items()
     }
 
 
 def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
-    """UserError for a checkpoint that does not hold the model itself."""
+    """Raise UserError for a checkpoint that does not have the model itself."""
     files = sorted({place.file for place in stored.values()})
     adapters = [file for file in files if file.startswith("adapter_")]
     if adapters:
@@ -240,40 +242,38 @@ def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
 
 
 def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) -> None:
-    """UserError with the first five tensors that the checkpoint and the model do not share."""
+    """Raise UserError with the first five tensors that checkpoint and model do not share."""
     wanted = {name: tensor for part in spec.values() for name, tensor in part.items()}
     there = {name: place.tensor for name, place in stored.items()}
     every = [*wanted, *(name for name in there if name not in wanted)]
     other = [name for name in every if there.get(name) != wanted.get(name)]
     if other:
+        found_and_wanted = (
+            (name, _describe(there.get(name)), _describe(wanted.get(name))) for name in other[:5]
+        )
         raise UserError(
-            *(
-                Problem(
-                    name, _shown(there.get(name)), f"{_shown(wanted.get(name))}, as in the model"
-                )
-                for name in other[:5]
-            ),
+            *(Problem(name, one, f"{two}, as in the model") for name, one, two in found_and_wanted),
             where=f"{found.name}: {len(other)} of {len(every)} tensors are not those of the model; "
             "restore the model and optimizer sections of the config that began the run",
         )
 
 
-def _shown(tensor: TensorSpec | None) -> str:
+def _describe(tensor: TensorSpec | None) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "absent"
 
 
 def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> None:
-    """The bytes of one piece into its memory."""
+    """Read the bytes of one piece into its memory."""
     item = form.DTYPES[place.tensor.dtype][0]
     start = place.offset + piece.start * item
     for offset, block in _memory(piece):
-        patience.tried(_read_into, path / place.file, start + offset, block)
+        patience.retry(_read_into, path / place.file, start + offset, block)
 
 
 def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    """A piece's memory as (offset in bytes, at most 64 MiB of bytes); filled once taken back.
+    """Yield a piece's memory as (offset in bytes, at most 64 MiB of bytes) for the caller to fill.
 
-    On a device the bytes go over a host buffer and are copied when the next block is asked for.
+    For a device the caller fills a host buffer, which is copied when it asks for the next block.
     """
     import torch
 
@@ -287,7 +287,7 @@ def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
 
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:
-    """Fill `block` from a file; OSError if the file ends before."""
+    """Fill `block` from a file; OSError if the file is too short."""
     heartbeat.beat("reading a checkpoint")
     faults.hit("load.read", step=form.step_of(path.parent.name), path=path)
     with path.open("rb", buffering=0) as file:
@@ -299,56 +299,69 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
             block = block[count:]
 
 
-def _from_rank_0(ranks: Ranks, patience: Patience, log: Log, work: Callable[[Renamed], T]) -> T:
+def _from_rank_0(
+    ranks: Ranks, patience: Patience, log: Log, work: Callable[[list[Renamed]], dict[str, Any]]
+) -> dict[str, Any]:
     """Return what rank 0's work returned, as JSON keeps it; if it failed, raise on all ranks.
 
-    The work appends what it renames to the list that it is given. `log` learns of that even if the
-    work fails afterwards.
+    The work appends what it renames to the list that it is given. `log` is called for that even if
+    the work fails afterwards.
     """
-    renamed: Renamed = []
-    outcome: Outcome[Any] = Outcome((None,))
-    if ranks.rank == 0:
-        outcome = attempt(lambda: patience.tried(work, renamed))
-    error = outcome.error
-    _tell(log, from_rank_zero(ranks, lambda: [asdict(one) for one in renamed]))
-    vote = ranks.vote(error if isinstance(error, UserError) else _noted(error))
-    heartbeat.beat("looking for a checkpoint")
-    if any(failed.exit_code == UserError.exit_code for failed in vote.failures):
-        refuse(vote, error)
-    where = next((failed.file for failed in vote.failures if failed.file), "the checkpoints")
-    _raise_trouble(Path(where), vote.failures)
-    answer: T = from_rank_zero(ranks, outcome.result)
+    renamed: list[Renamed] = []
+    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else {})
+    said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
+    _tell(log, said[0])
+    _vote(ranks, outcome.error, "the checkpoints")
+    answer: dict[str, Any] = said[1][0]
     return answer
 
 
 def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
-    for one in (Aside(**fields) for fields in renamed):
+    for one in (Renamed(**fields) for fields in renamed):
         damaged = candidates.DAMAGED in one.now
         event = "checkpoint_quarantined" if damaged else "checkpoint_superseded"
         log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})
 
 
-def _raise_trouble(path: Path, failures: tuple[Failure, ...]) -> None:
-    """Raise, on all ranks, what their failed votes mean.
+def _vote(
+    ranks: Ranks, error: Exception | None, what: str, *, damage_is_answer: bool = False
+) -> list[str]:
+    """Share the errors of all ranks, and raise on all ranks what they mean.
 
-    A stop ends the start whatever else there was: the next start finds it again.
+    error: this rank's
+    what: was being read
+    damage_is_answer: damage is returned and not raised
+
+    A stop ends the start whatever else has failed: the next start finds it again.
     """
-    if stopped := [failed for failed in failures if failed.kind == StoppedError.__name__]:
-        raise StoppedError(stopped[0].text)
-    if not failures:
-        return
-    disk = all(failed.errno is not None or failed.kind == "OSError" for failed in failures)
-    raise RunError(
-        f"could not read {path.name}: " + "; ".join(map(str, failures)),
-        DISK_FAILED if disk else 1,
-        "see that every node can read the run directory, then start again: nothing was changed"
-        if disk
-        else "the traceback is in the log of that rank",
-    )
+    if error is not None and not isinstance(error, UserError):
+        expected = isinstance(error, DamagedError | StoppedError)
+        traceback = None if expected else error
+        logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
+    vote = ranks.vote(error)
+    heartbeat.beat("looking for a checkpoint")
+    for failed in vote.failures:
+        if failed.kind == StoppedError.__name__:
+            raise StoppedError(failed.text)
+    if any(failed.exit_code == UserError.exit_code for failed in vote.failures):
+        refuse(vote, error)
+    kind = DamagedError.__name__ if damage_is_answer else ""
+    damage = [one for one in vote.failures if one.kind == kind]
+    trouble = [one for one in vote.failures if one not in damage]
+    if trouble:
+        disk = all(one.errno is not None or one.kind == "OSError" for one in trouble)
+        raise RunError(
+            f"could not read {what}: " + "; ".join(map(str, trouble)),
+            DISK_FAILED if disk else 1,
+            "see that every node can read the run directory, then start again: nothing was changed"
+            if disk
+            else "the traceback is in the log of that rank",
+        )
+    return [failed.text for failed in damage]
 
 
 def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
-    """What a check finds damaged."""
+    """Return the damage that a check finds."""
     try:
         check(*args, **kwargs)
     except DamagedError as error:
@@ -357,7 +370,7 @@ def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Dama
 
 
 def _as_problem(path: Path, error: DamagedError) -> Problem:
-    remedy = f"{path.name} is damaged: a run goes on from an older one"
+    remedy = f"{path.name} is damaged: a run resumes from an older one"
     return Problem(error.file, error.reason, "what was written", remedy)
 
 
@@ -367,12 +380,3 @@ def _as_json(candidate: Candidate | None) -> dict[str, Any]:
     extents = {name: list(entry.extents) for name, entry in candidate.manifest.files.items()}
     found = {"name": candidate.name, "state": candidate.state, "newer": list(candidate.newer)}
     return {**found, "extents": extents}
-
-
-def _noted(error: Exception | None) -> Exception | None:
-    """The same error, in this rank's log; with its traceback where it was not to be expected."""
-    if error is not None:
-        expected = isinstance(error, DamagedError | StoppedError)
-        traceback = None if expected else error
-        logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
-    return error

@@ -1,8 +1,9 @@
-"""Which checkpoints stay, what is cleared away, and whether the disk has room for it.
+"""Which checkpoints are kept, what is deleted, and whether the disk has room for the rest.
 
-Deleting is: rename to `.trash-300`, fsync the parent, delete. A kill in between leaves a name that
-is never read and that the next start clears away. The trap: only checkpoints whose own manifest
-names this run may go, and order is the number in the name, never a time of the disk.
+A checkpoint is deleted in three steps: rename to `.trash-300`, fsync the parent, delete. A kill in
+between leaves a name that is never read and that the next start deletes. The trap: only checkpoints
+whose own manifest names this run are deleted, and their order is the number in the name, never a
+time of the disk.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """keep_last newest, every `keep_every`-th step (0: none), `keep_best` by held-out loss."""
+    """Which checkpoints are kept.
+
+    keep_last: so many of the newest
+    keep_every: those whose step is a multiple of it; 0 = none
+    keep_best: so many of those with the lowest held-out loss
+    """
 
     keep_last: int
     keep_every: int
@@ -42,25 +48,26 @@ class Policy:
 
 
 def clean(root: Path) -> list[str]:
-    """Clear away what an earlier process left unfinished; returns the names.
+    """Delete what an earlier process left unfinished. Returns the names.
 
-    For rank 0, at the start, with the run's lock held. What cannot be deleted is logged and stays.
+    For rank 0, at the start, which holds the run's lock. What cannot be deleted is logged.
     """
-    return _delete(root, [name for name in form.names(root) if _is_left_over(name)])
+    left = [one for one in form.names(root) if _PARTIAL.fullmatch(one) or _TRASH.fullmatch(one)]
+    return _delete(root, left)
 
 
 def remove_partials(root: Path) -> None:
-    """Remove every partial checkpoint; raises OSError if one cannot be."""
+    """Remove every partial checkpoint. Raises OSError if one cannot be removed."""
     for name in form.names(root):
         if _PARTIAL.fullmatch(name):
             shutil.rmtree(root / name)
 
 
 def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> list[str]:
-    """Delete what the policy does not keep; returns the names. For rank 0, after a commit.
+    """Delete what the policy does not keep. Returns the names. For rank 0, after a commit.
 
-    `resumed_from` is the name that this start resumed from, or None: it stays until two newer ones
-    are committed. What cannot be deleted is logged, and tried again at the next call.
+    `resumed_from` is the name that this start resumed from, or None. It is kept until two newer
+    ones are committed. What cannot be deleted is logged and tried again at the next call.
     """
     own = {
         step: name
@@ -79,12 +86,13 @@ def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> 
 def reasons(
     losses: Mapping[int, float | None], policy: Policy, resumed_from: str | None
 ) -> dict[int, tuple[str, ...]]:
-    """Why each checkpoint of a run stays; one that has no reason is what `apply` deletes.
+    """Return why each checkpoint of a run is kept; `apply` deletes those without a reason.
 
-    losses: step → its held-out loss, for all checkpoints of the run · resumed_from: as in `apply`.
+    losses: step → its held-out loss, for all checkpoints of the run
+    resumed_from: as in `apply`
     """
     newest = sorted(losses, reverse=True)[: policy.keep_last]
-    # Of those that carry one evaluation the oldest has the weights that were measured.
+    # Several may have the same evaluation; the oldest of them has the weights that were evaluated.
     measured: dict[float, int] = {}
     for step, loss in sorted(losses.items()):
         if loss is not None:
@@ -92,23 +100,22 @@ def reasons(
     best = [step for _, step in sorted(measured.items())[: policy.keep_best]]
     resumed = form.step_of(resumed_from) if resumed_from else None
     young = resumed is not None and sum(step > resumed for step in losses) < 2
-    return {
-        step: (
-            *(["newest"] if step in newest else []),
-            *(
-                [f"every {policy.keep_every}"]
-                if policy.keep_every and step % policy.keep_every == 0
-                else []
-            ),
-            *(["best"] if step in best else []),
-            *(["resumed from"] if young and step == resumed else []),
-        )
-        for step in losses
-    }
+
+    def why(step: int) -> Iterator[str]:
+        if step in newest:
+            yield "newest"
+        if policy.keep_every and step % policy.keep_every == 0:
+            yield f"every {policy.keep_every}"
+        if step in best:
+            yield "best"
+        if young and step == resumed:
+            yield "resumed from"
+
+    return {step: tuple(why(step)) for step in losses}
 
 
 def loss_in(state: Mapping[str, Any]) -> float | None:
-    """The held-out loss that a `trainer_state.json` carries; None if there is none."""
+    """Return the held-out loss in a `trainer_state.json`; None if it has no finite one."""
     evaluation = state.get("evaluation")
     loss = evaluation.get("loss") if isinstance(evaluation, dict) else None
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
@@ -117,16 +124,18 @@ def loss_in(state: Mapping[str, Any]) -> float | None:
 def space_needed(
     root: Path, policy: Policy, steps: int, checkpoint_bytes: int, run_id: str | None = None
 ) -> int:
-    """Bytes that must be free for a run of `steps`: what the policy keeps, the one being written,
-    the one being deleted, less what is there already of this run (None: of any); never less than
-    one checkpoint.
+    """Return how many bytes must be free for a run of `steps`.
+
+    They are for the checkpoints that the policy keeps, one being written and one being deleted,
+    less those of this run (None: of any run) that exist already; at least for one checkpoint.
     """
     return _missing(root, policy, steps, run_id) * checkpoint_bytes
 
 
 def most_at_once(policy: Policy, steps: int) -> int:
-    """Checkpoints that a run of `steps` can have at one time: what the policy keeps, the one being
-    written and the one being deleted.
+    """Return how many checkpoints a run of `steps` can have at one time.
+
+    These are the ones that the policy keeps, one being written and one being deleted.
     """
     spaced = steps // policy.keep_every if policy.keep_every else 0
     return policy.keep_last + policy.keep_best + spaced + 2
@@ -140,17 +149,15 @@ def check_space(
     checkpoint_files: int,
     run_id: str | None = None,
 ) -> None:
-    """UserError with what is needed and what is free if the disk has no room for the policy.
+    """Raise UserError if the disk has no room for the policy, with what is needed and what is free.
 
-    Counts bytes and, where the file system has a limit, files. `root` need not exist yet. run_id:
-    as in `space_needed`.
+    Counts bytes and, where the file system has a limit, files. `root` need not exist yet.
+
+    run_id: as in `space_needed`
     """
     disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
-    needed, free = (
-        space_needed(root, policy, steps, checkpoint_bytes, run_id),
-        disk.f_bavail * disk.f_frsize,
-    )
-    files = _missing(root, policy, steps, run_id) * (checkpoint_files + 2)
+    missing, free = _missing(root, policy, steps, run_id), disk.f_bavail * disk.f_frsize
+    needed, files = missing * checkpoint_bytes, missing * (checkpoint_files + 2)
     remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
     problems = []
     if free < needed:
@@ -164,7 +171,7 @@ def check_space(
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes for people."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -172,12 +179,8 @@ def size(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-def _is_left_over(name: str) -> bool:
-    return bool(_PARTIAL.fullmatch(name) or _TRASH.fullmatch(name))
-
-
 def _is_of_run(path: Path, run_id: str) -> bool:
-    """Whether an intact manifest names this run; anything else is not for retention to touch."""
+    """Whether an intact manifest names this run; retention must not delete anything else."""
     try:
         return not path.is_symlink() and form.load(path).run_id == run_id
     except (form.DamagedError, form.OtherFormatError, OSError) as error:
@@ -186,7 +189,7 @@ def _is_of_run(path: Path, run_id: str) -> bool:
 
 
 def _loss(path: Path) -> float | None:
-    """The held-out loss of a checkpoint; None if there is none."""
+    """Return the held-out loss of a checkpoint; None if it has none that can be read."""
     try:
         return loss_in(form.state(path))
     except (form.DamagedError, OSError) as error:
@@ -195,7 +198,7 @@ def _loss(path: Path) -> float | None:
 
 
 def _to_trash(root: Path, name: str) -> bool:
-    """Take a checkpoint's name away; says whether that worked."""
+    """Rename a checkpoint to its trash name. Returns whether that worked."""
     trash = f".trash-{form.step_of(name)}"
     _delete(root, [trash] if (root / trash).exists() else [])
     try:
@@ -208,7 +211,7 @@ def _to_trash(root: Path, name: str) -> bool:
 
 
 def _delete(root: Path, found: Iterable[str]) -> list[str]:
-    """Delete directories; returns those that are gone."""
+    """Delete directories. Returns those that were deleted."""
     gone = []
     for name in found:
         try:
@@ -222,7 +225,10 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
 
 
 def _missing(root: Path, policy: Policy, steps: int, run_id: str | None) -> int:
-    """How many checkpoints' room the run still needs: another's will not be deleted for it."""
+    """Return for how many checkpoints the run still needs room.
+
+    Another run's checkpoints do not count: they will not be deleted for this one.
+    """
     there = [
         name
         for name in form.complete_names(root)

@@ -1,7 +1,8 @@
-"""A disk that does not answer is asked again, and a stop ends the asking.
+"""Reads again when the disk does not answer, until a stop is asked for.
 
-Three tries within half a minute: one at once, since many a hiccup of a network file system is over
-by then, and one much later. Damage is no trouble of the disk and is not tried again.
+There are three tries within half a minute: the second soon, since many a hiccup of a network file
+system is short, and the third much later. Damage is not a failure of the disk and is not tried
+again.
 """
 
 from __future__ import annotations
@@ -26,44 +27,48 @@ class StoppedError(Exception):
 
     @property
     def reason(self) -> str:
-        """As `stopping` said it."""
+        """The reason, as `stopping` returned it."""
         return str(self.args[0])
 
 
 def never() -> str | None:
-    """No stop is asked for."""
+    """Return None: no stop is asked for."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """stopping: why reading shall end, or None · wait: sleeps for so many seconds."""
+    """How often a disk is asked.
+
+    stopping: returns why reading must end, or None
+    wait: sleeps for a number of seconds
+    """
 
     stopping: Callable[[], str | None] = never
     wait: Callable[[float], object] = time.sleep
 
-    def tried(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`, which has three tries if the disk does not answer.
+    def retry(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of `work`, which has three tries if the disk does not answer.
 
-        Raises OSError after the third, StoppedError before any if a stop was asked for.
+        Raises OSError after the third try, StoppedError before any try if a stop was asked for.
         """
         for pause in PAUSES:
-            self.heed()
+            self.check_stop()
             try:
                 return work(*args, **kwargs)
             except OSError as error:
                 logger.warning("reading failed, next try in %d s: %s", pause, error)
                 self._rest(pause)
-        self.heed()
+        self.check_stop()
         return work(*args, **kwargs)
 
-    def heed(self) -> None:
+    def check_stop(self) -> None:
         """Raise StoppedError if a stop was asked for."""
         if reason := self.stopping():
             raise StoppedError(reason)
 
     def _rest(self, seconds: int) -> None:
         for _ in range(seconds):
-            self.heed()
+            self.check_stop()
             heartbeat.beat("waiting for the disk of the checkpoints")
             self.wait(1.0)

@@ -1,11 +1,11 @@
-"""One checkpoint onto the disk: partial directory → fsync → manifest → rename.
+"""Writes one checkpoint: partial directory → fsync → manifest → rename.
 
     begin    rank 0 makes `step-00000300.partial` with small files, headers and room; vote
     pieces   each rank writes the ranges it holds, hashing on the way; no collective, any thread
     commit   vote; rank 0 checks coverage, writes the manifest, renames; the outcome is broadcast
 
 The final name exists exactly if the checkpoint is complete. The trap: whatever fails on a rank is
-its failed vote, never raised past it, so that all ranks come to the same end together.
+its failed vote and is not raised there, so that all ranks end together and alike.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from xxhash import xxh3_128
 
-from llmtrain import durable, faults
+from llmtrain import durable, faults, processes
 from llmtrain.agreement import attempt
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
@@ -43,7 +44,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A checkpoint under way. extents: what `begin` wrote (rank 0's small files and headers)."""
+    """A checkpoint that is being written.
+
+    places: tensor → where it is
+    sizes: tensor file → its bytes
+    extents: what `begin` wrote (rank 0's small files and headers)
+    started: on `time.perf_counter`
+    """
 
     root: Path
     step: int
@@ -78,7 +85,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A checkpoint that came to nothing: who failed, and how. The partial is gone."""
+    """A save that failed: who failed, and how. The partial directory is gone."""
 
     failures: tuple[Failure, ...]
 
@@ -88,9 +95,9 @@ def begin(
 ) -> Begun | Failed:
     """Make the partial directory and everything in it but the tensors' bytes.
 
-    `root` is the directory of checkpoints; `small` (file name → bytes) matters on rank 0 alone. A
-    full disk shows here: the tensor files get their room at once. Collective; never raises for what
-    fails on a rank.
+    `root` is the directory of checkpoints; `small` (file name → bytes) counts on rank 0 only. A
+    full disk shows here: the tensor files get their space at once. Collective; never raises for
+    what fails on a rank.
     """
     started = time.perf_counter()
     places: Mapping[str, Place] = {}
@@ -104,7 +111,7 @@ def begin(
             extents = _create(root, step, spec, small)
         faults.hit("save.vote1", step=step)
 
-    vote = ranks.vote(_noted(attempt(create).error, step))
+    vote = ranks.vote(_log_error(attempt(create).error, step))
     if vote.failures:
         return _give_up(root, step, vote.failures, ranks)
     sizes = {file: form.file_bytes(part) for file, part in spec.items()}
@@ -112,10 +119,10 @@ def begin(
 
 
 def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
-    """Write this rank's ranges and make them durable; returns what was written, with digests.
+    """Write this rank's ranges and make them durable. Returns what was written, with digests.
 
-    Talks to no other rank, may run in any thread. Raises OSError of the disk, and ValueError for a
-    piece that is not of the spec.
+    Talks to no other rank and may run in any thread. Raises OSError of the disk, and ValueError for
+    a piece that is not in the spec.
     """
     own = list(pieces)  # views: nothing is copied
     share = sum(piece.data.nbytes for piece in own)
@@ -123,19 +130,19 @@ def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
 
 
 def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
-    """As `pieces`, of what is cut already. share: bytes of all blocks."""
+    """Do the same as `pieces` for what is divided into blocks. share: bytes of all blocks."""
     found: dict[str, tuple[Extent, ...]] = {}
-    counted = _counted(begun, blocks, share)
-    before: disk.Wait | None = None
+    counted = _count(begun, blocks, share)
+    before: Future[None] | None = None
     for file, group in itertools.groupby(counted, key=lambda block: block.file):
         descriptor, written = _write_ranges(begun.partial / file, group)
         found[file] = found.get(file, ()) + written
         disk.alive(f"fsync of {file} of step {begun.step}")
         if before:  # the file before went to the disk while this one was copied
-            before()
-        before = disk.beside(partial(_sync, begun, file, descriptor))
+            before.result()
+        before = processes.begin(partial(_sync, begun, file, descriptor), "fsync")
     if before:
-        before()
+        before.result()
     return found
 
 
@@ -145,14 +152,14 @@ def commit(
     """Make the checkpoint valid, if every rank wrote its part (`error`: this rank did not).
 
     Collective; never raises for what fails on a rank. If only the last fsync, that of `root`,
-    fails, the complete checkpoint stays, and the answer is Failed: the older ones are kept then.
+    fails, the complete checkpoint stays, and the result is Failed: then the older ones are kept.
     """
     error = error or attempt(partial(faults.hit, "save.vote2", step=begun.step)).error
-    vote = ranks.vote(_noted(error, begun.step), form.canonical(extents))
+    vote = ranks.vote(_log_error(error, begun.step), form.canonical(extents))
     if vote.failures:
         return _give_up(begun.root, begun.step, vote.failures, ranks)
     published = attempt(lambda: _publish(begun, vote.bodies) if ranks.rank == 0 else 0)
-    outcome = ranks.vote(_noted(published.error, begun.step))
+    outcome = ranks.vote(_log_error(published.error, begun.step))
     if outcome.failures:
         return _give_up(begun.root, begun.step, outcome.failures, ranks)
     size = int(ranks.broadcast(b"%d" % (published.result())))
@@ -162,7 +169,7 @@ def commit(
 
 
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
-    """The partial directory with small files, headers and room for the tensors, all durable."""
+    """Make the partial directory: small files, headers and room for the tensors, all durable."""
     _check_names(spec, small)
     if not root.is_dir():
         root.mkdir(parents=True)
@@ -170,14 +177,14 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     remove_partials(root)
     final = root / form.directory_name(step)
     if os.path.lexists(final):  # renaming onto it would fail, after all the writing
-        said = "something has this checkpoint's name, and it is not overwritten"
-        raise FileExistsError(errno.EEXIST, said, str(final))
+        text = "something has this checkpoint's name, and it is not overwritten"
+        raise FileExistsError(errno.EEXIST, text, str(final))
     partial = root / form.partial_name(step)
     partial.mkdir()
     faults.hit("save.mkdir", step=step, path=partial)
     headers = {file: form.header(part) for file, part in spec.items()}
     sizes = {file: form.file_bytes(part) for file, part in spec.items()}
-    with disk.syncing() as sync:
+    with disk.sync_together() as sync:
         for file, head in headers.items():
             sync(disk.new(partial / file, head, sizes[file]))
             faults.hit("save.create", step=step, path=partial / file)
@@ -191,7 +198,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
 
 
 def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
-    """ValueError for a file name that reading would refuse, or that stands twice."""
+    """Raise ValueError for a file name that reading would refuse, or that is there twice."""
     wrong = [text for file in [*spec, *small] if (text := unsafe_name(file))]
     if twice := (spec.keys() | {form.MANIFEST}) & small.keys():
         wrong.append(f"{min(twice)} is written twice")
@@ -200,9 +207,9 @@ def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
 
 
 def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
-    """Where a piece begins in its file, and its bytes: uint8, the memory itself.
+    """Return where a piece begins in its file, and its bytes: uint8, the memory itself.
 
-    Raises ValueError if it is not of the spec.
+    Raises ValueError if it is not in the spec.
     """
     place = begun.places.get(piece.name)
     if place is None:
@@ -216,7 +223,7 @@ def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
 
 
 def _cut(begun: Begun, piece: Piece) -> Iterator[Block]:
-    """A piece as blocks on the host, BLOCK_BYTES at a time."""
+    """Yield a piece as blocks on the host, BLOCK_BYTES at a time."""
     start, data = flat(begun, piece)
     file = begun.places[piece.name].file
     for first in range(0, data.numel(), form.BLOCK_BYTES):
@@ -224,8 +231,8 @@ def _cut(begun: Begun, piece: Piece) -> Iterator[Block]:
         yield Block(file, start + first, block.numpy().data)
 
 
-def _counted(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]:
-    """The same blocks, with a sign of life now and then, and less of them where a fault says so."""
+def _count(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]:
+    """Yield the same blocks, and beat now and then; where a fault is injected, half of a block."""
     written = beaten = 0
     for block in blocks:
         written += block.data.nbytes
@@ -238,14 +245,13 @@ def _counted(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Bloc
 
 
 def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Extent, ...]]:
-    """Blocks into a file that was made; what follows on without a gap becomes one extent.
+    """Write blocks into an existing file; consecutive ones become one extent.
 
-    Returns the file too, which is still open.
+    Returns the file, still open, and the extents.
     """
     found: list[Extent] = []
     hasher, start, length = xxh3_128(), 0, 0
-    descriptor = disk.opened(path)
-    try:
+    with durable.close_on_error(disk.open_when_visible(path)) as descriptor:
         for _, offset, block in blocks:
             if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
                 found.append(Extent(start, length, hasher.hexdigest()))
@@ -255,24 +261,18 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
             hasher.update(block)  # first: the copy then reads it from the processor's cache
             disk.write_at(descriptor, block, offset)
             length += block.nbytes
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor, (*found, Extent(start, length, hasher.hexdigest()))
 
 
 def _sync(begun: Begun, file: str, descriptor: int) -> None:
-    """As `disk.durable`, of what a rank has written."""
-    try:
+    """Do what `disk.durable` does, for the bytes of a rank."""
+    with durable.close_on_error(descriptor):
         faults.hit("save.fsync", step=begun.step, path=begun.partial / file)
-    except BaseException:
-        os.close(descriptor)
-        raise
     disk.durable(descriptor)
 
 
 def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
-    """Rank 0: check that all was written, write the manifest, rename. Returns bytes on disk."""
+    """Check that all was written, write the manifest, rename (rank 0). Returns bytes on disk."""
     files = _entries(begun, bodies)
     for name, entry in files.items():
         size = form.regular_size(begun.partial, name)
@@ -295,7 +295,7 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
 
 
 def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
-    """What `begin` and all ranks wrote, by file."""
+    """Return what `begin` and all ranks wrote, by file."""
     found = {file: list(extents) for file, extents in begun.extents.items()}
     for body in bodies:
         for file, extents in json.loads(body).items():
@@ -309,7 +309,7 @@ def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
 
 
 def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks) -> Failed:
-    """After a failed vote: rank 0 removes the partial; what it cannot, goes at a later save."""
+    """Remove the partial directory after a failed vote; what is left, a later save removes."""
     if ranks.rank == 0:
         try:
             shutil.rmtree(root / form.partial_name(step))
@@ -320,8 +320,8 @@ def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks)
     return Failed(failures)
 
 
-def _noted(error: Error | None, step: int) -> Error | None:
-    """The same error, with its traceback in this rank's log."""
+def _log_error(error: Error | None, step: int) -> Error | None:
+    """Log an error with its traceback in this rank's log, and return it."""
     if error is not None:
         logger.warning("saving step %s failed on this rank", step, exc_info=error)
     return error

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -26,14 +27,12 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run, its checkpoints/, or one checkpoint.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _LARGE_BYTES = 1 << 30  # from here on a verification says how far it is
-_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 _SIZE, _LOSS = 11, 9  # columns
 _MEANS = {
     "partial": "being written, or cut off: never read",
-    "damaged": "set aside: it is not what was written",
-    "superseded": "set aside: the run went on from an older one",
+    "damaged": "renamed: it is not what was written",
+    "superseded": "renamed: the run resumed from an older one",
     "trash": "being deleted",
     "other run": "of another run: never read, never deleted",
     "unreadable": "unreadable: its manifest is not intact, or of another format",
@@ -42,7 +41,7 @@ _MEANS = {
 
 
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
-def list_(run: Run, as_json: Json = False) -> None:
+def list_(run: Run, as_json: AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
     from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.look import look
@@ -57,7 +56,7 @@ def verify(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One of them, as step-00000400.")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
     from llmtrain.cli.escapes import show
@@ -68,13 +67,13 @@ def verify(
         tell("", 0, 0)
         found.append(one)
         if not as_json:
-            show(verified(one))
+            show(verification(one))
     if as_json:
         show([json.dumps({"checkpoints": [one.to_json() for one in found]})])
     raise typer.Exit(0 if found and all(not one.problems for one in found) else 2)
 
 
-@app.command(help="delete what the config does not keep; without --yes say it only")
+@app.command(help="delete what the config does not keep; without --yes only show it")
 def prune(
     run: Run,
     keep_last: Annotated[
@@ -85,7 +84,7 @@ def prune(
         bool, typer.Option("--set-aside", help="Damaged and superseded ones go too.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
     from llmtrain.cli.escapes import show
@@ -94,28 +93,25 @@ def prune(
     tell = _progress()
     found = clear(run, keep_last, yes=yes, set_aside=set_aside, told=tell)
     tell("", 0, 0)
-    show([json.dumps(found.to_json())] if as_json else pruned(found))
+    show([json.dumps(found.to_json())] if as_json else pruning(found))
     raise typer.Exit(2 if found.lost else 0)
 
 
 @app.command(help="prove here that a killed and resumed run equals a straight one")
 def rehearse(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     kill_at: Annotated[
         int, typer.Option(min=2, metavar="N", help="The step in which it is killed.")
     ] = 6,
     to: Annotated[
-        str | None, typer.Option(metavar="STRATEGY", help="What the killed run goes on under.")
+        str | None, typer.Option(metavar="STRATEGY", help="Strategy of the resumed run.")
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="How many processes the killed run goes on with."),
+        typer.Option(min=1, metavar="N", help="Number of processes of the resumed run."),
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
     from llmtrain.cli.escapes import show
@@ -146,7 +142,7 @@ def listing(found: Listing) -> Iterator[str]:
             yield f"    {wrong}"
 
 
-def verified(one: Verified) -> Iterator[str]:
+def verification(one: Verified) -> Iterator[str]:
     """One line, and below it a line for each file that is not what was written."""
     state = "damaged" if one.problems else "ok"
     if one.other_format:
@@ -160,7 +156,7 @@ def verified(one: Verified) -> Iterator[str]:
             yield f"    {problem.key}: {problem.value}"
 
 
-def pruned(found: Pruned) -> Iterator[str]:
+def pruning(found: Pruned) -> Iterator[str]:
     """What goes and what stays, and what to do if nothing was deleted yet."""
     for word, rows in (("goes", found.goes), ("stays", found.stays)):
         for row in rows:
@@ -168,7 +164,7 @@ def pruned(found: Pruned) -> Iterator[str]:
             yield f"{word:<7}{row.name:<30}{_bytes(row.bytes):>{_SIZE}}  {why}".rstrip()
             yield from (f"    {wrong}" for wrong in row.wrong or () if row.kind == "unreadable")
     if found.lost:
-        yield "warning: no checkpoint of this run is valid; what was set aside stays"
+        yield "warning: no checkpoint of this run is valid; what was renamed stays"
     count = f"{len(found.goes)} of {len(found.goes) + len(found.stays)}"
     if not found.goes:
         yield "nothing to delete"
@@ -214,20 +210,13 @@ def _bytes(count: int) -> str:
 
 
 def _progress() -> Callable[[str, int, int], None]:
-    """Says on stderr how far a large checkpoint is; nothing of no size wipes the line away."""
-    moves = sys.stderr.isatty()
-    next_time = time.perf_counter() + _SECONDS_BETWEEN[moves]
+    """Show on stderr how far a large checkpoint is; a size of 0 removes the line."""
+    line = ProgressLine(wait=True)
 
     def tell(name: str, size: int, done: int) -> None:
-        nonlocal next_time
-        now = time.perf_counter()
-        if moves and not size:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        if size < _LARGE_BYTES or now < next_time:
-            return
-        next_time = now + _SECONDS_BETWEEN[moves]
-        begin, end = ("\r\033[K", "") if moves else ("", "\n")
-        words = f"{harmless(name)}: {_bytes(done)} of {_bytes(size)}"
-        print(f"{begin}{words}", end=end, file=sys.stderr, flush=True)
+        if not size:
+            line.clear()
+        elif size >= _LARGE_BYTES and line.is_due():
+            line.show(f"{name}: {_bytes(done)} of {_bytes(size)}")
 
     return tell

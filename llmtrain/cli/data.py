@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from llmtrain.tools.data.repack import Repacked
+    from llmtrain.tools.data.tokenize import Tokenized
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -24,30 +31,27 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Processes; as many as there are processors."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # on a terminal, where a line replaces the one before
 
 
 @app.command(help="what a config would train on: counts, lengths, packing, the first blocks")
 def inspect(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     blocks: Annotated[int, typer.Option(min=0, metavar="N", help="Blocks to show as text.")] = 3,
     documents: Annotated[
         int, typer.Option(min=0, metavar="N", help="Documents of a source to look at; 0 = all.")
     ] = 1000,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look at a config's data, before a run or beside one."""
     from llmtrain.cli.data_views import inspection
     from llmtrain.cli.escapes import show
     from llmtrain.config.load import load_config
-    from llmtrain.tools.data.inspect import inspect as look
 
-    found = look(load_config(config, overrides or []), blocks=blocks, documents=documents)
+    loaded = load_config(config, overrides or [])
+    from llmtrain.tools.data.inspect import inspect as look  # imports torch
+
+    found = look(loaded, blocks=blocks, documents=documents)
     show([json.dumps(found.to_json())] if as_json else inspection(found))
 
 
@@ -57,10 +61,10 @@ def which(
     step: Annotated[int, typer.Option(metavar="N", help="A step that the run has made.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data lies now."),
+        typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data is now."),
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Show what of them is in the step.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Name the documents of a step of a run."""
     from llmtrain.cli.data_views import step_documents
@@ -71,38 +75,28 @@ def which(
     show([json.dumps(found.to_json())] if as_json else step_documents(found))
 
 
-@app.command(help="tokens of all documents as Megatron .bin and .idx; the same command goes on")
+@app.command(help="tokens of all documents as Megatron .bin and .idx; the same command continues")
 def tokenize(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    config: ConfigFile,
     out: Out,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-    ] = None,
+    overrides: Overrides = None,
     jobs: Jobs = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the token cache of a config's sources."""
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
     with _interruptible():
         from llmtrain.config.load import load_config
         from llmtrain.processes import cores
-        from llmtrain.tools.data.tokenize import tokenize as write
 
-        result = write(load_config(config, overrides or []), out, jobs or cores(), told)
-    values = {
-        "files": list(result.files),
-        "documents": result.documents,
-        "tokens": result.tokens,
-        "dropped": result.dropped,
-        "replaced": result.replaced,
-        "skipped": result.skipped,
-        "seconds": round(result.seconds, 3),
-    }
-    _show(values, as_json, out)
+        loaded = load_config(config, overrides or [])
+        from llmtrain.tools.data.tokenize import tokenize as write  # imports torch
+
+        result = write(loaded, out, jobs or cores(), told)
+    _show(result, as_json, out)
 
 
-@app.command(help="any data files as parquet with small row groups; the same command goes on")
+@app.command(help="any data files as parquet with small row groups; the same command continues")
 def repack(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file, a directory or a glob.")],
     out: Out,
@@ -113,7 +107,7 @@ def repack(
         str, typer.Option(metavar="NAME", help="The column for the lines of text files.")
     ] = "text",
     jobs: Jobs = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
@@ -122,8 +116,7 @@ def repack(
         from llmtrain.tools.data.repack import repack as write
 
         result = write(path, out, row_group_mb, text_column, jobs or cores(), told)
-    values = {"files": list(result.files), "rows": result.rows}
-    _show(values | {"seconds": round(result.seconds, 3)}, as_json, out)
+    _show(result, as_json, out)
 
 
 @contextmanager
@@ -134,10 +127,10 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        for number in signals:  # the end is near; another one would only add a traceback
+        for number in signals:  # another one would only add a traceback
             signal.signal(number, signal.SIG_IGN)
         begin = "\n" if sys.stderr.isatty() else ""  # behind the line of progress
-        print(f"{begin}interrupted; the same command goes on", file=sys.stderr, flush=True)
+        print(f"{begin}interrupted; the same command continues", file=sys.stderr, flush=True)
         raise typer.Exit(75) from None
     for number, old in zip(signals, before, strict=True):
         signal.signal(number, old)
@@ -148,29 +141,24 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:
-    """Says on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
-    moves = sys.stderr.isatty()
-    next_time = 0.0
+    """Show on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
+    line = ProgressLine(wait=False)
 
     def tell(done: int, of: int, amount: int) -> None:
-        nonlocal next_time
-        now = time.perf_counter()
-        if now < next_time and done < of:
-            return
-        next_time = now + _SECONDS_BETWEEN[moves]
-        begin, end = ("\r\033[K", "\n" if done == of else "") if moves else ("", "\n")
-        print(f"{begin}{words(done, of, amount)}", end=end, file=sys.stderr, flush=True)
+        if line.is_due() or done == of:
+            line.show(words(done, of, amount), last=done == of)
 
     return tell
 
 
-def _show(values: dict[str, Any], as_json: bool, out: Path) -> None:
+def _show(result: Tokenized | Repacked, as_json: bool, out: Path) -> None:
     """The result: an object for scripts, lines for people."""
+    values = asdict(result) | {"seconds": round(result.seconds, 3)}
     if as_json:
         print(json.dumps(values))
         return
     from llmtrain.cli.escapes import show
 
-    show(str(out / name) for name in values["files"])
+    show(str(out / name) for name in result.files)
     facts = [f"{value:,} {key}" for key, value in values.items() if isinstance(value, int)]
-    print(f"{', '.join(facts)} in {values['seconds']:.1f} s")
+    print(f"{', '.join(facts)} in {result.seconds:.1f} s")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, clipped, columns, wrapped
+from llmtrain.cli.escapes import WIDTH, clip, columns, wrap
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ INDENT = "    "
 def inspection(found: Inspection) -> Iterator[str]:
     """Counts, lengths, blocks. A number behind ~ is an estimate."""
     count = len(found.sources)
-    rough = _marked(found.estimated)
+    rough = _mark(found.estimated)
     measured = f"in the first {found.measured_blocks:,} blocks"
     yield f"data      {count} source{'s' * (count > 1)}, {found.lanes} lanes"
     yield (
@@ -46,14 +46,14 @@ def inspection(found: Inspection) -> Iterator[str]:
         yield from _block(block)
 
 
-def _marked(names: Sequence[str]) -> Callable[[str], str]:
-    """What stands before the value of that name."""
+def _mark(names: Sequence[str]) -> Callable[[str], str]:
+    """A function from the name of a value to the mark before it: ~ for an estimate."""
     return lambda name: "~" if name in names else ""
 
 
 def _source(source: SourceFacts) -> Iterator[str]:
-    rough = _marked(source.estimated)
-    name = clipped(harmless(source.name), 40)
+    rough = _mark(source.estimated)
+    name = clip(harmless(source.name), 40)
     yield f"source {name}: {source.files:,} files, {source.units:,} units"
     if source.revision:
         yield f"{INDENT}revision {source.revision}"
@@ -89,7 +89,7 @@ def _block(block: Shown) -> Iterator[str]:
     share = trained / max(1, len(block.text))
     padding = f", {block.padding:,} tokens of padding" if block.padding else ""
     source = "no source" if block.source is None else harmless(block.source)
-    yield clipped(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
+    yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
     edges = [0, *block.borders, len(block.text)]
     texts = [block.text[start:stop] for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
@@ -109,7 +109,7 @@ def _text(text: str) -> Iterator[str]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    for line in wrapped(harmless(text), WIDTH - len(INDENT)):
+    for line in wrap(harmless(text), WIDTH - len(INDENT)):
         yield (INDENT + line).rstrip()
 
 
@@ -125,15 +125,15 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
         min(limit, max(columns(row[i]) for row in [head, *rows])) for i, limit in enumerate(limits)
     ]
     widths[-1] = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
-    yield _columned(head, widths)
+    yield _in_columns(head, widths)
     for row, document in zip(rows, found.documents, strict=True):
-        yield _columned(row, widths)
+        yield _in_columns(row, widths)
         if document.text is not None:
             yield from _lines(document.text)
 
 
 def _check(found: StepDocuments) -> str:
-    """What stands for it that these were the documents."""
+    """How it was checked that these were the documents."""
     if found.checked_at == found.step:
         return "checked: metrics.jsonl has the same digest"
     if found.checked_at is not None:
@@ -160,8 +160,8 @@ def _row(document: Found) -> tuple[str, ...]:
     )
 
 
-def _columned(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [clipped(cell, width) for cell, width in zip(row, widths, strict=True)]
+def _in_columns(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [clip(cell, width) for cell, width in zip(row, widths, strict=True)]
     padded = [
         cell + " " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True)
     ]

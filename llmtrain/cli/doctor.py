@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, clipped, wrapped
+from llmtrain.cli.escapes import WIDTH, clip, wrap
 from llmtrain.cli.escapes import show as print_lines
+from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -36,11 +37,16 @@ def show(
     """Look, print each check as soon as it is made, and return the exit code."""
     from llmtrain.tools.doctor.doctor import Diagnosis, doctor
 
-    tell = _waiting()
+    line = ProgressLine(wait=False)
+
+    def tell(name: str) -> None:
+        if line.moves:
+            line.show(clip(f"looking at {name} …", WIDTH - 1))
+
     checks = []
     for check in doctor(config, overrides, accelerate, skip, told=tell):
         checks.append(check)
-        tell("")
+        line.clear()
         if not as_json:
             # The colours alone: what was found is harmless before it is coloured.
             print_lines(lines(check, colours=_in_colours()), keep="\033")
@@ -56,11 +62,11 @@ def lines(check: Check, *, colours: bool) -> Iterator[str]:
     state = f"{check.state:<{_STATE}}"
     if colours:
         state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
-    first, *more = wrapped(harmless(check.found), WIDTH - indent)
+    first, *more = wrap(harmless(check.found), WIDTH - indent)
     yield f"{state}{name}{first}".rstrip()
     yield from (f"{'':{indent}}{line}" for line in more)
     if check.remedy:
-        advice = wrapped(f"try: {harmless(check.remedy)}", WIDTH - indent)
+        advice = wrap(f"try: {harmless(check.remedy)}", WIDTH - indent)
         yield from (f"{'':{indent}}{line}" for line in advice)
 
 
@@ -79,15 +85,3 @@ def _in_colours() -> bool:
     """Whether stdout is a terminal that may show them."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
-
-
-def _waiting() -> Callable[[str], None]:
-    """Says on a terminal what is looked at now; the next line takes its place."""
-    moves = sys.stderr.isatty()
-
-    def tell(name: str) -> None:
-        if moves:
-            text = clipped(f"looking at {name} …" if name else "", WIDTH - 1)
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    return tell

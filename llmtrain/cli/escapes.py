@@ -1,4 +1,4 @@
-"""Text of documents on a terminal: harmless, and as wide as it looks.
+"""Show text of documents on a terminal: harmless, and as wide as it looks.
 
 A document may hold anything: what is not printable is written as an escape, so that it neither
 moves the cursor nor turns the direction of writing. No colours are used.
@@ -40,15 +40,15 @@ def columns(text: str) -> int:
     return sum(_columns(char) for char in text)
 
 
-def clipped(text: str, width: int) -> str:
-    """At most so wide; what is cut off is said by three dots."""
+def clip(text: str, width: int) -> str:
+    """Shorten a text to a width; three dots stand for what is cut off."""
     if columns(text) <= width:
         return text
-    return next(wrapped(text, width - 3)) + "..."
+    return next(wrap(text, width - 3)) + "..."
 
 
-def wrapped(text: str, width: int) -> Iterator[str]:
-    """Lines that are at most so wide, broken at spaces where there are any; at least one."""
+def wrap(text: str, width: int) -> Iterator[str]:
+    """Break a text into lines of at most this width, at spaces where there are any."""
     line, used, space = "", 0, -1
     for char in text:
         if used + _columns(char) > width:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from llmtrain.cli import checkpoints, data
 from llmtrain.cli.escapes import LogLine
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
 
 _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"
-
-ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class _Grouped(TyperGroup):
@@ -124,8 +118,8 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reckon what a run needs on some devices, and how fast it would be; exit 2: fits nowhere."""
-    from llmtrain.cli.plan import show_plan
+    """Plan memory and speed of a run on some devices; exit code 2 if it fits nowhere."""
+    from llmtrain.cli.plan_view import show_plan
 
     asked = (devices, nodes, device_memory_gb, host_memory_gb)
     raise typer.Exit(show_plan(config, overrides or [], asked, write, as_json=as_json))
@@ -214,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="llmtrain")
     except Exception as error:
-        from llmtrain.cli.rank import described
+        from llmtrain.cli.rank import describe
 
-        code, message = described(error)
+        code, message = describe(error)
         print(message, file=sys.stderr)
         sys.exit(code)

@@ -13,26 +13,23 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from llmtrain.config import secrets
 from llmtrain.errors import PeerError, RunError, UserError, harmless
 from llmtrain.tools.launch.last_words import leave
-
-if TYPE_CHECKING:
-    from llmtrain.config.schema import Config
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     """Train in this process, which may be one of several that a launcher started; then leave."""
-    log: Path | None = None
+    log, digest = None, None  # of the config, once the run may have begun
     try:
         import llmtrain
+        from llmtrain.config.binding import bind
         from llmtrain.config.load import load_checked
         from llmtrain.rundir import contents
         from llmtrain.training.start import preflight
@@ -43,42 +40,40 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         config = load_checked(config_file, overrides, rules)
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
-        _end_again(run_dir, config)
-        with _marked(run_dir, config):
-            result = llmtrain.train(config)
+        own = bind(config).digest
+        _end_again(run_dir, own)
+        digest = own
+        result = llmtrain.train(config)
         code, message = result.exit_code, _report(result.run_dir)
     except Exception as error:
+        if digest is not None:
+            _mark(run_dir, digest, error)
         _tell_launcher(error)
-        code, message = described(error, log)
+        code, message = describe(error, log)
         if _rank() and "torch" not in sys.modules:
             # The first rank that ends makes the launcher end the others: let rank 0 speak first.
             time.sleep(_RANK_0_SPEAKS_SECONDS)
     _leave(code, message)
 
 
-def _end_again(run_dir: Path, config: Config) -> None:
+def _end_again(run_dir: Path, digest: str) -> None:
     """End at once where the launcher's attempt before ended for this config, whose files it is."""
     from llmtrain.rundir import failures
 
-    mark = failures.refused_before(run_dir, failures.digest(config))
+    mark = failures.refused_before(run_dir, digest)
     if mark is not None:
         raise PeerError(mark.reason, mark.code, mark.rank)
 
 
-@contextmanager
-def _marked(run_dir: Path, config: Config) -> Iterator[None]:
-    """A rank that fails before a run is open has not left its mark yet.
+def _mark(run_dir: Path, digest: str, error: Exception) -> None:
+    """Leave the mark of a rank that failed before its run was open, and so has left none.
 
     Rank 0 leaves none here: it may be the run directory of another process.
     """
     from llmtrain.rundir import failures
 
-    try:
-        yield
-    except Exception as error:
-        if _rank() and not failures.has(run_dir, _rank()):
-            failures.leave(run_dir, _rank(), error, failures.digest(config))
-        raise
+    if _rank() and not failures.has(run_dir, _rank()):
+        failures.leave(run_dir, _rank(), error, digest)
 
 
 def _report(run_dir: Path) -> str:
@@ -94,13 +89,13 @@ def _report(run_dir: Path) -> str:
     return ""
 
 
-def described(error: Exception, log: Path | None = None) -> tuple[int, str]:
-    """The exit code of an error and what to say about it ("": nothing). A defect is shown at once.
+def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
+    """Return the exit code of an error and its message, which may be empty.
 
-    Nothing that is shown holds a secret.
+    The traceback of a defect is printed at once. Nothing that is shown contains a secret.
 
-    log: the log file of this process, if it has one. What a person can put right is the same on
-    every rank, or told to all (a `RunError` with the same code), and is said by rank 0 alone.
+    log: the log file of this process, if it has one. What a person can correct is the same on
+    every rank, or sent to all (a `RunError` with the same code), and is reported by rank 0 alone.
     """
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
@@ -141,8 +136,8 @@ def _tell_launcher(error: Exception) -> None:
 
 
 def _leave(code: int, message: str) -> NoReturn:
-    """Say the last words, flush and end, without finalising the interpreter."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody is left to be told
+    """Write the last message, flush and exit, without finalising the interpreter."""
+    with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody reads it any more
         if not leave(os.environ, code, message) and message:
             print(message, file=sys.stderr)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a config means for a run that exists: its values as flat keys, and which of them may change.
+"""The values of a config as flat keys, and which of them may change in a run that has begun.
 
 A run is resumed by the config that began it. Keys that decide the data, the model or the arithmetic
 must be equal then; how long, how often and where may change.
@@ -6,6 +6,8 @@ must be equal then; how long, how often and where may change.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,17 +29,13 @@ _BINDING = (
     "evaluation.max_documents",
     "evaluation.sources",
 )
+_OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
 _FREE = (
     "data.workers",
     "data.cache_gb",
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
-
-
-def config_digest_values(config: Config) -> dict[str, object]:
-    """Every key's value as JSON has it, by dotted name; a source's keys carry its number."""
-    return dict(_flat("", config.model_dump(mode="json", by_alias=True)))
 
 
 class Change(NamedTuple):
@@ -48,9 +46,26 @@ class Change(NamedTuple):
     new: object
 
 
-def binding_values(config: Config) -> dict[str, object]:
-    """The values that a resumed run must share with the one that it continues, by dotted name."""
-    return {key: value for key, value in config_digest_values(config).items() if _binds(key)}
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The values of a config, computed once for a run and handed on.
+
+    values: of every key, as JSON has it, by dotted name; a source's keys carry its number
+    binding: those that a resumed run must share with the one that it continues
+    digest: equal for equal configs
+    """
+
+    values: dict[str, object]
+    binding: dict[str, object]
+    digest: str
+
+
+def bind(config: Config) -> Bound:
+    """Compute the values of a config."""
+    values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
+    binding = {key: value for key, value in values.items() if _binds(key)}
+    text = json.dumps(values, sort_keys=True, default=str)
+    return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +77,7 @@ class DataSettings:
     seed: of the order
     timeout_minutes: after which peers give up on a process
     accepted: keys, or sections, that may have changed
-    values: those of `binding_values` that decide the blocks, and what is held out
+    values: those of the binding values that decide the blocks, and what is held out
     """
 
     data: DataConfig
@@ -81,7 +96,7 @@ def data_settings(config: Config) -> DataSettings:
         seed=config.run.seed,
         timeout_minutes=config.distributed.timeout_minutes,
         accepted=config.checkpoint.accept_changes,
-        values={k: value for k, value in binding_values(config).items() if _is_of_data(k)},
+        values={k: value for k, value in bind(config).binding.items() if k.startswith(_OF_DATA)},
     )
 
 
@@ -97,12 +112,12 @@ def is_accepted(key: str, accepted: Iterable[str]) -> bool:
 
 
 def touches(key: str, accepted: Sequence[str]) -> bool:
-    """Whether a key that is accepted is this one, or lies in it, or holds it."""
+    """Whether an accepted key is this one, is in it, or contains it."""
     within = (f"{name}.".startswith(f"{key}.") for name in accepted)
     return is_accepted(key, accepted) or any(within)
 
 
-def refused(found: Iterable[Change], accepted: Sequence[str], expected: str) -> list[Problem]:
+def refusals(found: Iterable[Change], accepted: Sequence[str], expected: str) -> list[Problem]:
     """One problem for each change that is not accepted. expected: `as …`, where the old is from."""
     return [
         Problem(key, new, f"{old}, {expected}", f"put it back, or {way_out(key)}")
@@ -116,16 +131,10 @@ def way_out(key: str) -> str:
     return f"checkpoint.accept_changes=[{key}] if it is meant, or another run.dir"
 
 
-def _is_of_data(key: str) -> bool:
-    sections = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
-    return key.startswith(sections)
-
-
 def dump(config: Config) -> str:
     """The config as YAML; `load_config` of that file gives an equal one.
 
-    Where nothing is evaluated no best checkpoints are written down: `load_config` would take the
-    default for a wish.
+    Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default.
     """
     values = config.model_dump(mode="json", by_alias=True)
     if not evaluates(config.data, config.evaluation):
@@ -134,10 +143,10 @@ def dump(config: Config) -> str:
 
 
 def _binds(key: str) -> bool:
-    """Whether a run cannot go on with another value.
+    """Whether a run cannot be resumed with another value.
 
-    The shares of sources may change, and so may the place where they lie: the manifest knows
-    whether the data there is the same.
+    The shares of sources may change, and so may their paths: the manifest shows whether the data
+    there is the same.
     """
     free = (".weight", ".path")
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):

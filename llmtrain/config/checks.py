@@ -1,4 +1,4 @@
-"""Rules that two keys make together.
+"""Rules between keys.
 
 Each function asks only for the sections it looks at, so that `load_config` can apply it to what is
 valid beside a section that is not.
@@ -9,45 +9,36 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtrain.config import secrets
 from llmtrain.config.duration import GRAMMAR, seconds
+from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.model_fields import field_problems, type_problems
+from llmtrain.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from llmtrain.errors import Problem
 
-if TYPE_CHECKING:
-    from llmtrain.config.schema import (
-        CheckpointConfig,
-        Config,
-        DataConfig,
-        EvaluationConfig,
-        ModelConfig,
-        OptimizerConfig,
-        TrainingConfig,
-    )
-
+# What is wrong with some sections, and the names of these sections.
+Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
 
 
 def check(config: Config) -> list[Problem]:
-    """Everything that a valid schema leaves open, for a Config that was not read from a file."""
-    return [
-        *secrets.problems(secrets.in_config(config.model_dump(by_alias=True))),
-        *check_model(config.model),
-        *check_length(config.model, config.data),
-        *check_packing(config.data),
-        *check_duration(config.training),
-        *check_micro_batch(config.training),
-        *check_warmup(config.optimizer),
-        *check_retention(config.checkpoint),
-        *check_best(config.checkpoint, config.data, config.evaluation),
-        *check_stop_after(config.checkpoint),
-        *check_resume(config.checkpoint),
-        *check_accepted(config.checkpoint),
-    ]
+    """Return every problem that the schema cannot find, for a Config not read from a file."""
+    found = secrets.problems(secrets.in_config(config.model_dump(by_alias=True)))
+    section = dict(config)
+    for rule, names in RULES:
+        found += rule(*(section[name] for name in names))
+    return found
 
 
 def check_model(model: ModelConfig) -> list[Problem]:
@@ -95,7 +86,7 @@ def check_packing(data: DataConfig) -> list[Problem]:
 
 
 def check_duration(training: TrainingConfig) -> list[Problem]:
-    """How long the run is: said once."""
+    """Whether exactly one key sets the length of the run."""
     steps, epochs = training.steps, training.epochs
     expected = "exactly one of training.steps and training.epochs"
     if steps is None and epochs is None:
@@ -143,7 +134,7 @@ def check_warmup(optimizer: OptimizerConfig) -> list[Problem]:
 
 
 def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Whether the checkpoints that are to stay for ever are ever written."""
+    """Whether the checkpoints to keep permanently are ever written."""
     every, keep = checkpoint.every_steps, checkpoint.keep_every
     if keep % every == 0:
         return []
@@ -159,7 +150,7 @@ def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
 def check_best(
     checkpoint: CheckpointConfig, data: DataConfig, evaluation: EvaluationConfig
 ) -> list[Problem]:
-    """The best checkpoints, asked for by name, where nothing says which are best."""
+    """Whether best checkpoints are asked for without an evaluation that ranks them."""
     asked = "keep_best" in checkpoint.model_fields_set and checkpoint.keep_best
     if not asked or evaluates(data, evaluation):
         return []
@@ -169,7 +160,7 @@ def check_best(
 
 
 def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
-    """A time to stop that is a time."""
+    """Whether `stop_after` is a length of time."""
     value = checkpoint.stop_after
     if value is None or seconds(value):
         return []
@@ -188,9 +179,7 @@ def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Names that are no keys would accept nothing, silently."""
-    from llmtrain.config.keys import ITEM, all_keys
-
+    """Refuse names that are not keys: they would accept nothing, without a message."""
     known = {key.name for key in all_keys()}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2, 3)}
     problems = []
@@ -219,3 +208,18 @@ def _not_finite(key: str, value: object) -> Iterator[Problem]:
             yield from _not_finite(f"{key}.{index}", inner)
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(key, value, "a finite number")
+
+
+RULES: tuple[Rule, ...] = (
+    (check_model, ("model",)),
+    (check_length, ("model", "data")),
+    (check_packing, ("data",)),
+    (check_duration, ("training",)),
+    (check_micro_batch, ("training",)),
+    (check_warmup, ("optimizer",)),
+    (check_retention, ("checkpoint",)),
+    (check_best, ("checkpoint", "data", "evaluation")),
+    (check_stop_after, ("checkpoint",)),
+    (check_resume, ("checkpoint",)),
+    (check_accepted, ("checkpoint",)),
+)

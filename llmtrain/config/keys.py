@@ -1,7 +1,7 @@
-"""The keys of the schema as a list: for the golden file, for messages and for suggestions.
+"""The keys of the schema as a list: for messages, suggestions and the reference page.
 
-What a key takes is said in words that are derived from its type, so that no message can differ from
-what is checked.
+The words for what a key takes are derived from its type, so that no message can differ from what is
+checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from llmtrain.config.schema import Config
 
-ITEM = "*"  # stands for the number of a source
+ITEM = "*"  # in place of the number of a source
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +52,6 @@ def sections() -> frozenset[str]:
         parts = key.name.split(".")
         names.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
     return frozenset(names - {"data.sources", "evaluation.sources"})
-
-
-def golden() -> str:
-    """One line a key: name, type, default."""
-    width = max(len(key.name) for key in all_keys())
-    lines = (f"{key.name:<{width}}  {key.takes}  [{key.default}]" for key in all_keys())
-    return "\n".join(lines) + "\n"
-
-
-def reference() -> str:
-    """The reference page of all keys, in Markdown."""
-    lines = [
-        "# Config keys",
-        "",
-        "A config is a YAML file; `section.key=value` on the command line takes precedence. `*`",
-        "stands for the number of a source, counted from 0. Expert keys are marked with †.",
-    ]
-    section = ""
-    for key in all_keys():
-        if key.name.partition(".")[0] != section:
-            section = key.name.partition(".")[0]
-            lines += ["", f"## {section}", "", "| key | takes | default | |", "|---|---|---|---|"]
-        name = f"`{key.name}`{' †' if key.expert else ''}"
-        takes = key.takes.replace("|", "\\|")
-        lines.append(f"| {name} | {takes} | `{key.default}` | {key.description} |")
-    return "\n".join(lines) + "\n"
 
 
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:

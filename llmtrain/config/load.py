@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +17,13 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from llmtrain.config import checks, secrets, yaml12
+from llmtrain.config.checks import Rule
 from llmtrain.config.keys import ITEM, Key, all_keys, sections
 from llmtrain.config.schema import Config, Section
 from llmtrain.config.suggestions import guess, near_section
 from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 
 Tree = dict[str, Any]
-# What is wrong with some sections, and the names of these sections.
-Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 
 _INDEX = re.compile(r"[0-9]+")
 _HALF = {"fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"}
@@ -51,13 +50,13 @@ def load_checked(
     for override in overrides:
         _override(tree, override, document)
     config, found = _validate(tree, document.source, rules)
-    problems = secrets.cleared([*document.problems, *found], secrets.in_config(tree))
+    problems = secrets.clear([*document.problems, *found], secrets.in_config(tree))
     if problems or config is None:
         raise UserError(*problems, where=str(path))
-    return _completed(config, Path(path).stem)
+    return _complete(config, Path(path).stem)
 
 
-def _completed(config: Config, name: str) -> Config:
+def _complete(config: Config, name: str) -> Config:
     """With what follows from the file's name and from other sections."""
     run, checkpoint = config.run, config.checkpoint
     if run.dir is None:
@@ -83,10 +82,10 @@ def _text(path: Path) -> str:
 
 
 def _config_beside(path: Path) -> str:
-    """What lies where the file was looked for."""
+    """The configs in the directory that was searched."""
     folder = path.parent
     names = sorted(item.name for item in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
-    return f"one of {', '.join(names[:5])} in {folder}" if names else f"there is none in {folder}"
+    return f"one of {', '.join(names[:5])} in {folder}" if names else f"{folder} has no .yaml file"
 
 
 def _tree(document: yaml12.Document, path: str) -> Tree:
@@ -99,7 +98,7 @@ def _tree(document: yaml12.Document, path: str) -> Tree:
     if not isinstance(document.value, dict):
         expected = "a mapping of sections"
         no_mapping = Problem("the file", _shown(document.value), expected, "model: …")
-        problems = secrets.cleared(document.problems or [no_mapping], [])
+        problems = secrets.clear(document.problems or [no_mapping], [])
         raise UserError(*problems, where=path)
     names = sections()
     return {
@@ -117,13 +116,13 @@ def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
     parts = name.split(".")
     if not equals or not all(parts):
         expected = "section.key=value, such as training.steps=100"
-        shown = secrets.unparsed(override)
+        shown = secrets.hide_unparsed(override)
         document.problems.append(Problem(f"override {shown}", None, expected))
         return
     value = yaml12.parse(text)
     if value.problems:
         reason = value.problems[0].remedy or value.problems[0].expected
-        shown = secrets.unparsed(override).partition("=")[2]
+        shown = secrets.hide_unparsed(override).partition("=")[2]
         remedy = f"if it is a string, quote it: '{name}=\"{shown}\"'"
         document.problems.append(Problem(name, shown, f"a value in YAML ({reason})", remedy))
         return
@@ -158,13 +157,13 @@ def _place(tree: Tree, parts: list[str], value: object) -> tuple[yaml12.Path, Pr
 
 
 def _no_such_item(parts: list[str], path: list[str | int], items: list[Any]) -> Problem:
-    owner = yaml12.dotted(tuple(path))
+    owner = yaml12.dotted_name(tuple(path))
     there = f"{owner} has {len(items)} of them, counted from 0"
     return Problem(".".join(parts), None, f"the number of an item; {there}", f"{owner}=[…]")
 
 
 def _no_mapping(parts: list[str], path: list[str | int], here: object) -> Problem:
-    owner = yaml12.dotted(tuple(path))
+    owner = yaml12.dotted_name(tuple(path))
     remedy = f"'{owner}={{{'.'.join(parts[len(path) :])}: …}}'"
     return Problem(".".join(parts), None, f"{owner} is {_shown(here)}, not a mapping", remedy)
 
@@ -199,21 +198,7 @@ def _validate(
 
 def _partly(tree: Tree, broken: set[str | int], further: Sequence[Rule]) -> Iterator[Problem]:
     """The rules between keys, over those sections that are valid by themselves."""
-    rules: list[Rule] = [
-        (checks.check_model, ("model",)),
-        (checks.check_length, ("model", "data")),
-        (checks.check_packing, ("data",)),
-        (checks.check_duration, ("training",)),
-        (checks.check_micro_batch, ("training",)),
-        (checks.check_warmup, ("optimizer",)),
-        (checks.check_retention, ("checkpoint",)),
-        (checks.check_best, ("checkpoint", "data", "evaluation")),
-        (checks.check_stop_after, ("checkpoint",)),
-        (checks.check_resume, ("checkpoint",)),
-        (checks.check_accepted, ("checkpoint",)),
-        *further,
-    ]
-    for rule, names in rules:
+    for rule, names in (*checks.RULES, *further):
         if broken.isdisjoint(names):
             yield from rule(*(_section(tree, name) for name in names))
 
@@ -241,21 +226,21 @@ def _schema_problems(
         elif kind == "missing":
             takes = key.takes if key else "a mapping"
             advice = key.description if key else ""
-            yield Problem(yaml12.dotted(path), None, f"{takes}; there is no default", advice)
+            yield Problem(yaml12.dotted_name(path), None, f"{takes}; there is no default", advice)
         elif key is None:
-            takes = "{path: …}" if _named(path) == f"data.sources.{ITEM}" else "a mapping of keys"
-            yield Problem(yaml12.dotted(path), _shown(_at(tree, path)), takes)
+            takes = "{path: …}" if _name_of(path) == f"data.sources.{ITEM}" else "a mapping of keys"
+            yield Problem(yaml12.dotted_name(path), _shown(_at(tree, path)), takes)
         else:
             yield _wrong_value(path, key, _at(tree, path), source.get(path))
 
 
 def _key_path(location: tuple[str | int, ...]) -> yaml12.Path:
-    """The key that pydantic's location lies in: without the branches of a union or a list's items.
+    """The key that pydantic's location is in: without the branches of a union or a list's items.
 
     ("data", "lanes", "literal['auto']") → ("data", "lanes")
     """
     for end in range(1, len(location) + 1):
-        named = _named(location[:end])
+        named = _name_of(location[:end])
         if named == "data.sources" and len(location) > end:
             continue
         if any(key.name == named for key in all_keys()):
@@ -263,12 +248,12 @@ def _key_path(location: tuple[str | int, ...]) -> yaml12.Path:
     return location
 
 
-def _named(path: yaml12.Path) -> str:
+def _name_of(path: yaml12.Path) -> str:
     return ".".join(ITEM if isinstance(part, int) else part for part in path)
 
 
 def _key(path: yaml12.Path) -> Key | None:
-    return next((key for key in all_keys() if key.name == _named(path)), None)
+    return next((key for key in all_keys() if key.name == _name_of(path)), None)
 
 
 def _at(tree: Any, path: yaml12.Path) -> object:
@@ -282,7 +267,7 @@ def _at(tree: Any, path: yaml12.Path) -> object:
 
 
 def _unknown(path: yaml12.Path, value: object) -> Problem:
-    name = yaml12.dotted(path)
+    name = yaml12.dotted_name(path)
     found = guess(name, is_section=isinstance(value, dict))
     shown = _shown(value)
     if not found.key:
@@ -293,16 +278,16 @@ def _unknown(path: yaml12.Path, value: object) -> Problem:
 
 def _wrong_value(path: yaml12.Path, key: Key, value: object, raw: str | None) -> Problem:
     shown = raw if raw is not None and not isinstance(value, str) else _shown(value)
-    return Problem(yaml12.dotted(path), shown, key.takes, _advice(key, value, shown))
+    return Problem(yaml12.dotted_name(path), shown, key.takes, _advice(key, value, shown))
 
 
 def _advice(key: Key, value: object, shown: str) -> str:
-    """What to write instead, where that can be told."""
+    """What to write instead, where that is known."""
     text = str(value).strip().lower()
     if key.name == "training.precision" and text in _HALF | {"true", "false"} | set(_OTHER_NAMES):
         instead = "bf16, or fp32 on GPUs older than Ampere"
         return _OTHER_NAMES.get(text, f"{instead}; fp16 is not offered")
-    if any(isinstance(one, str) and not one.strip() for one in _listed(value)):
+    if any(isinstance(one, str) and not one.strip() for one in _list_of(value)):
         return "one that is not blank"
     if value is None:
         return f"leave it out: the default is {key.default}" if not key.required else ""
@@ -317,14 +302,14 @@ def _advice(key: Key, value: object, shown: str) -> str:
     return ""
 
 
-def _listed(value: object) -> list[object]:
+def _list_of(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
 def _shown(value: object) -> str:
-    """A value as it would stand in a message: one line, at most 60 characters, no secrets.
+    """A value as a message shows it: one line, at most 60 characters, no secrets.
 
-    They are taken out first: of half a secret nothing tells that it is one.
+    Secrets are removed first: half a secret cannot be recognized.
     """
-    text = secrets.unparsed(json.dumps(value, ensure_ascii=False))
+    text = secrets.hide_unparsed(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else text[:59] + "…"

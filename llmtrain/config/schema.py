@@ -1,7 +1,7 @@
 """The sections of a config: every key, its type, its default and one sentence on it.
 
 Frozen and strict: an unknown key is refused, a bool or a string is no number, nothing is infinite.
-Defaults stand here and nowhere else. The sentences feed the help and the reference page.
+Defaults are here and nowhere else. The sentences are in the help and the reference page.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SourceConfig(DocumentsConfig):
         1.0, description="Share of the blocks, relative to the other sources."
     )
     max_epochs: Positive | None = Field(
-        None, description="Passes over the source, after which the others go on alone; null = any."
+        None, description="Passes over the source; then only the others continue; null = any."
     )
 
 
@@ -125,7 +125,7 @@ class DataConfig(Section):
         0.0, description="Disk in GiB for bytes read from the Hub, kept between runs; 0 = none."
     )
     on_bad_unit: Literal["error", "skip"] = Field(
-        "error", description="What a file part that cannot be read leads to; skips are recorded."
+        "error", description="What to do when a file part cannot be read; skips are recorded."
     )
 
 
@@ -152,11 +152,11 @@ class TrainingConfig(Section):
         1.0, description="Gradients are scaled down to this norm; null = never."
     )
     on_nonfinite: Literal["skip", "stop"] = Field(
-        "skip", description="What a loss or norm that is not finite leads to."
+        "skip", description="What to do when a loss or norm is not finite."
     )
     max_skipped_in_a_row: Positive = Field(
         5,
-        description="So many skipped updates in a row end the run.",
+        description="This many skipped updates in a row end the run.",
         json_schema_extra={"expert": True},
     )
 
@@ -183,7 +183,7 @@ class OptimizerConfig(Section):
 
 
 class DdpConfig(Section):
-    """What DDP alone has."""
+    """Settings of DDP."""
 
     bucket_cap_mb: Positive = Field(25, description="MiB of gradients reduced at once under DDP.")
     find_unused_parameters: bool = Field(
@@ -209,12 +209,12 @@ class DistributedConfig(Section):
         description="How the model is spread out; auto = as launched, or by the memory plan.",
     )
     device_memory_gb: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="Memory of a device in GiB that the plan reckons with; auto = asked."
+        "auto", description="Memory of a device in GiB for the plan; auto = that of the device."
     )
     ddp: DdpConfig = Field(default_factory=DdpConfig)
     wrap_class: Text | Auto = Field(
         "auto",
-        description="Class of the blocks that FSDP2 shards one by one; auto = the model says it.",
+        description="Class of the blocks that FSDP2 shards one by one; auto = the model names it.",
         json_schema_extra={"expert": True},
     )
     fsdp_sync: Literal["auto", "every", "last"] = Field(
@@ -234,7 +234,7 @@ class CheckpointConfig(Section):
     every_steps: Positive = Field(500, description="Steps between checkpoints.")
     keep_last: Annotated[int, Field(ge=2)] = Field(3, description="Newest checkpoints to keep.")
     keep_every: Count = Field(
-        0, description="Checkpoints at multiples of this many steps are kept for ever; 0 = none."
+        0, description="Checkpoints at multiples of this many steps are kept permanently; 0 = none."
     )
     keep_best: Count = Field(1, description="Checkpoints of lowest held-out loss to keep.")
     background: bool | Auto = Field(
@@ -248,7 +248,7 @@ class CheckpointConfig(Section):
     )
     resume: Text = Field(
         "auto",
-        description="What a start goes on from: `auto`, the newest valid checkpoint; `never` (the "
+        description="What a start resumes from: `auto`, the newest valid checkpoint; `never` (the "
         "directory must be new); or the name of a checkpoint of the run, as step-00000400.",
     )
     accept_changes: tuple[Text, ...] = Field(
@@ -275,7 +275,7 @@ class CheckpointConfig(Section):
     )
     supersede: bool = Field(
         False,
-        description="Whether checkpoints newer than the one that `resume` names are set aside.",
+        description="Whether checkpoints newer than the one that `resume` names are renamed.",
         json_schema_extra={"expert": True},
     )
     shard_gb: Annotated[float, Field(gt=0)] = Field(

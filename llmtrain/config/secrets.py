@@ -1,12 +1,13 @@
-"""Secrets: refused in a config, and hidden in whatever a run writes down or says.
+"""Secrets: refused in a config, and hidden in whatever a run writes or prints.
 
 Known by the name (`hub_token`, `api_key`), by the look (`hf_…`, `sk-…`, a user or a password in an
-address, `?token=…`) and, in a text, as the value of an environment variable so named. Where a model
-or a tokenizer may have a field of the name, its value decides: see `is_secret`.
+address, `?token=…`) and, in a string, as the value of an environment variable with such a name.
+Where a model or a tokenizer may have a field of the name, its value decides: see `is_secret`.
 
-    model.config.hub_token: refused, remedy `export HF_TOKEN=…`   assistant_token: "<|a|>" is none
+    model.config.hub_token: refused, remedy `export HF_TOKEN=…`
+    model.config.assistant_token: "<|a|>" is no secret
 
-The trap: a message about a secret must not show it. Nothing that leaves this file holds a value.
+The trap: a message about a secret must not show it. Nothing that leaves this file contains a value.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def is_secret_name(key: str) -> bool:
 def is_secret(name: str, value: object) -> bool:
     """Whether the value under this name is one; a password may be a number.
 
-    Where a model may have a field of the name (`assistant_token`, `sort_key`) only a text of 8
-    and more letters, digits and `_.~+/=:-`, unless it consists of plain words.
+    Where a model may have a field of the name (`assistant_token`, `sort_key`) only a string of 8
+    or more letters, digits and `_.~+/=:-`, unless it consists of plain words.
     """
     plain = _plain(name)
     if _NAME.search(plain):
@@ -99,15 +100,15 @@ def in_config(tree: object) -> list[Found]:
 
 
 def problems(found: Iterable[Found]) -> list[Problem]:
-    """What is said of them: never their values."""
+    """One problem for each secret, without its value."""
     expected = "no secret in a config: it is written into the run directory and shown in reports"
     remedy = "take it out of the config (and change it if others could read it); export {}=…"
     hide = without([])
     return [Problem(hide(one.key), None, expected, remedy.format(one.variable)) for one in found]
 
 
-def cleared(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
-    """The secrets' own problems, and the others without anything of them in their texts."""
+def clear(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
+    """The problems of the secrets, and the other problems with the secrets removed."""
     found = list(found)
     hide, keys = without(one.text for one in found), {one.key for one in found}
     others = [
@@ -118,8 +119,8 @@ def cleared(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
     return [*problems(found), *others]
 
 
-def unparsed(text: str) -> str:
-    """A text that is no YAML, as far as it can be shown: up to the first name of a secret."""
+def hide_unparsed(text: str) -> str:
+    """Cut a string that is no YAML at the first name of a secret, and hide the rest."""
     text = without([])(text)
     for name in _KEY.finditer(text):
         if is_secret_name(name[0]):
@@ -130,7 +131,7 @@ def unparsed(text: str) -> str:
 
 
 def hider(environ: Mapping[str, str]) -> Hide:
-    """A function that puts `***` for every secret of a text: for the edges where texts go out.
+    """Return a function that puts `***` in place of every secret of a string.
 
     environ: hidden are the values of the variables whose names say so, from 8 characters on and
     unless they are one plain word (`training`); below 16 characters where they stand as words of
@@ -187,7 +188,7 @@ def _hidden(key: str, value: Any, hide: Hide) -> Any:
 
 
 def _value(said: Problem, hide: Hide) -> object:
-    """What a problem shows as found; its key may go on with ` (line 3)`, a tag begins with `!`."""
+    """What a problem shows as found; its key may end with ` (line 3)`, a tag begins with `!`."""
     if said.value is None:
         return None
     shown = str(said.value)
@@ -207,7 +208,7 @@ def _walk(value: object, path: tuple[str, ...]) -> Iterator[Found]:
 
 
 def _variable(path: tuple[str, ...], value: object) -> str:
-    """Where the secret belongs; "" if it is none."""
+    """The variable that a secret belongs into; "" if the value is no secret."""
     names = [name for name in path if not name.isdecimal()]
     if names and is_secret(names[-1], value):
         return _named_after(names)

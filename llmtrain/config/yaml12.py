@@ -1,8 +1,8 @@
-"""YAML 1.2 for configs: PyYAML reads 1.1, where `3e-4` is a text, `12:30` is 750 and `on` is true.
+"""YAML 1.2 for configs: in PyYAML's 1.1 `3e-4` is a string, `12:30` is 750 and `on` is true.
 
-PyYAML splits the text into nodes; what a plain scalar means is decided here, by the core schema of
-YAML 1.2. Only null, bool, int, float, text, lists and mappings come out. The trap: a duplicate key
-is legal for PyYAML (the last one wins without a word), so mappings are built here too.
+PyYAML splits the text into nodes; the meaning of a plain scalar is decided here, by the core schema
+of YAML 1.2. Only null, bool, int, float, strings, lists and mappings come out. The trap: PyYAML
+accepts a duplicate key (the last one wins silently), so mappings are built here too.
 
     seq_len: 1e3     →  {"seq_len": 1000.0}, and source[("seq_len",)] == "1e3"
 """
@@ -40,7 +40,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write every value out: a file says what it means where it means it."""
+        """Write every value in full, without anchors and aliases."""
         return True
 
 
@@ -61,10 +61,11 @@ _Dumper.add_representer(str, _text)
 
 @dataclass(slots=True)
 class Document:
-    """What a text says.
+    """What a YAML text contains.
 
-    value: the outermost value · source: path → a scalar as it was written · problems: what to put
-    right; the values around a problem are read all the same.
+    value: the outermost value
+    source: path → a scalar as it was written
+    problems: what to correct; the values around a problem are read nevertheless
     """
 
     value: object = None
@@ -95,7 +96,7 @@ def write(value: object) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def dotted(path: Path) -> str:
+def dotted_name(path: Path) -> str:
     """A path as people write it: `data.sources.0.path`."""
     return ".".join(str(part) for part in path)
 
@@ -118,7 +119,7 @@ def _build(node: yaml.Node, path: Path, document: Document) -> object:
             return _scalar(node.tag.removeprefix(_TAG), node.value)
         except ValueError:
             pass  # reported below: the tag is not ours, or contradicts the text
-    where = f"{dotted(path) or 'the file'} (line {node.start_mark.line + 1})"
+    where = f"{dotted_name(path) or 'the file'} (line {node.start_mark.line + 1})"
     document.problems.append(Problem(where, node.tag, "plain values", "leave the YAML tag out"))
     return None
 
@@ -130,14 +131,16 @@ def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
             shown = getattr(key_node, "value", "")
-            key = dotted((*path, shown if isinstance(shown, str) else "?"))
+            key = dotted_name((*path, shown if isinstance(shown, str) else "?"))
             remedy = "put it in quotes if it is meant"
             document.problems.append(Problem(key, None, f"a string as key (line {line})", remedy))
             continue
         key = key_node.value
         if key in lines:
-            expected = f"every key once; it stands on line {lines[key]} and on line {line}"
-            document.problems.append(Problem(dotted((*path, key)), None, expected, "remove one"))
+            expected = f"every key once; it is on line {lines[key]} and on line {line}"
+            document.problems.append(
+                Problem(dotted_name((*path, key)), None, expected, "remove one")
+            )
         lines.setdefault(key, line)
         built[key] = _build(value_node, (*path, key), document)
     return built

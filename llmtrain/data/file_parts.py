@@ -22,7 +22,7 @@ from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import bounded, file_format, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless
 
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
@@ -189,5 +189,5 @@ def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
 
 def missing_column(key: str, name: str, where: str, columns: Sequence[str]) -> Problem:
     """Return the problem of a column that does not exist, with the columns that do."""
-    there = ", ".join(columns) or "none"
-    return Problem(key, name, f"a column of {where}, which has: {there}")
+    there = ", ".join(harmless(column) for column in columns) or "none"
+    return Problem(key, name, f"a column of {harmless(where)}, which has: {there}")

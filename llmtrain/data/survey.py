@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.config.binding import DataSettings, changes, refused, way_out
+from llmtrain.config.binding import DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
@@ -199,7 +199,7 @@ def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> N
     first and last 64 KiB; files of the Hub when they are read, by their etag.
     """
     found = changes(manifest.made_with, settings.values)
-    problems = refused(found, settings.accepted, "as when the run began")
+    problems = refusals(found, settings.accepted, "as when the run began")
     problems += [*differing_tokenizer(manifest, tokenizer), *changed_files(manifest)]
     if problems:
         raise UserError(*problems)

@@ -1,8 +1,7 @@
-"""Each rank's log file, and what of it reaches a terminal.
+"""Each rank's log file, and the lines that rank 0 shows on its terminal.
 
-Everything of every library goes to `logs/rank-R.log`, tracebacks too; rank 0 shows llmtrain's own
-lines on its terminal.
-Lines from before the run directory is there are kept in memory until it is.
+The log lines of all libraries go to `logs/rank-R.log`, tracebacks too. Rank 0 also shows llmtrain's
+own lines on its terminal. Lines are kept in memory until the run directory exists.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError, harmless
 
@@ -22,7 +22,7 @@ _BUFFERED_LINES = 10_000
 
 
 class LogFile:
-    """Takes over the root logger from its making until `close`."""
+    """Takes over the root logger until `close`."""
 
     def __init__(self) -> None:
         self._hide = secrets.hider(os.environ)
@@ -41,9 +41,9 @@ class LogFile:
         _quiet_libraries()
 
     def open(self, path: Path) -> None:
-        """Write to `path` from now on, what was kept in memory first."""
+        """Write to `path` from now on, first the lines that were kept in memory."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file = _File(path, encoding="utf-8")
         self._file.setFormatter(_Formatter(self._hide))
         self._buffer.setTarget(self._file)
         self._buffer.flush()
@@ -52,7 +52,7 @@ class LogFile:
 
     @property
     def descriptor(self) -> int:
-        """The number of the open file, for what is written without Python's help."""
+        """The number of the open file, for writers that do not use Python's logging."""
         stream = self._file.stream if self._file is not None else None
         assert stream is not None, "the file is open"
         return stream.fileno()
@@ -63,7 +63,7 @@ class LogFile:
         self._ours.addHandler(self._screen)
 
     def close(self) -> None:
-        """Flush, and give the loggers back."""
+        """Flush, and restore the loggers."""
         for handler in (self._buffer, self._file):
             if handler is not None:
                 self._root.removeHandler(handler)
@@ -85,7 +85,7 @@ def _asked_level() -> int:
 
 
 class _Formatter(logging.Formatter):
-    """Lines and tracebacks without secrets: a library may log an address or what it was given."""
+    """Formats without secrets: a library may log an address or its arguments."""
 
     def __init__(self, hide: secrets.Hide) -> None:
         super().__init__(_FORMAT)
@@ -95,6 +95,31 @@ class _Formatter(logging.Formatter):
         return harmless(self._hide(super().format(record)), keep="\n\t")
 
 
+class _File(logging.FileHandler):
+    """A log file that is made again if somebody deletes it, while the run directory exists.
+
+    Under the same descriptor, since stack dumps are written to that without Python's help.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None and durable.is_gone(Path(self.baseFilename)):
+            self._make_again(self.stream.fileno())
+        super().emit(record)
+
+    def _make_again(self, descriptor: int) -> None:
+        path = Path(self.baseFilename)
+        try:
+            path.parent.mkdir(exist_ok=True)  # without parents: the next save makes the directory
+            new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return  # later lines go to the deleted file
+        try:
+            self.flush()
+            os.dup2(new, descriptor, inheritable=False)
+        finally:
+            os.close(new)
+
+
 class _Screen(logging.Handler):
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
@@ -102,13 +127,13 @@ class _Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            return  # a traceback is for the file; whoever caught the error says what it means
+            return  # a traceback is for the file; whoever caught the error reports it
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         self._note(prefix + record.getMessage())
 
 
 def _quiet_libraries() -> None:
-    """Libraries log through the root logger and draw no bars of their own."""
+    """Have libraries log through the root logger and draw no progress bars."""
     for name in ("huggingface_hub", "datasets"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

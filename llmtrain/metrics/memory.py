@@ -1,6 +1,6 @@
-"""What a process holds at its highest, and what a host has for all of them.
+"""The peak memory of a process, and the memory of the host.
 
-On a GPU that is what torch allocated, on a CPU resident memory.
+On a GPU that is the memory which torch allocated, on a CPU the resident memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _RESET_PEAK = "5"  # proc(5): sets the peak of the resident set to what it is no
 
 
 def reset_peak(device: torch.device) -> int:
-    """Begin a new peak; returns the bytes that are held now."""
+    """Begin to measure a new peak. Returns the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError):  # a measurement ends no run; `peak_bytes` then says what is held
+    with suppress(OSError):  # a measurement must not end a run; see `peak_bytes`
         _REFERENCES.write_text(_RESET_PEAK)
     return resident_bytes()
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was held since `reset_peak`; where the system cannot say, what is held now."""
+    """Return the peak since `reset_peak`; where it is not known, the bytes in use now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not every kernel has both files, and a peak that never began anew is that of all before.
+    # Not every kernel has both files, and a peak that was never reset covers the time before, too.
     if not os.access(_REFERENCES, os.W_OK) or not _STATUS.is_file():
         return resident_bytes()
     lines = _STATUS.read_text().splitlines()
@@ -41,14 +41,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    """This process's resident memory."""
+    """Return this process's resident memory."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or what its control groups leave to this process of it."""
+    """Return the memory of this machine, or what control groups allow this process of it."""
     import psutil
 
     there = int(psutil.virtual_memory().total)
@@ -57,7 +57,7 @@ def host_bytes() -> int:
 
 
 def free_host_bytes() -> int:
-    """Memory of this machine that is free now, within what control groups leave to this process."""
+    """Return the free memory of this machine, within what control groups allow this process."""
     import psutil
 
     free, limit = int(psutil.virtual_memory().available), limit_bytes()
@@ -65,7 +65,7 @@ def free_host_bytes() -> int:
 
 
 def limit_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int | None:
-    """The memory that this process's control groups leave it; None = no limit is known."""
+    """Return the memory limit of this process's control groups; None = no limit is known."""
     if not own.is_file():
         return None
     paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]

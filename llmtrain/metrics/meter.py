@@ -1,7 +1,7 @@
 """The numbers of a step: measured while it runs, received on the host one step later.
 
-The reduced vector of step s is copied to the host behind the step's own work and *awaited* at the
-next boundary. It is never polled: ranks that poll would decide at different steps.
+The reduced vector of step s is copied to the host after the step's own work, and the host *waits*
+for it at the end of step s + 1. It never polls: ranks that poll would decide at different steps.
 """
 
 from __future__ import annotations
@@ -15,19 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.types import SLOTS, Numbers, StepVector
-
-# Why the run shall stop → the slot that says so, in the order in which reasons outrank each other.
-_STOPS = {
-    "launcher_lost": "lost_launcher",
-    "signal": "signal",
-    "stop_file": "stop_file",
-    "stop_after": "stop_after",
-}
+from llmtrain.types import SLOTS, STOPS, Numbers, StepVector
 
 
 class DataFailedError(Exception):
-    """A rank's stream failed in `step`; the ranks vote on what it was."""
+    """A rank's stream failed in `step`; the ranks then vote on the cause."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -35,10 +27,10 @@ class DataFailedError(Exception):
 
 
 class Decides(Protocol):
-    """What the meter asks of `training.due.Due`."""
+    """What the meter needs of `training.run.due.Due`."""
 
     def learn(self, numbers: Numbers) -> None:
-        """Hear a step's numbers before anything is done about them."""
+        """Receive a step's numbers before anybody else."""
         ...
 
     def anything(self, step: int) -> bool:
@@ -74,7 +66,7 @@ class Meter:
         self._learning_rate = learning_rate
         self._world_size = world_size
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
-        # Those of before stay counted where the sources have been exchanged.
+        # Sources of an earlier start stay counted, also when the config has others now.
         self.sources = {**sources, **{label: sources.get(label, 0) for label in self._labels}}
         self.stream_digest = stream_digest
         self.step_seconds = 0.0  # of the last step whose numbers have arrived
@@ -103,9 +95,9 @@ class Meter:
         self._pending.append(_Sent(self._step, packed, seconds, self._started, arrived))
 
     def receive(self, step: int, due: Decides) -> Iterator[Numbers]:
-        """The numbers of the step before, then those of `step` itself if anything is due at it.
+        """Yield the numbers of the step before, and those of `step` if anything is due at it.
 
-        Raises DataFailedError, on all ranks alike, instead of a step in which a rank had no data.
+        Raises DataFailedError, on all ranks, for a step in which a rank had no data.
         """
         while self._pending and (self._pending[0].step < step or due.anything(step)):
             numbers = self._read(self._pending.pop(0))
@@ -143,7 +135,7 @@ class Meter:
             data_failed=failed,
             padding_only=slots["padding_only"] == self._world_size,
             ended=slots["ended"] == self._world_size,
-            stops=tuple(reason for reason, slot in _STOPS.items() if slots[slot] > 0),
+            stops=tuple(reason for reason in STOPS if slots[reason] > 0),
             save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
             written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
         )

@@ -1,10 +1,10 @@
-"""What a run shows while it trains: one line that moves on a terminal, plain lines elsewhere.
+"""Shows how far a run is: one moving line on a terminal, plain lines elsewhere.
 
     step 1,240/5,000 ━━━━━ 25 %  loss 3.412 ▼  12.4 k tok/s  wait 0.3 %  left 2 h 10 m
 
-Not a terminal (a batch queue, CI): one `key=value` line for each line of `metrics.jsonl`, without
-control characters. The trap: the loop calls `training` at every step, so a call that draws nothing
-must cost nothing: it looks at the clock and returns.
+Elsewhere (a batch queue, CI) each line of `metrics.jsonl` is shown as one line of `key=value`,
+without control characters. The trap: the loop calls `training` at every step, so a call that draws
+nothing must cost nothing: it looks at the clock and returns.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 class Progress:
     """Shows a run on `stream`; on None (ranks > 0) it shows nothing.
 
-    steps: of the whole run; to be set before the first one is shown.
+    steps: of the whole run; must be set before the first step is shown
 
-    A stream that breaks (its terminal was closed) is not written to again; the run goes on.
+    A stream that breaks (its terminal was closed) is not written to again; the run continues.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Progress:
     def training(
         self, numbers: Numbers, *, line: bool = True, memory_gb: float | None = None
     ) -> None:
-        """A step is finished. line: `metrics.jsonl` gets one of it, so a plain log does too."""
+        """Show a finished step. line: whether `metrics.jsonl` and a plain log get a line for it."""
         if self._stream is None or not (self._moves or line):
             return
         now = self._clock()
@@ -78,12 +78,12 @@ class Progress:
             self._draw(numbers, now)
 
     def evaluation(self, fields: Mapping[str, object]) -> None:
-        """An `eval` line: its step and its numbers."""
+        """Show an `eval` line: its step and its numbers."""
         shown = ("step", "split", "loss", "perplexity", "bits_per_byte", "documents")
         self.note("eval  " + _plain({key: fields[key] for key in shown if key in fields}))
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint of this step is complete."""
+        """Show that the checkpoint of this step is complete."""
         self._checkpoint = step
 
     def note(self, text: str) -> None:
@@ -92,10 +92,10 @@ class Progress:
             self._print(_CONTROL.sub(" ", text))
 
     def close(self) -> None:
-        """Leave the last state of the moving line standing; a second call does nothing."""
+        """Stop the moving line; its last state stays visible. A second call does nothing."""
         live, self._live = self._live, None
         if live is not None:
-            self._guarded(live.stop)
+            self._guard(live.stop)
 
     def _facts(self, numbers: Numbers, now: float) -> dict[str, object]:
         facts: dict[str, object] = {
@@ -123,7 +123,7 @@ class Progress:
         line.append(f" {share:.0%}".replace("%", " %"))
         line.append(f"  loss {numbers.loss:.3f}{self._trend(numbers.loss)}", style="bold")
         parts = self._rest(numbers, now)
-        # On a narrow terminal the first ones to go are checkpoint, memory and wait, in this order.
+        # On a narrow terminal checkpoint, memory and wait are left out, in this order.
         for name in ("checkpoint", "memory", "wait"):
             if line.cell_len + sum(2 + len(part) for part in parts.values()) > width:
                 parts.pop(name, None)
@@ -144,7 +144,7 @@ class Progress:
         return parts
 
     def _trend(self, loss: float) -> str:
-        """Against a slow mean of the losses that were shown: a single step says little."""
+        """Return an arrow: the loss against a slow mean of those shown before."""
         before = self._shown_loss
         if loss != loss:
             return ""
@@ -154,37 +154,37 @@ class Progress:
         return " ▼" if loss < before else " ▲"
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """What the rest takes at the pace of this start, evaluations and saves included."""
+        """Estimate the rest from the pace of this start, evaluations and saves included."""
         if self._first is None or step <= self._first[0]:
             return None
         return (now - self._first[1]) / (step - self._first[0]) * max(0, self.steps - step)
 
     def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:
-            self._live = self._guarded(lambda: _open_live(self._stream))
+            self._live = self._guard(lambda: _open_live(self._stream))
         if (live := self._live) is not None:
             line = self._moving_line(numbers, now, live.console.width)
-            self._guarded(lambda: live.update(line, refresh=True))
+            self._guard(lambda: live.update(line, refresh=True))
 
     def _print(self, text: str) -> None:
         live = self._live
         if live is not None:
-            self._guarded(lambda: live.console.print(text, markup=False, highlight=False))
+            self._guard(lambda: live.console.print(text, markup=False, highlight=False))
         else:
-            self._guarded(lambda: print(text, file=self._stream, flush=True))
+            self._guard(lambda: print(text, file=self._stream, flush=True))
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        """A terminal that goes away must not end a run of days."""
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """Call a function that writes; if the terminal is gone, stop showing and go on training."""
         try:
             return call()
         except (OSError, ValueError) as error:  # ValueError: the file object was closed
             self._stream, self._live = None, None
-            _log.warning("the terminal is gone (%s); the run goes on without it", error)
+            _log.warning("the terminal is gone (%s); the run continues without it", error)
             return None
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `45 s`, `12 m 05 s`, `2 h 10 m`, `3 d 04 h`."""
+    """Format seconds for people: `45 s`, `12 m 05 s`, `2 h 10 m`, `3 d 04 h`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -225,7 +225,7 @@ def _wait_share(numbers: Numbers) -> float:
 
 
 def _number(value: float) -> str:
-    """Four significant digits, which is what a person compares."""
+    """Format a number with four significant digits, as many as a person compares."""
     return f"{value:.4g}"
 
 

@@ -1,8 +1,8 @@
-"""TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 alone.
+"""TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 only.
 
 Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`. Ids are kept in
-`trackers.json`, so a resumed run goes on in the same tracker run. The trap: a tracker is somebody
-else's service. Whatever it raises is one event of the run; it is tried again every 100 logs, and it
+`trackers.json`, so a resumed run continues the same tracker run. The trap: a tracker is somebody
+else's service. Whatever it raises is one event of the run. It is tried again every 100 logs, and it
 never ends the run.
 """
 
@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol
 
 from llmtrain import durable
 from llmtrain.config import secrets
@@ -30,16 +30,16 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """What is used of accelerate's `GeneralTracker`."""
+    """The part of accelerate's `GeneralTracker` that is used."""
 
     def start(self) -> None:
         """Open the tracker's run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Take the config."""
+        """Log the config."""
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Take values of a step."""
+        """Log values of a step."""
 
     def finish(self) -> None:
         """Close the tracker's run."""
@@ -59,24 +59,21 @@ class _Guarded:
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._to_skip:
             self._to_skip -= 1
-        elif self._works(lambda: self._send(values, step)) and self._failing:
+        elif self._works(lambda: self._get().log(values, step=step)) and self._failing:
             self._failing = False
             self._report("tracker_recovered", {"tracker": self._name})
 
     def open(self) -> None:
-        self._works(self._opened)
+        self._works(self._get)
 
     def close(self) -> None:
         if (tracker := self._tracker) is not None:
             self._works(tracker.finish)
 
-    def _opened(self) -> Tracker:
+    def _get(self) -> Tracker:
         if self._tracker is None:
             self._tracker = self._open()
         return self._tracker
-
-    def _send(self, values: dict[str, Any], step: int) -> None:
-        self._opened().log(values, step=step)
 
     def _works(self, call: Callable[[], object]) -> bool:
         try:
@@ -100,7 +97,7 @@ class Trackers:
         self._hide = hide
 
     def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
-        """Send what a line of `metrics.jsonl` holds: its numbers, and the text of a sample."""
+        """Send the content of a line of `metrics.jsonl`: its numbers, and the text of a sample."""
         flat = _flat(kind, fields)
         values = {k: self._hide(v) if isinstance(v, str) else v for k, v in flat.items()}
         if values:
@@ -114,7 +111,7 @@ class Trackers:
 
 
 def check_installed(names: Iterable[Name]) -> None:
-    """Raise UserError if a tracker's package is missing. Imports nothing, so it comes early."""
+    """Raise UserError if a tracker's package is missing. It imports nothing, so it is fast."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         problem = Problem(
@@ -129,9 +126,9 @@ def check_installed(names: Iterable[Name]) -> None:
 def open_trackers(
     names: Sequence[Name], ids_file: Path, config: Mapping[str, Any], step: int, report: Report
 ) -> Trackers:
-    """Open the trackers of a run, or go on with those that an earlier start opened.
+    """Open the trackers of a run, or continue those that an earlier start opened.
 
-    ids_file: in the run directory, into which they write, too
+    ids_file: in the run directory; TensorBoard and Weights & Biases write to that directory, too
     step: the last finished one; TensorBoard forgets what an earlier start wrote after it
 
     report(event, detail) is called for a failure and for a recovery. After `Accelerator()` only:
@@ -142,19 +139,21 @@ def open_trackers(
     ids, run_dir = _ids(names, ids_file), ids_file.parent
     hide = secrets.hider(os.environ)
     secretless = secrets.hidden(config, hide)
-    trackers = [
-        _Guarded(name, _opener(name, run_dir, ids[name], secretless, step), report)
-        for name in names
-    ]
+    openers: dict[Name, Callable[[], Tracker]] = {
+        "tensorboard": lambda: _open_tensorboard(run_dir, secretless, step),
+        "wandb": lambda: _open_wandb(run_dir, ids["wandb"], secretless),
+    }
+    trackers = [_Guarded(name, openers[name], report) for name in names]
     for tracker in trackers:
         tracker.open()
     return Trackers(trackers, hide)
 
 
 def _ids(names: Sequence[Name], path: Path) -> dict[str, str]:
-    """One id a tracker. Written before the first use: a kill in between opens no second run.
+    """Return one id for each tracker, kept or new.
 
-    Raises UserError for a file that is not ours, RunError (74) when the disk refuses.
+    New ones are written before their first use, so that a kill in between makes no second tracker
+    run. Raises UserError for a file that is not ours, RunError (74) when the disk refuses.
     """
     kept = _kept(path)
     ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
@@ -165,7 +164,7 @@ def _ids(names: Sequence[Name], path: Path) -> dict[str, str]:
 
 
 def _kept(path: Path) -> dict[str, str]:
-    """The ids of earlier starts."""
+    """Read the ids of earlier starts."""
     try:
         kept = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -179,25 +178,13 @@ def _kept(path: Path) -> dict[str, str]:
     raise UserError(Problem(str(path), None, expected, remedy))
 
 
-def _opener(
-    name: Name, run_dir: Path, run_id: str, config: Mapping[str, Any], step: int
-) -> Callable[[], Tracker]:
-    match name:
-        case "tensorboard":
-            return lambda: _open_tensorboard(run_dir, config, step)
-        case "wandb":
-            return lambda: _open_wandb(run_dir, run_id, config)
-        case _:
-            assert_never(name)
-
-
 def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> Tracker:
     from accelerate.tracking import TensorBoardTracker
 
     # purge_step: what a killed start logged after the checkpoint is drawn by the redone steps.
     tracker: Tracker = TensorBoardTracker("tensorboard", str(run_dir), purge_step=step + 1)
     tracker.start()
-    # As a text: its hyperparameter form would add a run of its own to the list at every start.
+    # As text: TensorBoard's form for hyperparameters would add a run to its list at every start.
     text = json.dumps(config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
     tracker.log({"config": f"    {text}"}, step=step)
     return tracker
@@ -220,7 +207,7 @@ def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> Tracke
 
 
 def _flat(prefix: str, fields: Mapping[str, object]) -> dict[str, Any]:
-    """Numbers under `kind/field`, nested ones under `kind/field/name`; a sample's text as text."""
+    """Flatten to `kind/field`, nested fields to `kind/field/name`: numbers, and a sample's text."""
     flat: dict[str, Any] = {}
     for key, value in fields.items():
         name = f"{prefix}/{key}"

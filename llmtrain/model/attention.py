@@ -9,9 +9,9 @@ takes the kernel from what it is given:
     given        else                   SDPA with is_causal, once a document: exact, Σ len²
 
 Models with sliding windows, sinks, soft caps or masks of their own keep transformers' attention,
-which hides documents from each other by the restarts of `position_ids`. The traps: it does so only
-without a cache and without an `attention_mask`; and our function looks at neither, so a model gets
-it only after `install` has compared the two.
+which hides documents from each other where `position_ids` restart. The traps: it does so only
+without a cache and without an `attention_mask`; and our function uses neither, so a model gets it
+only after `install` has compared the two.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def backend(model: PreTrainedModel) -> str:
 
 
 class OtherAttentionError(Exception):
-    """A model's attention is something else than causal attention inside each document."""
+    """A model's attention is not causal attention inside each document."""
 
 
 def attention(
@@ -90,7 +90,7 @@ def attention(
     """Causal attention inside each document, in the signature of transformers' interface.
 
     query (B, H, T, D) · key, value (B, H or a divisor, T, D) · cu_seq_lens_q (n + 1,) int32:
-    borders of the documents in the B·T positions, rows one behind the other; absent: each row is
+    borders of the documents in the B·T positions, rows joined end to end; absent: each row is
     one document · max_length_q: at least the longest document's length.
     Returns (B, T, H, D). Raises OtherAttentionError for what it cannot compute.
     """
@@ -148,7 +148,7 @@ def takes_varlen(
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """It is flash attention, which is for Ampere and newer."""
+    """Whether the device has flash attention, which is for Ampere and newer."""
     built = torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -194,7 +194,7 @@ def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: floa
 
 
 def _in_a_row(heads: Tensor) -> Tensor:
-    """(B, H, T, D) → (B·T, H, D): a view, as projections lie in memory."""
+    """(B, H, T, D) → (B·T, H, D): a view of the layout that projections have in memory."""
     return heads.transpose(1, 2).flatten(0, 1)
 
 
@@ -217,11 +217,10 @@ def model_keywords(
 
 
 def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
-    """Why the model must keep its own attention; empty: ours computes the same.
+    """Find why the model must keep its own attention; empty: ours computes the same.
 
-    Forwards on few tokens, with its own and with ours. What these cannot show, masks with a window
-    or chunks, is seen in the mask functions that the model asks for: they are asked about `seq_len`
-    positions.
+    Runs forwards on few tokens, with its own and with ours. They cannot show masks with a window or
+    chunks; so the mask functions that the model asks for are tried on `seq_len` positions.
     """
     if not type(model)._can_set_attn_implementation():  # private, but asking aloud is logged
         return "it does not go through transformers' attention interface"
@@ -258,7 +257,7 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
 
 
 def _recording(handed_down: list[bool], *, split: bool) -> Callable[..., tuple[Tensor, None]]:
-    """split: by documents, for which their borders must be known, as a fake tensor's are not."""
+    """Record each call. split: by documents, whose borders fake tensors do not know."""
 
     def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
         handed_down.append(keywords.get("cu_seq_lens_q") is not None)

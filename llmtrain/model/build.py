@@ -50,7 +50,7 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
 
 
 def stored_config(checkpoint: Path) -> Any:
-    """The transformers config that a checkpoint of ours holds. UserError: it has its own code."""
+    """The transformers config in a checkpoint of ours. Raises UserError if it has its own code."""
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     untrusted.refuse_code(config, str(checkpoint))
     return config
@@ -64,7 +64,7 @@ def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
 
 
 def skeleton(config: Any, asked: ModelConfig) -> PreTrainedModel:
-    """The same model on meta, for weights that another rank has."""
+    """The same model on meta, for a rank that receives its weights from another."""
     return _set_up(on_meta(config), asked)
 
 
@@ -189,7 +189,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _refused_weights(error: Exception, path: str) -> Problem:
-    """What transformers does not take of a model directory's config, or of a model of the Hub."""
+    """The problem where transformers refuses the config of a directory or of a Hub model."""
     file = Path(path) / "config.json"
     fields = json.loads(file.read_bytes()) if file.is_file() else {}
     if named := _refused_field(error, fields, f"{file}: "):

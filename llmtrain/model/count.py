@@ -5,9 +5,9 @@ A copy of the model with one block and a copy with two, at full width, run forwa
 when only the graph is held is what the backward will need. The second copy's surplus is a block;
 where blocks are of several kinds all of them run instead.
 
-The trap is the device that is meant: the count stands for an accelerator, but runs on the
-processor, whose attention has no dropout and no values of another width than its queries, and whose
-dropout keeps four bytes an element. `_Accelerator` puts that right.
+The trap is the device: the count is for an accelerator, but runs on the processor. The processor's
+attention has no dropout and no values of another width than its queries, and its dropout keeps four
+bytes an element. `_Accelerator` corrects that.
 
 Head and loss are not in it. For `model.loss` as it is, t tokens, V entries, h hidden, on top of
 what is counted here, measured with the oracle of the tests:
@@ -63,9 +63,12 @@ def count_saved(
 ) -> Saved:
     """What the forward of one sequence of `seq_len` tokens keeps for its backward.
 
-    arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast` · checkpointing:
-    `none`, `selective` or `full` · freeze: patterns of `model.freeze`. Raises CannotCountError,
-    and UserError for a model that cannot be checkpointed or patterns that match nothing.
+    arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast`.
+    checkpointing: `none`, `selective` or `full`.
+    freeze: patterns of `model.freeze`.
+
+    Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
+    match nothing.
     """
     try:
         return _count(model_config, seq_len, arithmetic, checkpointing, freeze)
@@ -82,18 +85,18 @@ def _count(
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
     with _fake_tensors():
-        tried = from_config(shortened(model_config, number, 1 if short else number))
+        tried = from_config(shorten(model_config, number, 1 if short else number))
         name = attention.install(tried, seq_len, compare=False)
 
     def run(count: int, *, back: bool) -> Saved:
-        described = shortened(model_config, number, count)
+        described = shorten(model_config, number, count)
         with _fake_tensors():
             model = _model(described, arithmetic, name, frozen)
             recompute.apply(model, checkpointing)
-            return _watched(model, seq_len, arithmetic, back=back)
+            return _watch(model, seq_len, arithmetic, back=back)
 
     if short:
-        body = _prolonged(run(1, back=False), run(2, back=True), number)
+        body = _extrapolate(run(1, back=False), run(2, back=True), number)
     else:
         body = run(number, back=True)
     head = whole.get_output_embeddings()
@@ -102,7 +105,7 @@ def _count(
     return body
 
 
-def _prolonged(one: Saved, two: Saved, number: int) -> Saved:
+def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
     """What `number` blocks keep, from what one and two do."""
     first = one.once + one.blocks
     block = two.once + two.blocks - first
@@ -116,7 +119,7 @@ def _prolonged(one: Saved, two: Saved, number: int) -> Saved:
 
 
 def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
-    """As a run trains it. name: of its attention · frozen: names of parameters."""
+    """The model as a run trains it. name: of its attention. frozen: names of parameters."""
     # Not in fp32 and then `.to(bf16)`: fake parameters would keep their type.
     model = from_config(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
     attention.use(model, name)
@@ -125,11 +128,11 @@ def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreT
     return model.train()
 
 
-def _watched(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:
+def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:
     """Run the decoder without its head, and look at what its graph keeps alive.
 
-    Then run it back, but to the first block's input alone: gradients of weights do not grow with
-    the tokens, and are planned elsewhere.
+    Then run the backward to the first block's input only: gradients of weights do not grow with the
+    tokens, and are planned elsewhere.
     """
     live = _Live(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
@@ -137,15 +140,15 @@ def _watched(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: boo
         with autocast:
             root, like = _forward(model, seq_len)
             casts = live.casts()  # before autocast drops its cache
-        once, of_blocks = live.kept()
+        once, of_blocks = live.bytes_alive()
         recomputed = live.most(lambda: _backward(root, like, live.first)) if back else 0
     return Saved(of_blocks, once, recomputed, casts)
 
 
 def _forward(model: PreTrainedModel, seq_len: int) -> tuple[Node | None, Tensor]:
-    """The root of the graph alone: what only the output or the caller holds, dies here.
+    """The root of the graph alone: what only the output or the caller keeps alive is freed here.
 
-    With it a tensor on meta that is like the output.
+    Returns with it a tensor on meta that is like the output.
     """
     ids = torch.zeros((1, seq_len), dtype=torch.int64)
     out: Tensor = model.base_model(ids, **attention.model_keywords())[0]
@@ -162,9 +165,9 @@ def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> No
 def _fake_tensors() -> Iterator[None]:
     """`FakeTensorMode`, made to see what real tensors would see.
 
-    transformers reads in the positions whether a row has several documents. Of fake positions it
-    believes it, and would build masks that no run has. What fails is raised, and need not be
-    logged.
+    transformers finds out from the positions whether a row has several documents. For fake
+    positions it assumes so, and would build masks that no run has. Failures are raised, so they
+    are not logged.
     """
     own = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda _positions: None
@@ -233,8 +236,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     def _forget(self, key: int) -> None:
         self._size -= self._alive.pop(key)[1]
 
-    def kept(self) -> tuple[int, int]:
-        """Bytes alive that were made outside and inside of blocks."""
+    def bytes_alive(self) -> tuple[int, int]:
+        """Bytes alive: those made outside of blocks, and those made inside."""
         found = [0, 0]
         for in_block, size in self._alive.values():
             found[in_block] += size
@@ -245,7 +248,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return sum(self._casts.values())
 
     def most(self, work: Callable[[], None]) -> int:
-        """By how many bytes what is alive grows while something runs, at its most."""
+        """The most bytes by which what is alive grows while something runs."""
         before = self._most = self._size
         work()
         return self._most - before
@@ -323,8 +326,8 @@ def _signature(block: nn.Module) -> tuple[object, ...]:
     return repr(block), parameters
 
 
-def shortened(model_config: Any, number: int, count: int) -> Any:
-    """The config with fewer blocks, and its lists by layer shortened with them."""
+def shorten(model_config: Any, number: int, count: int) -> Any:
+    """The config with fewer blocks, and its lists by layer shortened to match."""
     short = copy.deepcopy(model_config)
     if count == number:
         return short

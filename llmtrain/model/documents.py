@@ -1,8 +1,8 @@
-"""Where the documents of a micro-batch begin, as the model is told: positions and borders.
+"""Where the documents of a micro-batch begin, as the model takes it: positions and borders.
 
     starts         [0, 3] [0]         of two rows of five tokens
     position_ids   0 1 2 0 1 · 0 1 2 3 4
-    cu_seq_lens    0 3 5 10           borders in the rows one behind the other
+    cu_seq_lens    0 3 5 10           borders in the rows joined end to end
     max_length     5
 
 In numpy: torch would wake its threads for arrays of this size, which costs up to milliseconds where
@@ -35,12 +35,12 @@ def document_tensors(
     found: dict[str, Any] = {"position_ids": on(device, positions.reshape(len(starts), seq_len))}
     if name == NAME:
         found["cu_seq_lens"] = on(device, np.append(first, total).astype(np.int32))
-        found["max_length"] = rounded(int(lengths.max()), seq_len)
+        found["max_length"] = round_up(int(lengths.max()), seq_len)
     return found
 
 
-def rounded(longest: int, seq_len: int) -> int:
-    """Up to a power of two but not over seq_len: kernels are chosen and compiled by it."""
+def round_up(longest: int, seq_len: int) -> int:
+    """Round up to a power of two, at most seq_len: kernels are chosen and compiled by it."""
     return min(1 << (longest - 1).bit_length(), seq_len)
 
 
@@ -53,6 +53,6 @@ def on(device: torch.device, array: np.ndarray) -> Tensor:
 
 
 def _flat(starts: Sequence[np.ndarray], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents begin in the rows one behind the other, and their lengths."""
+    """Where documents begin in the rows joined end to end, and their lengths."""
     first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
     return first, np.diff(first, append=len(starts) * seq_len)

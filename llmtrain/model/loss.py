@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
+from llmtrain.types import NOT_TRAINED
 
 
 class LossModule(nn.Module):
@@ -35,11 +36,16 @@ class LossModule(nn.Module):
         max_length: int | None = None,
         all_logits: bool = False,
     ) -> Tensor:
-        """input_ids (B, T) int64 · labels (B, T) int64, already shifted, −100 = not trained.
+        """Compute the summed loss, or the logits where there are no labels.
 
-        position_ids (B, T) int64, from 0 with each document, cu_seq_lens (n + 1,) int32, borders of
-        the documents in the flat rows, max_length, at least the longest's: only where documents are
-        hidden from each other, the last two only for `llmtrain` attention.
+        input_ids: (B, T) int64.
+        labels: (B, T) int64, already shifted; `NOT_TRAINED` where a position has no loss.
+        position_ids: (B, T) int64, from 0 with each document; only where documents are hidden from
+            each other.
+        cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
+            attention.
+        max_length: at least the longest document's; only for `llmtrain` attention.
+
         Returns the summed cross-entropy in nats, () fp32; without labels the last position's
         logits, (B, V) fp32, or with `all_logits` those of all, (B, T, V) fp32.
         """
@@ -47,9 +53,8 @@ class LossModule(nn.Module):
         logits: Tensor = self.model(input_ids, **keywords).logits
         if labels is None:
             return logits.float() if all_logits else logits[:, -1].float()
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-        )
+        flat = logits.float().flatten(0, 1)
+        return F.cross_entropy(flat, labels.flatten(), ignore_index=NOT_TRAINED, reduction="sum")
 
     @property
     def config(self) -> Any:
@@ -67,16 +72,16 @@ class LossModule(nn.Module):
         return self.model._no_split_modules
 
     def tie_weights(self) -> None:
-        """Tie what the model ties."""
+        """Tie the parameters that the model ties."""
         self.model.tie_weights()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The model's own."""
+        """The input embeddings of the model."""
         embeddings: nn.Module = self.model.get_input_embeddings()
         return embeddings
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The model's own."""
+        """The output head of the model."""
         head: nn.Module | None = self.model.get_output_embeddings()
         return head
 

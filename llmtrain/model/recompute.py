@@ -1,10 +1,10 @@
 """`model.activation_checkpointing`: what the backward computes again instead of keeping it.
 
     none        nothing: every tensor that the backward needs is kept
-    selective   all but the results of matrix products and attention, which are dear to compute
+    selective   all but the results of matrix products and attention, which are expensive to compute
     full        whole blocks: of each only its input is kept
 
-The random state is kept with it, so dropout falls alike both times and gradients do not change.
+The random state is kept with it, so dropout is the same both times and gradients do not change.
 """
 
 from __future__ import annotations

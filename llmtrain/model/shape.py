@@ -56,7 +56,7 @@ def on_meta(model_config: Any) -> PreTrainedModel:
 
 
 def _cannot_build(model_config: Any, error: Exception) -> Problem:
-    """The field whose value transformers looked up in vain, if it can be told, and what it said."""
+    """The field whose value transformers looked up in vain, if it is known, and its message."""
     path = model_config.name_or_path
     prefix = f"{path}/config.json: " if path else "model.config."
     expected = (
@@ -87,12 +87,12 @@ def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTra
 
 
 def field(model_config: Any, name: str) -> Any:
-    """A field that not every architecture has, by any of its names; None where it has none."""
+    """A field that not every architecture has, by any of its names; None where it is missing."""
     return getattr(model_config, name, None)
 
 
 def shape(model: PreTrainedModel) -> ModelShape:
-    """The shape of a bare model, wherever its tensors lie."""
+    """The shape of a bare model, on any device."""
     described = model.config.get_text_config()
     repeated = blocks(model)
     of_block = {id(p): number for number, one in enumerate(repeated) for p in one.parameters()}
@@ -120,7 +120,7 @@ def shape(model: PreTrainedModel) -> ModelShape:
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks in order: those that the model must not split, else its longest list.
 
-    A block inside a block (experts of a mixture) is none.
+    A block inside a block (experts of a mixture) does not count.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     named = [one for found in lists for one in found if type(one).__name__ in _whole(model)]
@@ -132,7 +132,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _whole(model: PreTrainedModel) -> set[str]:
-    """Class names of what the model wants kept together."""
+    """Names of the classes that the model wants kept whole."""
     return set(model._no_split_modules or ())
 
 

@@ -1,12 +1,12 @@
-"""A model directory of somebody else, looked at before anything in it is opened.
+"""Check the model directory of somebody else before anything in it is opened.
 
-    config.json                      no code of its own (`auto_map`), JSON of a bearable size
+    config.json                      no code of its own (`auto_map`), JSON of a moderate size
     model.safetensors.index.json     names files of this directory, each weight once
     *.safetensors                    regular files of this directory, dtypes that mean numbers
 
-Weights come from safetensors alone: a pickled file can run anything when it is opened. Who has only
-such files reads here how to convert them. The trap: transformers follows `../x.safetensors` in an
-index, and a symbolic link to anywhere.
+Weights come from safetensors alone: a pickled file can run anything when it is opened. A message
+says how to convert such files. The trap: transformers follows `../x.safetensors` in an index, and a
+symbolic link to anywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DCP = (
 
 
 def check(path: str) -> None:
-    """Refuse what is no safe model directory. A Hub id, which is no path here, passes.
+    """Refuse what is not a safe model directory. A Hub id, which is no path here, passes.
 
     Raises UserError with every problem found.
     """
@@ -151,7 +151,7 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object in which each key stands once. Raises ValueError."""
+    """A JSON object in which each key appears once. Raises ValueError."""
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
     found = json.loads(path.read_bytes(), object_pairs_hook=_once)

@@ -1,10 +1,10 @@
-"""A run directory as tables: the history that counts, without torch.
+"""Reads a run directory into tables: the final history of the run, without torch.
 
-`metrics.jsonl` is only appended to, so after a resume the lines of steps that were redone stand
-twice, and lines of steps that were lost stand there too. A start goes back to its own step:
+`metrics.jsonl` is only appended to. After a resume it has the lines of redone steps twice, and
+lines of steps that were lost. A start goes back to its own step:
 
     start 0 · train 1 … train 178      killed
-    start 100 · train 101 …            what came after step 100 before is void, redone or not
+    start 100 · train 101 …            earlier lines of steps after 100 do not count, redone or not
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BUCKETS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was committed. kept: it is still in the run directory."""
+    """A checkpoint that was committed. kept: whether it is still in the run directory."""
 
     line: Line
     kept: bool
@@ -33,10 +33,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the files of a run say. Lines are those of `metrics.jsonl`, in the order of steps.
+    """The content of a run's files. Lines are those of `metrics.jsonl`, in the order of steps.
 
-    events and starts are kept from all starts; the rest is the final history. steps: of the whole
-    run, None if the config does not say · end: the line of the last start, None while it runs.
+    events and starts are those of all starts; the rest is the final history.
+
+    steps: of the whole run; None if the config does not say
+    end: the `end` line of the last start; None while it runs
     """
 
     name: str
@@ -55,13 +57,18 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A column in buckets along the steps: the middle step, low, mean and high of each."""
+    """A column of numbers in buckets: the middle step, low, mean and high of each."""
 
     steps: tuple[int, ...]
     low: tuple[float, ...]
     mean: tuple[float, ...]
     high: tuple[float, ...]
     thinned: bool
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(step, mean) of each bucket."""
+        return list(zip(self.steps, self.mean, strict=True))
 
 
 def collect(run_dir: Path) -> Tables:
@@ -95,25 +102,25 @@ def collect(run_dir: Path) -> Tables:
 
 
 def final_history(lines: Iterable[Line]) -> list[Line]:
-    """The lines that count, by step: of each thing the last, nothing that a later start undid."""
+    """Return the lines that count, by step: the last of each kind; a start undoes later steps."""
     kept: dict[tuple[object, ...], Line] = {}
     for line in lines:
         if line["kind"] == "start":
             kept = {what: old for what, old in kept.items() if old["step"] <= line["step"]}
-        # Taken out first, so that the order is that of the last writing.
+        # Removed first, so that the order is that of the last lines.
         kept.pop(what := _what(line), None)
         kept[what] = line
     return sorted(kept.values(), key=lambda line: int(line["step"]))
 
 
 def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
-    """(step, value) of the lines that have a number there."""
+    """Return (step, value) of the lines whose field `name` is a number."""
     values = ((line["step"], line.get(name)) for line in lines)
     return [(step, float(value)) for step, value in values if isinstance(value, (int, float))]
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
-    """A column in buckets of equally many points; a column that fits stays as it is."""
+    """Divide a column into buckets of equally many points; one that fits is not changed."""
     size = -(-len(points) // buckets) if points else 1
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     values = [[value for _, value in group] for group in groups]
@@ -127,7 +134,7 @@ def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Cur
 
 
 def _what(line: Line) -> tuple[object, ...]:
-    """Two lines that say the same thing of the same step have this in common."""
+    """Return a key that is equal for two lines about the same thing at the same step."""
     return (
         line["kind"],
         line["step"],
@@ -140,15 +147,15 @@ def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _is_of_resident_memory(event: Line) -> bool:
-    """Whether the plan was compared with what the process holds on a CPU, much of it not planned.
+    """Whether an event compares the plan with resident memory, much of which is not planned.
 
-    That is in the record for whoever measures, and nothing that a person should look at.
+    It is in the record for measurements, and says nothing to the reader of a report.
     """
     return event.get("event") == "memory_compared" and event.get("device") == "cpu"
 
 
 def _end(lines: Sequence[Line]) -> Line | None:
-    """The last start's end, if it has come to one."""
+    """Return the `end` line of the last start, if it has one."""
     last = [line for line in lines if line["kind"] in ("start", "end")][-1:]
     return last[0] if last and last[0]["kind"] == "end" else None
 
@@ -163,7 +170,7 @@ def _text(path: Path) -> str:
 
 
 def _steps(lines: list[dict[str, Any]], config: str) -> int | None:
-    """Of the whole run, as the last start had it: `training.steps` may change."""
+    """Return the steps of the whole run in the last start: `training.steps` may change."""
     import yaml
 
     for line in reversed(lines):
@@ -177,6 +184,6 @@ def _steps(lines: list[dict[str, Any]], config: str) -> int | None:
 
 
 def compact(value: object) -> str:
-    """A value of an event's detail as one short line."""
+    """Format a value of an event's detail as one short line."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 500 else text[:499] + "…"

@@ -1,7 +1,7 @@
 """The figures of a report, as data for BokehJS: loss, learning rate, gradient norm, speed.
 
 All figures share one range of steps, so zooming one zooms all. Backgrounds are transparent and axes
-mid-grey: they lie on a light page and on a dark one.
+mid-grey, so that they fit a light page and a dark one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A figure before it is drawn. unit: of the vertical axis · from_zero: it starts at 0."""
+    """A figure before it is drawn.
+
+    unit: of the vertical axis
+    from_zero: whether that axis starts at 0
+    """
 
     name: str
     title: str
@@ -52,48 +56,34 @@ class Drawn:
 
 
 def plan_figures(tables: Tables) -> list[Plan]:
-    """The figures that the run has numbers for."""
+    """Return the figures for which the run has numbers."""
 
     def curve(name: str, lines: tuple[Line, ...] = tables.train) -> Curve:
         return thin(column(lines, name))
 
-    heldout = curve("loss", tables.evaluations)
+    def plan(name: str, title: str, unit: str, label: str, colour: str) -> Plan:
+        return Plan(name, title, unit, (Series(label, colour, curve(name)),))
+
+    heldout = Series("held-out", _ORANGE, curve("loss", tables.evaluations))
+    losses = (Series("training", _BLUE, curve("loss")), heldout)
+    speed = "tokens per second"
     plans = [
-        Plan(
-            "loss",
-            "Loss",
-            "nats per token",
-            (Series("training", _BLUE, curve("loss")), Series("held-out", _ORANGE, heldout)),
-            from_zero=False,
-        ),
-        Plan(
-            "learning_rate",
-            "Learning rate",
-            "",
-            (Series("learning rate", _GREEN, curve("learning_rate")),),
-        ),
-        Plan(
-            "grad_norm",
-            "Gradient norm, before clipping",
-            "",
-            (Series("gradient norm", _PURPLE, curve("grad_norm")),),
-        ),
-        Plan(
-            "tokens_per_second",
-            "Tokens per second",
-            "tokens per second",
-            (Series("tokens per second", _BLUE, curve("tokens_per_second")),),
-        ),
+        Plan("loss", "Loss", "nats per token", losses, from_zero=False),
+        plan("learning_rate", "Learning rate", "", "learning rate", _GREEN),
+        plan("grad_norm", "Gradient norm, before clipping", "", "gradient norm", _PURPLE),
+        plan("tokens_per_second", "Tokens per second", speed, speed, _BLUE),
     ]
     return [plan for plan in plans if any(series.curve.steps for series in plan.series)]
 
 
 def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
-    """Draw the figures; a dashed line stands where a later start went on."""
+    """Draw the figures; a dashed line marks the step from which a later start resumed."""
     from bokeh.document import Document
     from bokeh.models import Range1d
 
-    last = max((series.curve.steps[-1] for plan in plans for series in _drawn(plan)), default=1)
+    last = max(
+        (series.curve.steps[-1] for plan in plans for series in _with_numbers(plan)), default=1
+    )
     # A little wider than the run, so that the marks at its ends are whole.
     edges = (-0.01 * max(1, last), 1.01 * max(1, last))
     steps = Range1d(*edges, bounds=edges)
@@ -105,7 +95,7 @@ def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
     return Drawn(document.to_json(deferred=False), roots)
 
 
-def _drawn(plan: Plan) -> list[Series]:
+def _with_numbers(plan: Plan) -> list[Series]:
     return [series for series in plan.series if series.curve.steps]
 
 
@@ -128,10 +118,10 @@ def _figure(plan: Plan, steps: Range1d, restarts: tuple[int, ...]) -> Figure:
     )
     drawn.toolbar.logo = None
     drawn.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    top = max(max(series.curve.high) for series in _drawn(plan))
+    top = max(max(series.curve.high) for series in _with_numbers(plan))
     drawn.yaxis.formatter = _tick_formatter(top)
-    for series in _drawn(plan):
-        _add_series(drawn, series, legend=len(_drawn(plan)) > 1)
+    for series in _with_numbers(plan):
+        _add_series(drawn, series, legend=len(_with_numbers(plan)) > 1)
     _add_restarts(drawn, restarts)
     _colour(drawn)
     return drawn
@@ -141,9 +131,9 @@ def _add_series(drawn: Figure, series: Series, *, legend: bool) -> None:
     from bokeh.models import ColumnDataSource, HoverTool
 
     curve = series.curve
-    data: dict[str, Any] = {"step": curve.steps, "mean": _significant(curve.mean)}
+    data: dict[str, Any] = {"step": curve.steps, "mean": _round(curve.mean)}
     if curve.thinned:
-        data |= {"low": _significant(curve.low), "high": _significant(curve.high)}
+        data |= {"low": _round(curve.low), "high": _round(curve.high)}
     source = ColumnDataSource({name: list(values) for name, values in data.items()})
     named = {"legend_label": series.label} if legend else {}
     look = {"source": source, "color": series.colour}
@@ -184,7 +174,7 @@ def _colour(drawn: Figure) -> None:
 
 
 def _tick_formatter(top: float) -> Any:
-    """By the range of the values: 12k, 3.5, 0.0005, 2.0e-05."""
+    """Choose a format by the range of the values: 12k, 3.5, 0.0005, 2.0e-05."""
     from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
 
     if top >= 10_000:
@@ -194,5 +184,5 @@ def _tick_formatter(top: float) -> Any:
     return PrintfTickFormatter(format="%.1e")
 
 
-def _significant(values: tuple[float, ...], digits: int = 5) -> list[float]:
+def _round(values: tuple[float, ...], digits: int = 5) -> list[float]:
     return [float(f"{value:.{digits}g}") for value in values]

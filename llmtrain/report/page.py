@@ -1,7 +1,7 @@
-"""`report.html`: one file that opens anywhere, without a network, light or dark.
+"""Writes `report.html`: one file that opens anywhere, without a network, light or dark.
 
-Everything a run wrote is text to the page: Jinja escapes it, the figures' numbers stand in a JSON
-block, and the content security policy runs our two scripts, by their hashes, and nothing else.
+Everything that a run wrote is text in the page: Jinja escapes it. The figures' numbers are in a
+JSON block, and the content security policy allows only our two scripts, by their hashes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llmtrain import durable
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.progress import duration
 from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
@@ -27,7 +28,7 @@ _EVENTS = 200
 _TEXT_CHARACTERS = 4000
 _CONFIG_CHARACTERS = 100_000
 
-# Not set_log_level: that one writes a line to the console itself, and so does level info.
+# Not set_log_level: it writes a line to the console itself, and so does level info.
 _START = """
 "use strict";
 Bokeh.logger.set_level("error");
@@ -45,19 +46,16 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     path = out or run_dir / contents.REPORT
     page = render(collect(run_dir))
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        durable.write(path, page.encode(), sync=False)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         expected = f"a file that can be written ({error.strerror})"
         raise UserError(Problem("report", path, expected, "another --out FILE")) from error
     return path
 
 
 def render(tables: Tables) -> str:
-    """The page of a run."""
+    """Render the page of a run."""
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -88,7 +86,7 @@ def render(tables: Tables) -> str:
 
 
 def verdict(tables: Tables) -> list[str]:
-    """What became of the run, in sentences."""
+    """Describe in sentences how the run went."""
     sentences = [_state(tables)]
     if losses := column(tables.train, "loss"):
         (first, high), (last, low) = losses[0], losses[-1]
@@ -107,7 +105,7 @@ def verdict(tables: Tables) -> list[str]:
 
 
 def warnings(tables: Tables) -> list[str]:
-    """What a person should look at."""
+    """Return what a person should look at."""
     found = []
     skipped = {event["step"] for event in tables.events if event.get("event") == "update_skipped"}
     if skipped:
@@ -124,7 +122,7 @@ def warnings(tables: Tables) -> list[str]:
 
 
 def _waiting_share(tables: Tables) -> float:
-    """The part of the time that went by waiting for data, over all steps, logged or not.
+    """Return the share of the time that all steps, logged or not, have waited for data.
 
     The first step of a start, which has a line of its own, is left out: it opens the stream, and
     more workers would not make that shorter.
@@ -135,7 +133,7 @@ def _waiting_share(tables: Tables) -> float:
 
 
 def cards(tables: Tables) -> list[tuple[str, str]]:
-    """The key figures: a name and a value each."""
+    """Return the key figures: a name and a value each."""
     found: list[tuple[str, str]] = []
 
     def add(name: str, lines: Iterable[Line], key: str, unit: str = "") -> None:
@@ -167,17 +165,17 @@ def _state(tables: Tables) -> str:
         case "finished":
             return f"Finished at {where}{reason}."
         case "stopped":
-            return f"Stopped at {where}{reason}. The same command goes on."
+            return f"Stopped at {where}{reason}. The same command resumes the run."
         case "failed":
             return f"Failed at {where} with exit code {known.get('exit_code')}{reason}."
         case "running":
-            return f"Running, or cut off without a word: the last news is of {where}."
+            return f"Running, or ended without writing its end: the last line is of {where}."
         case _:
             return f"The run directory has no status; the last line is of {where}."
 
 
 def number(value: object) -> str:
-    """Five significant digits at most, and thousands apart; nothing for what is no number."""
+    """Format a number: at most five significant digits, commas between thousands; else a dash."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return "–"
     if abs(value) >= 10_000:
@@ -186,12 +184,12 @@ def number(value: object) -> str:
 
 
 def count(value: object) -> str:
-    """A whole number, thousands apart."""
+    """Format a whole number with commas between thousands."""
     return f"{value:,}" if isinstance(value, int) else "–"
 
 
 def size(value: object) -> str:
-    """Bytes for people, in powers of 1,024."""
+    """Format bytes for people, in powers of 1,024."""
     if not isinstance(value, (int, float)):
         return "–"
     amount = float(value)
@@ -203,32 +201,30 @@ def size(value: object) -> str:
 
 
 def when(value: object) -> str:
-    """A time stamp in UTC."""
+    """Format a time stamp in UTC."""
     if not isinstance(value, (int, float)):
         return "–"
     return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _figure(plan: Plan, drawn: Drawn) -> dict[str, Any]:
-    """What the template needs of a figure: where it goes, and its numbers as a table."""
-    tables = [
-        (series.label, thin(list(zip(curve.steps, curve.mean, strict=True)), _TABLE_ROWS))
-        for series in plan.series
-        if (curve := series.curve).steps
-    ]
+    """Return what the template needs for a figure: its place, and its numbers as tables."""
+    tables = []
+    for series in plan.series:
+        if series.curve.steps:
+            shown = thin(series.curve.points, _TABLE_ROWS)
+            tables.append((series.label, shown.points))
     return {
         "id": f"figure-{plan.name}",
         "title": plan.title,
         "unit": plan.unit,
         "root": drawn.roots[plan.name],
-        "tables": [
-            (label, list(zip(curve.steps, curve.mean, strict=True))) for label, curve in tables
-        ],
+        "tables": tables,
     }
 
 
 def _bokeh() -> str:
-    """BokehJS itself, out of Bokeh's Python package; what else Bokeh adds sets the log level."""
+    """Read BokehJS from Bokeh's Python package, without the script that sets the log level."""
     from bokeh.resources import Resources
 
     script: str = Resources("inline", components=["bokeh"]).js_raw[0]
@@ -236,14 +232,14 @@ def _bokeh() -> str:
 
 
 def _json(drawn: Drawn) -> str:
-    """JSON that neither ends a script element nor, as JavaScript, a line."""
+    """Encode as JSON that can end neither a script element nor a line of JavaScript."""
     roots = {root: f"figure-{name}" for name, root in drawn.roots.items()}
     text = json.dumps({"document": drawn.document, "roots": roots}, separators=(",", ":"))
     return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 
 
 def _policy(scripts: list[str]) -> str:
-    """Nothing is loaded from anywhere, and only these scripts run."""
+    """Return a policy by which nothing is loaded and only these scripts run."""
     hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in hashes)
     return (
@@ -253,7 +249,7 @@ def _policy(scripts: list[str]) -> str:
 
 
 def _newest(lines: tuple[Line, ...], most: int) -> Mapping[str, Any]:
-    """The newest first, and how many older ones are left out."""
+    """Return the newest lines, newest first, and how many older ones are left out."""
     return {"lines": lines[::-1][:most], "left_out": max(0, len(lines) - most)}
 
 

@@ -28,17 +28,17 @@ class Auto:
         return self.launches.setdefault(self._launch, {})
 
     def save(self) -> None:
-        """Write it down (rank 0)."""
+        """Write the file (rank 0)."""
         write_atomically(self._path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the content of the file."""
         values = {"run": self.run, "launches": self.launches}
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _read(path: Path) -> dict[str, Any]:
-    remedy = "restore it, or begin anew in another run.dir"
+    remedy = "restore it, or begin again in another run.dir"
     try:
         value: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except ValueError as error:

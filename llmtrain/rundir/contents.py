@@ -30,23 +30,23 @@ TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
 ANEW = "anew"  # the tokenizer and manifest that take the place of the run's, until they do
 
 _FOLDER, _FILE = "a directory", "a regular file"
-# Folder, names in it, what they are. Where nothing lies there is nothing to say.
+# Folder, names in it, what they must be if they exist.
 # `footers` is not here: data is read without it, if need be.
 _KINDS = (
     ("", r"checkpoints|logs|tokenizer|anew(\.partial)?", _FOLDER),
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
     ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
     ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),
-    ("logs", r"rank-\d+\.(log|failed|partial)", _FILE),
+    ("logs", r"rank-\d+\.(log|failed(\.partial)?)", _FILE),
     ("checkpoints", r"step-\d{8,18}(\.partial|(\.damaged|\.superseded)(-\d+)?)?", _FOLDER),
     ("checkpoints", r"\.trash-.+", _FOLDER),
 )
 
 
 def check(run_dir: Path) -> None:
-    """Raise UserError for what is of the wrong kind, all of it at once. Changes nothing.
+    """Raise UserError for everything that is of the wrong kind. Changes nothing.
 
-    A link counts as what it leads to. OSError for what cannot be looked at.
+    A link counts as what it leads to. Raises OSError if the disk does not answer.
     """
     remedy = "move it away, or set run.dir to another directory"
     problems = [
@@ -58,7 +58,7 @@ def check(run_dir: Path) -> None:
 
 
 def _wrong(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
-    """Names that are taken by something else: what belongs there, and what is there."""
+    """Yield paths of the wrong kind: what they must be, and what they are."""
     for folder, names, wanted in _KINDS:
         if (run_dir / folder).is_dir():
             for path in sorted((run_dir / folder).iterdir()):
@@ -68,7 +68,7 @@ def _wrong(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _what(path: Path) -> str | None:
-    """The kind of what stands there; None if it has gone: ranks of this start come and go, too."""
+    """Return the kind of a path; None if it is gone: other ranks may have deleted it."""
     try:
         mode = path.stat().st_mode
     except OSError as error:

@@ -1,20 +1,19 @@
-"""Why a rank failed: `logs/rank-R.failed`, for those who only see that it is gone.
+"""Why a rank failed: `logs/rank-R.failed`, for other processes, which only see that it is gone.
 
-A rank that loses a peer cannot ask it any more, and a launcher tells neither the ranks nor its
-caller which code came first. So a rank that fails leaves its code and its reason before it cleans
-up anything; a cause (1, 2, 74) outranks what merely follows from it (75).
+A rank that loses a peer cannot ask it any more, and a launcher reports neither to the ranks nor to
+its caller which exit code came first. So a rank that fails writes its code and its reason before it
+cleans up anything. A cause (1, 2, 74) outranks its consequence (75).
 
     rank 1  a row is bad ──► rank-1.failed {2, …} ──► exit 2
     rank 0  peer gone, 75 ──► looks there for 2 s ──► status.json {failed, 2, …} ──► exit 2
 
-The trap: marks of an earlier start may still lie there. On one host a mark belongs to this start if
-the same process started both ranks, for the same attempt. Nothing heavy is imported.
+The trap: marks of an earlier start may still exist. On one host a mark belongs to this start if the
+same process started both ranks, for the same attempt. Nothing heavy is imported.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -22,29 +21,31 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.config.binding import config_digest_values
-from llmtrain.config.schema import Config
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
+from llmtrain.processes import is_alive, start_time
 from llmtrain.rundir.contents import LOGS
-from llmtrain.rundir.lock import start_time
 
 LOOK_SECONDS = 2.0
 _LOOKS = 20
-_ORDER = {UserError.exit_code: 0, DISK_FAILED: 1, 1: 2, RESTARTABLE: 3}
 _NAME = re.compile(r"rank-(\d+)\.failed")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a rank left behind. code: 0 for one that was asked to stop before ranks could talk.
+    """What a rank wrote before it ended.
 
-    lost_peer: it failed since another rank was gone · launcher: the process that started it, on its
-    host · attempt: of that launcher, counted from 0 · config: digest of its config, "" if unknown.
+    code: its exit code; 0 = it was asked to stop before ranks could talk
+    lost_peer: it failed because another rank was gone
+    launcher: the process that started it, on its host
+    attempt: of that launcher, counted from 0
+    config: digest of its config; "" = unknown
     """
 
     rank: int
@@ -65,43 +66,35 @@ class Mark:
 def write(
     run_dir: Path, rank: int, code: int, reason: str, *, lost_peer: bool = False, config: str = ""
 ) -> None:
-    """Leave the mark of this rank, in place of an older one, where there is a run directory.
+    """Write the mark of this rank, in place of an older one, if there is a run directory.
 
-    A disk that refuses is logged: the end of the rank goes on.
+    An error of the disk is logged: it must not hinder the end of the rank.
     """
     host, launcher, attempt = _this_start()
-    said = secrets.hider(os.environ)(reason)
-    mark = Mark(rank, code, said, lost_peer, host, launcher, attempt, config)
+    text = secrets.hider(os.environ)(reason)
+    mark = Mark(rank, code, text, lost_peer, host, launcher, attempt, config)
     path = _path(run_dir, rank)
-    partial = path.with_suffix(".partial")
     try:
-        # Not its parents: where a node does not see the run directory, none may appear.
+        # Not its parents: where a node does not see the run directory, it must not make one.
         path.parent.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(asdict(mark)) + "\n", encoding="utf-8")
-        partial.replace(path)
+        durable.write(path, (json.dumps(asdict(mark)) + "\n").encode(), sync=False)
     except FileNotFoundError:
         return
     except OSError as error:
-        _log.warning("could not leave %s: %s", path, error)
+        _log.warning("could not write %s: %s", path, error)
 
 
 def leave(
     run_dir: Path, rank: int, error: Exception, config: str, *, lost_peer: bool = False
 ) -> None:
-    """Leave the mark of an error. config: its digest."""
-    code = getattr(error, "exit_code", 1)
-    said = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
-    write(run_dir, rank, code, said, lost_peer=lost_peer, config=config)
-
-
-def digest(config: Config) -> str:
-    """Equal for equal configs."""
-    values = json.dumps(config_digest_values(config), sort_keys=True, default=str)
-    return hashlib.sha256(values.encode()).hexdigest()[:16]
+    """Write the mark of an error. config: digest of the config."""
+    expected = isinstance(error, UserError | RunError)
+    text = str(error) if expected else f"{type(error).__name__}: {error}"
+    write(run_dir, rank, exit_code_of(error), text, lost_peer=lost_peer, config=config)
 
 
 def clear(run_dir: Path, rank: int, world_size: int) -> None:
-    """Remove the mark of this rank; rank 0, with the lock held, those of ranks that are no more."""
+    """Remove the mark of this rank; rank 0, which holds the lock, also those of higher ranks."""
     _launcher()
     ranks = [rank, *(one for one in _ranks(run_dir) if rank == 0 and one >= world_size)]
     for one in ranks:
@@ -112,20 +105,19 @@ def clear(run_dir: Path, rank: int, world_size: int) -> None:
 
 
 def read(run_dir: Path) -> list[Mark]:
-    """Every mark that lies there, of whatever start, by rank."""
-    found = (_read(_path(run_dir, rank)) for rank in sorted(_ranks(run_dir)))
-    return [mark for mark in found if mark is not None]
+    """Read every mark, of any start, in the order of ranks."""
+    return _read_all(_path(run_dir, rank) for rank in sorted(_ranks(run_dir)))
 
 
 def has(run_dir: Path, rank: int) -> bool:
-    """Whether this start of this rank has left its mark."""
+    """Whether this rank has written its mark in this start."""
     return any(mark.rank == rank and _is_of_this_start(mark) for mark in read(run_dir))
 
 
 def worst(marks: Iterable[Mark]) -> Mark | None:
-    """The one that explains the others: a cause, else one that is no lost peer; None if neither."""
+    """Return the mark that explains the others: a cause, else any but a lost peer, else None."""
     telling = [mark for mark in marks if mark.code and not mark.lost_peer]
-    return min(telling, key=lambda mark: _ORDER.get(mark.code, 2), default=None)
+    return min(telling, key=lambda mark: precedence(mark.code), default=None)
 
 
 def outranking(
@@ -134,23 +126,22 @@ def outranking(
     seconds: float = LOOK_SECONDS,
     wait: Callable[[float], object] = time.sleep,
 ) -> Mark | None:
-    """For rank 0 that has lost a peer: the mark of another rank of this start which says more.
+    """Return the mark of another rank of this start that explains why rank 0 has lost a peer.
 
-    Looks for so many seconds, until a cause is there.
+    Looks for it during that many seconds, until there is a cause.
     """
     found = _others(run_dir, world_size)
     for _ in range(_LOOKS):
-        if found is not None and found.is_cause:
-            break
-        wait(seconds / _LOOKS)
-        found = _others(run_dir, world_size)
+        if found is None or not found.is_cause:
+            wait(seconds / _LOOKS)
+            found = _others(run_dir, world_size)
     return found
 
 
 def refused_before(run_dir: Path, config: str) -> Mark | None:
-    """In a rank that its launcher started again: the mark of an attempt that this config ended.
+    """Return the mark of an earlier attempt of this launcher that this config ended, or None.
 
-    Torch's launcher starts anew after any code; bad input (2) would only be refused again.
+    Torch's launcher starts ranks again after any code; bad input (2) would only be refused again.
     """
     host, launcher, attempt = _this_start()
     for mark in read(run_dir):
@@ -161,16 +152,16 @@ def refused_before(run_dir: Path, config: str) -> Mark | None:
 
 
 def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
-    """Ranks of this launch and host that are gone and left no mark; [] where it cannot be told.
+    """Return ranks of this launch and host that ended without a mark; [] where it is not known.
 
-    A launcher ends all ranks with the signal that it gets from a person, whether it got one or lost
-    a rank. A rank that ends for the signal leaves a mark of code 0.
+    A launcher sends all ranks the signal that a person would send it, also when it has lost a rank.
+    A rank that ends because of the signal writes a mark with code 0.
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return []
     rank, local = int(environ["RANK"]), int(environ["LOCAL_RANK"])
     first = rank - local
-    there = _alive()  # before the marks are read: a rank leaves its own and ends then
+    there = _alive()  # before the marks are read: a rank writes its mark and then ends
     if rank not in there:
         return []
     there |= {mark.rank for mark in read(run_dir) if _is_of_this_start(mark)}
@@ -178,24 +169,21 @@ def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
     return [one for one in here if one not in there]
 
 
-def seen(run_dir: Path) -> dict[Path, tuple[int, int]]:
-    """Which marks lie there now, so that new ones can be told from them."""
+def versions(run_dir: Path) -> dict[Path, tuple[int, int]]:
+    """Return which marks exist now, so that `new_since` can tell new ones from them."""
     found = {}
     for rank in _ranks(run_dir):
         path = _path(run_dir, rank)
-        try:
+        with suppress(FileNotFoundError):  # its rank has begun again
             stat = path.stat()
-        except FileNotFoundError:  # its rank has begun anew
-            continue
-        found[path] = (stat.st_ino, stat.st_mtime_ns)
+            found[path] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 
 def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mark]:
-    """The marks that `seen` did not find, by rank."""
-    changed = [path for path, version in seen(run_dir).items() if before.get(path) != version]
-    found = (_read(path) for path in sorted(changed))
-    return [mark for mark in found if mark is not None]
+    """Read the marks that are not among these `versions`, in the order of their paths."""
+    changed = [path for path, version in versions(run_dir).items() if before.get(path) != version]
+    return _read_all(sorted(changed))
 
 
 def _others(run_dir: Path, world_size: int) -> Mark | None:
@@ -212,13 +200,15 @@ def _ranks(run_dir: Path) -> list[int]:
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 
-def _read(path: Path) -> Mark | None:
-    """None if it is gone, or no mark of ours."""
-    try:
-        mark = Mark(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, IsADirectoryError, ValueError, TypeError):
-        return None
-    return mark if isinstance(mark.code, int) and isinstance(mark.rank, int) else None
+def _read_all(paths: Iterable[Path]) -> list[Mark]:
+    """Read the marks in these files; leave out files that are gone or not marks."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError, IsADirectoryError, ValueError, TypeError):
+            mark = Mark(**json.loads(path.read_bytes()))
+            if isinstance(mark.code, int) and isinstance(mark.rank, int):
+                found.append(mark)
+    return found
 
 
 def _this_start() -> tuple[str, str, int]:
@@ -228,7 +218,7 @@ def _this_start() -> tuple[str, str, int]:
 
 @functools.cache
 def _launcher() -> str:
-    """As it was when this rank first asked: a launcher that dies is no parent any more."""
+    """Return the launcher as it was at the first call: when it dies, the parent is another."""
     parent = os.getppid()
     return f"{parent}:{start_time(parent) or ''}"
 
@@ -239,19 +229,18 @@ def _is_of_this_start(mark: Mark) -> bool:
 
 
 def _alive() -> set[int]:
-    """The ranks that the parent of this process has started and that have not ended."""
+    """Return the ranks that the parent of this process has started and that have not ended."""
     found = set()
     for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         for pid in _text(listing).split():
-            stat = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-            said = re.search(r"(?:^|\0)RANK=(\d+)\0", _text(Path(f"/proc/{pid}/environ")))
-            if said and stat and stat[0] not in ("Z", "X"):
-                found.add(int(said[1]))
+            found_rank = re.search(r"(?:^|\0)RANK=(\d+)\0", _text(Path(f"/proc/{pid}/environ")))
+            if found_rank and is_alive(int(pid)):
+                found.add(int(found_rank[1]))
     return found
 
 
 def _text(path: Path) -> str:
-    """What a file of /proc says; "" if its process is gone, or somebody else's."""
+    """Read a file of /proc; "" if its process is gone or belongs to somebody else."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The share of a run's wall time that its final history is made of."""
+"""The share of a run's wall time that went into the steps of its final history."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from llmtrain.rundir import record
 
 
 def goodput(run_dir: Path) -> float | None:
-    """Seconds in steps that were not redone ÷ wall seconds since the first start, gaps included.
+    """Return seconds in steps that were not redone ÷ wall seconds since the first start, with gaps.
 
     Read from `metrics.jsonl` alone; None before the first step.
     """
     lines = record.record(run_dir)
     final: dict[int, float] = {}
     for line in lines:
-        if line["kind"] == "start":  # what a start resumes before is redone
+        if line["kind"] == "start":  # steps after the one that it resumes from are redone
             final = {step: seconds for step, seconds in final.items() if step <= line["step"]}
         elif line["kind"] == "train" and "span_seconds" in line:
             final[line["step"]] = line["span_seconds"]

@@ -1,8 +1,9 @@
-"""One process at a time in a run directory: `flock` for life, and JSON that says who holds it.
+"""The lock that lets one process at a time use a run directory: `flock`, and JSON of the holder.
 
-We never remove the file. At a clean end its JSON is emptied; a kill frees the `flock` and leaves
-the JSON, which the next holder judges. No clock is compared. The trap: a forked child would inherit
-the `flock` and keep the directory locked, so nothing may fork (without exec) while it is held.
+The process keeps the `flock` until it ends. We never remove the file. At a clean end its JSON is
+emptied; a kill frees the `flock` and leaves the JSON, which the next holder judges. No clock is
+compared. The trap: a forked child would inherit the `flock` and keep the directory locked, so
+nothing may fork (without exec) while it is held.
 
 The `flock` is on an inode. If somebody removes the file, the next process locks a new one, and both
 believe that the directory is theirs. So each beat compares the file at the path with the open one:
@@ -31,6 +32,7 @@ from typing import Self
 
 from llmtrain import durable, faults
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.processes import is_alive, start_time
 from llmtrain.rundir.contents import LOCK
 
 BEAT_SECONDS = 5.0
@@ -43,9 +45,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a run directory. boot_id and started are None where the system does not tell.
+    """Who holds a run directory.
 
-    since: ISO 8601, UTC; for people, since clocks are never compared.
+    boot_id, started: None where the system does not report them
+    since: ISO 8601, UTC; for people, since clocks are never compared
     """
 
     host: str
@@ -59,7 +62,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """A lock that an earlier process left behind, and why it counts as left."""
+    """A lock that an earlier process left behind, and how we know."""
 
     host: str
     pid: int
@@ -95,7 +98,7 @@ class RunLock:
         self._one_at_a_time = threading.Lock()
 
     def check(self) -> None:
-        """Raise what entering would raise, and leave what stands in the lock to who enters it."""
+        """Raise what entering would raise, but do not change the file."""
         try:
             descriptor = _open(self._path)
             try:
@@ -107,13 +110,9 @@ class RunLock:
 
     def __enter__(self) -> Self:
         try:
-            self._descriptor = _open(self._path)
-            try:
+            with durable.close_on_error(_open(self._path)) as self._descriptor:
                 self._take()
                 faults.hit("lock.taken", path=self._path)
-            except BaseException:
-                os.close(self._descriptor)
-                raise
         except OSError as error:
             raise _unwritable(self._path.parent, error) from error
         self._thread = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
@@ -136,14 +135,14 @@ class RunLock:
             os.close(self._descriptor)
 
     def _take(self) -> None:
-        """Take the lock or raise UserError."""
+        """Take the lock, or raise UserError."""
         self.takeover = self._judge(self._descriptor)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self._holder = replace(self._holder, started=start_time(os.getpid()), since=now)
         self._write()
 
     def _judge(self, descriptor: int) -> Takeover | None:
-        """Get the flock, and judge who stands in the file. UserError if that process may live."""
+        """Get the flock, and judge the holder in the file. UserError if it may be alive."""
         if not _flock(descriptor):
             raise _in_use(self._path, read(self._path))
         other = read(self._path)
@@ -155,15 +154,15 @@ class RunLock:
         return Takeover(other.host, other.pid, reason)
 
     def _why_left(self, other: Holder) -> str | None:
-        """Why a lock that names `other` is left over; None if that process may be alive."""
+        """Return why the lock of `other` is left over; None if that process may be alive."""
         if other.host != self._holder.host:
             return self._why_still(other)
         if other.boot_id != self._holder.boot_id:
             return "the machine was started again since"
         if other.pid == self._holder.pid:
-            return "this process or an earlier one of its number left it"
+            return "this process or an earlier one with the same number left it"
         started = start_time(other.pid)
-        if not _is_alive(other.pid):
+        if not is_alive(other.pid):
             return "that process has ended"
         return None if started == other.started else "another process has that number now"
 
@@ -171,7 +170,7 @@ class RunLock:
         """Watch the beat of a process on another host, which cannot be asked."""
         for _ in range(WATCHED_BEATS):
             self._wait(self._beat_seconds)
-            now = read(self._path)  # opened anew each time: NFS keeps attributes of open files
+            now = read(self._path)  # opened again each time: NFS keeps attributes of open files
             if now is None:
                 return "it has ended since"
             if now != other:
@@ -205,17 +204,13 @@ class RunLock:
 
     def _lock_again(self) -> None:
         """Lock the file at the path, made if need be; set `lost` if another process has it."""
-        descriptor = _open(self._path)
         try:
-            self._judge(descriptor)
+            with durable.close_on_error(_open(self._path)) as descriptor:
+                self._judge(descriptor)
         except UserError:
-            os.close(descriptor)
-            self.lost = _described(read(self._path))
+            self.lost = _describe(read(self._path))
             logger.error("%s was removed, and the directory is %s", self._path, self.lost)
             return
-        except BaseException:
-            os.close(descriptor)
-            raise
         before, self._descriptor = self._descriptor, descriptor
         os.close(before)
         self._write()
@@ -223,9 +218,9 @@ class RunLock:
         logger.warning("%s was removed while this run holds it; it was made again", self._path)
 
     def _write(self) -> None:
-        """The JSON in place, since the inode carries the lock.
+        """Write the JSON in place, since the lock is on the inode.
 
-        Padded before its last brace: whoever reads half of a beat still reads JSON.
+        It is padded before its last brace, so that whoever reads half of a beat still reads JSON.
         """
         body = json.dumps(asdict(self._holder))[:-1].encode().ljust(510) + b"}\n"
         os.pwrite(self._descriptor, body, 0)
@@ -233,7 +228,7 @@ class RunLock:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a process has the lock now, as far as this machine can tell; nothing is changed."""
+    """Whether a process has the lock now, as far as this machine knows. Changes nothing."""
     try:
         descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -253,7 +248,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def read(path: Path) -> Holder | None:
-    """Who stands in a lock file; None if it is missing, empty or not readable as a holder."""
+    """Read the holder in a lock file; None if the file is missing, empty or has no holder."""
     try:
         holder = Holder(**json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -262,47 +257,21 @@ def read(path: Path) -> Holder | None:
 
 
 def boot_id() -> str | None:
-    """What changes whenever this machine starts; None where the system does not tell (macOS)."""
+    """Return an id that changes when this machine starts; None on macOS, which has no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 
 
-def start_time(pid: int) -> str | None:
-    """When a process started, in ticks since the boot; None if it has ended or /proc is missing."""
-    fields = _stat(pid)
-    return fields[19] if fields else None
-
-
 def lives_here(holder: Holder) -> bool:
-    """Whether the process is one of this machine, and has not ended."""
+    """Whether the holder is a process of this machine that has not ended."""
     here = (holder.host, holder.boot_id) == (socket.gethostname(), boot_id())
-    return here and _is_alive(holder.pid) and start_time(holder.pid) == holder.started
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process exists; one that has ended but was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    fields = _stat(pid)
-    return not fields or fields[0] not in ("Z", "X")
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; the name before may hold anything."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return here and is_alive(holder.pid) and start_time(holder.pid) == holder.started
 
 
 def _open(path: Path) -> int:
-    """The lock file, made if need be; OSError if the run directory cannot be written."""
+    """Open the lock file, or make it; OSError if the run directory cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     effective = os.access in os.supports_effective_ids
     if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=effective):
@@ -312,18 +281,16 @@ def _open(path: Path) -> int:
 
 
 def _unwritable(run_dir: Path, error: OSError) -> UserError | RunError:
-    """What a person reads if the lock cannot be written."""
-    said = f"{error.strerror}: {error.filename or run_dir}"
+    """Return the error of a lock that cannot be written."""
+    cause = f"{error.strerror}: {error.filename or run_dir}"
     if error.errno in _REFUSED:
         remedy = "change its permissions, or set run.dir to another directory"
-        return UserError(
-            Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
-        )
+        expected = f"a directory that can be written ({cause})"
+        return UserError(Problem("run.dir", run_dir, expected, remedy))
     if error.errno in _FULL:
-        return UserError(
-            Problem("run.dir", run_dir, f"a disk with room ({said})", "free some, or use another")
-        )
-    return RunError(f"could not lock the run directory ({said})", DISK_FAILED, "check the disk")
+        expected = f"a disk with room ({cause})"
+        return UserError(Problem("run.dir", run_dir, expected, "free some, or use another"))
+    return RunError(f"could not lock the run directory ({cause})", DISK_FAILED, "check the disk")
 
 
 def _flock(descriptor: int) -> bool:
@@ -340,14 +307,14 @@ def _flock(descriptor: int) -> bool:
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:
-    who = _described(holder)
+    who = _describe(holder)
     remedy = "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
     expected = f"a run directory that no other process uses; this one is {who}"
     return UserError(Problem("run.dir", path.parent, expected, remedy))
 
 
-def _described(holder: Holder | None) -> str:
-    """Who uses a run directory, as the end of a sentence."""
+def _describe(holder: Holder | None) -> str:
+    """Return who uses a run directory, as the end of a sentence."""
     if holder is None:
         return "in use"
     since = f" since {holder.since}" if holder.since else ""

@@ -4,7 +4,7 @@ A line is one write call of one whole line, so a reader sees complete lines exce
 torn last one. The trap: appending to a torn line would spoil two. Opening therefore cuts it off:
 
     {"kind": "train", "step": 1, …}⏎
-    {"kind": "train", "st                   ← torn by a kill; removed when the run goes on
+    {"kind": "train", "st                   ← torn by a kill; removed when the run resumes
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TAIL_BYTES = 1 << 16
 
 
 class Lines:
-    """Appends to the `metrics.jsonl` of a run directory, which exists.
+    """Appends to the `metrics.jsonl` of a run directory, which must exist.
 
-    A context manager. A line that the disk refuses is kept and tried again with the next one: a
-    disk may be full for a while, and a run goes on until saves fail. `sync` insists.
+    A context manager. A line that the disk refuses is kept and written with the next one: a disk
+    may be full for a while, and a run continues until saves fail. `sync` raises instead.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -45,7 +45,7 @@ class Lines:
             self._file = _open(self._path)
 
     def write(self, kind: str, step: int, **fields: object) -> None:
-        """Append one line, without secrets. Numbers that are not finite become null."""
+        """Append one line without secrets. Numbers that are not finite become null."""
         # A time stamp, not a duration.
         head = {"kind": kind, "time": round(time.time(), 3), "step": step}  # noqa: TID251
         line = _encode(head | fields)
@@ -64,7 +64,7 @@ class Lines:
                     _log.warning("%s takes no lines: %s; they are kept", self._path, error.strerror)
 
     def sync(self) -> None:
-        """Wait until every line so far is on the disk. Raises RunError (74)."""
+        """Wait until all lines so far are on the disk. Raises RunError (74)."""
         with needed_on_disk(self._path):
             with self._one_at_a_time:
                 self._write()
@@ -86,12 +86,12 @@ class Lines:
         return True
 
     def _write(self) -> None:
-        """One write call, unless the disk takes only a part of it."""
+        """Write what is waiting in one call, or in several if the disk takes only a part."""
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
     def close(self) -> None:
-        """Sync and close, once. Whoever must know whether that works calls `sync` first."""
+        """Sync and close; later calls do nothing. To learn of errors, call `sync` first."""
         if self._file < 0:
             return
         try:
@@ -109,21 +109,21 @@ class Lines:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a file that hold a JSON object, oldest first; none if there is no file.
+    """Read the lines of a file that are JSON objects, oldest first; no file counts as empty.
 
-    A torn last line is left out, since a run may be writing it. Any other line that is no JSON
+    A torn last line is left out, since a run may be writing it. Any other line that is not a JSON
     object (a power cut can leave zeros) is left out with a warning that names it.
     """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    lines.pop()  # what stands behind the last newline: nothing, or a torn line
+    lines.pop()  # what comes after the last newline: nothing, or a torn line
     decoded = (_decode(line, number, path) for number, line in enumerate(lines, 1))
     return [line for line in decoded if line is not None]
 
 
 def record(run_dir: Path) -> list[dict[str, Any]]:
-    """As `read`, the record of a run: a line without its kind, time and step is left out too."""
+    """Read the record of a run as `read` does, also without lines that lack kind, time or step."""
     path, found = run_dir / METRICS, []
     for line in read(path):
         if _is_of_record(line):
@@ -134,7 +134,7 @@ def record(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: object) -> object:
-    """`value` with None for every number in it that is not finite."""
+    """Return `value` with None for every number in it that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -165,18 +165,15 @@ def _is_of_record(line: Mapping[str, object]) -> bool:
 
 
 def _open(path: Path) -> int:
-    """The file, made if need be, ready for whole lines."""
+    """Open the file, or make it, so that whole lines can be appended."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
+    with durable.close_on_error(file):
         _end_torn_line(file, path)
-    except BaseException:
-        os.close(file)
-        raise
     return file
 
 
 def _end_torn_line(file: int, path: Path) -> None:
-    """Cut off what stands behind the last newline."""
+    """Cut off what comes after the last newline."""
     size = os.fstat(file).st_size
     end = _last_newline(file, size)
     if end < size:
@@ -185,7 +182,7 @@ def _end_torn_line(file: int, path: Path) -> None:
 
 
 def _last_newline(file: int, size: int) -> int:
-    """Length of the file up to and with its last newline, 0 without one."""
+    """Return the length of the file up to and with its last newline; 0 without one."""
     end = size
     while end > 0:
         start = max(0, end - _TAIL_BYTES)

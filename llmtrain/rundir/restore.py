@@ -1,8 +1,7 @@
-"""The files that a later start of the run needs, written again if somebody deletes them.
+"""Keeps the files that a later start needs open, and writes them again if somebody deletes them.
 
-A start keeps them open. The content of an open file stays readable after the file is removed, so
-that a run directory can be deleted under a run, and the next checkpoint still has a directory to
-which it belongs:
+The content of an open file stays readable after the file is removed. So a run directory can be
+deleted during a run, and the next checkpoint still has a directory to which it belongs:
 
     rm -r RUN  ──next save──►  RUN/lock, config.yaml, auto.json, tokenizer/, … as they were
 """
@@ -16,7 +15,7 @@ from pathlib import Path
 from llmtrain import durable
 from llmtrain.rundir import contents
 
-# In the order in which they are written: the manifest is the last, since it rests on the others.
+# In the order in which they are written; the manifest is last, since it depends on the others.
 _NEEDED = (
     contents.CONFIG,
     contents.AUTO,
@@ -29,7 +28,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class Originals:
-    """The needed files of a run directory as they are now, open until `close`."""
+    """The files of a run directory that a later start needs, open until `close`."""
 
     def __init__(self, run_dir: Path) -> None:
         """Raises OSError."""
@@ -39,10 +38,10 @@ class Originals:
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def restore(self) -> list[Path]:
-        """Write what was deleted again, with its directories; returns those files. Raises OSError.
+        """Write deleted files again, with their directories. Returns those files.
 
-        Also when the content cannot be read any more: another client of a network file system has
-        deleted it.
+        Raises OSError, also when the content cannot be read any more because another client of a
+        network file system has deleted the file.
         """
         missing = [path for path in self._files if durable.is_gone(path)]
         for path in missing:
@@ -58,7 +57,7 @@ class Originals:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A file itself, or every file below a directory; nothing if the path does not exist."""
+    """Yield a file itself, or every file below a directory; nothing if the path does not exist."""
     if path.is_dir():
         yield from (inner for inner in sorted(path.rglob("*")) if inner.is_file())
     elif path.exists():

@@ -1,7 +1,7 @@
-"""What a run is doing, for people and programs outside it: `status.json`.
+"""`status.json`: what a run is doing, for people and other programs.
 
-Replaced as a whole (temporary file, fsync, rename), so that a reader never sees half of one.
-Written by rank 0 alone, which holds the lock of the run directory.
+It is replaced as a whole (temporary file, fsync, rename), so that a reader never sees half of it.
+Only rank 0 writes it, which holds the lock of the run directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmtrain.rundir.contents import STATUS, write_atomically
 
 State = Literal["running", "finished", "stopped", "failed"]
 
-# Every field, in the order of the file, with its value in a run that has not said anything yet.
+# Every field, in the order of the file, with its value at the beginning of a run.
 _EMPTY: dict[str, object] = {
     "run_id": None,
     "state": "running",
@@ -38,11 +38,11 @@ _CARRIED: tuple[str, ...] = ("run_id", "step", "checkpoint")
 def start_status(
     run_dir: Path, *, run_id: str, strategy: str | None, world_size: int
 ) -> dict[str, Any]:
-    """Say that a start of the run is under way, and return what was written.
+    """Write that a start of the run has begun. Returns what was written.
 
-    strategy: None until it is chosen.
+    strategy: None until it is chosen
 
-    A later start keeps `run_id` (the argument counts in the first only), `step` and `checkpoint` of
+    A later start keeps `run_id` (the argument counts only in the first), `step` and `checkpoint` of
     the one before, and adds 1 to `restarts`. Raises RunError (74).
     """
     before = read_status(run_dir)
@@ -57,7 +57,7 @@ def write_status(
 ) -> dict[str, Any]:
     """Replace some fields and keep the others; `updated` is set. Returns what was written.
 
-    before: what was written last. It counts where the file has been deleted since.
+    before: what was written last; used if the file has been deleted since
 
     Raises RunError (74) when the disk refuses, ValueError for a field that does not exist.
     """
@@ -67,10 +67,10 @@ def write_status(
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The fields of a run directory's status, or an empty dict if it has none that can be read.
+    """Read the fields of a run directory's status; an empty dict if there is no readable file.
 
-    A damaged file counts as none, and so does a field of another type: it is a view of the run, and
-    nothing of the run depends on it.
+    A field of another type is left out. The file only shows the run; nothing of the run depends on
+    it.
     """
     try:
         value = json.loads((run_dir / STATUS).read_bytes())

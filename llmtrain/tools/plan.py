@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llmtrain.config.checks import check_batch
+from llmtrain.checkpoint.retention import Policy, most_at_once
+from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
+from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
+from llmtrain.distributed.launch.environment import allowed_strategies
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan.memory import (
     Hardware,
@@ -26,11 +29,11 @@ from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
 from llmtrain.errors import Problem, UserError
-from llmtrain.types import Saved
-
-if TYPE_CHECKING:
-    from llmtrain.training.start.planning import Described
-    from llmtrain.types import ModelShape
+from llmtrain.model.count import CannotCountError
+from llmtrain.tools.plan_file import launch_values, write_launch_file
+from llmtrain.training.start import planning
+from llmtrain.training.start.planning import PaperModel
+from llmtrain.types import ModelShape, Saved
 
 _BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
 # Where a forward cannot be counted: what it keeps, its casts, and the share of all that is reserve.
@@ -62,9 +65,11 @@ class Rate:
 class Plan:
     """What a run of a config would take. speed: by number of devices, empty where not known.
 
-    assumed: whether the device was named after its memory · disk_bytes: of all checkpoints that
-    are there at once · steps: None where `training.epochs` says how long · uncounted: why the parts
-    `UNCOUNTED` are not known, and 0 or too little here; what is chosen may not fit then.
+    assumed: whether the device was named after its memory
+    disk_bytes: of all checkpoints that are there at once
+    steps: None where `training.epochs` says how long
+    uncounted: why the parts `UNCOUNTED` are not known, and 0 or too little here; what is chosen may
+        not fit then
     """
 
     choice: Choice
@@ -113,6 +118,16 @@ class Plan:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Values in place of this machine's; None = this machine's."""
+
+    devices: int | None
+    nodes: int | None
+    device_gib: float | None
+    host_gib: float | None
+
+
 def plan(
     config: Config,
     devices: int | None = None,
@@ -120,35 +135,29 @@ def plan(
     device_memory_gb: float | None = None,
     host_memory_gb: float | None = None,
 ) -> Plan:
-    """Reckon what `config` needs on `nodes` machines with `devices` devices each.
+    """Compute what `config` needs on `nodes` machines with `devices` devices each.
 
     Memory in GiB, of a device and of a node's host. What is None is this machine's; the host of
     devices that are not here is not known then, and what it needs is stated alone. Raises UserError
     for a config that cannot be planned; what fits nowhere is a Plan with `chosen` None.
     """
-    problems = list(_problems(config, devices, nodes, device_memory_gb, host_memory_gb))
-    if problems:
+    asked = _Asked(devices, nodes, device_memory_gb, host_memory_gb)
+    if problems := [*check(config), *_problems(asked)]:
         raise UserError(*problems)
-    from llmtrain.training.start import planning  # imports torch and transformers
 
-    hardware = _hardware(config, devices, nodes, device_memory_gb, host_memory_gb)
-    problems = [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]
-    if problems:
+    hardware = _hardware(config, asked)
+    if problems := [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return reckon(config, planning.described(config, hardware), hardware, assumed=assumed)
+    return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
 
 
-def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: bool) -> Plan:
+def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
     """The plan of a model that was described already, on hardware that its batch can be split over.
 
     assumed: whether the device was named after its memory. Where activations cannot be counted, the
-    rest is reckoned, and `uncounted` says why.
+    rest is computed, and `uncounted` gives the reason.
     """
-    from llmtrain.distributed.launch.environment import allowed_strategies
-    from llmtrain.model.count import CannotCountError
-    from llmtrain.training.start import planning
-
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
     allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None
     try:
@@ -164,7 +173,7 @@ def reckon(config: Config, model: Described, hardware: Hardware, *, assumed: boo
         hardware=hardware,
         assumed=assumed,
         checkpoint_bytes=size,
-        disk_bytes=size * _kept(config, steps),
+        disk_bytes=size * _checkpoints_at_once(config, steps),
         steps=steps,
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
@@ -176,8 +185,6 @@ def _without_count(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
 ) -> Choice:
     """What is known of each strategy; a start takes the first, whatever it needs."""
-    from llmtrain.training.start import planning
-
     candidates = []
     for name in possible(shape, work, hardware, allowed):
         layout = planning.layout_by_tokens(name, work, hardware)
@@ -223,20 +230,11 @@ def _row(one: Candidate, chosen: bool) -> dict[str, Any]:
     }
 
 
-def _problems(
-    config: Config,
-    devices: int | None,
-    nodes: int | None,
-    device_memory_gb: float | None,
-    host_memory_gb: float | None,
-) -> Iterator[Problem]:
-    from llmtrain.config.checks import check
-
-    yield from check(config)
-    for name, count in (("devices", devices), ("nodes", nodes)):
+def _problems(asked: _Asked) -> Iterator[Problem]:
+    for name, count in (("devices", asked.devices), ("nodes", asked.nodes)):
         if count is not None and count < 1:
             yield Problem(f"--{name}", count, "a whole number ≥ 1")
-    for name, size in (("device", device_memory_gb), ("host", host_memory_gb)):
+    for name, size in (("device", asked.device_gib), ("host", asked.host_gib)):
         if size is not None and not 0 < size < _MOST_GIB:
             yield Problem(f"--{name}-memory-gb", size, "a number of GiB above 0")
 
@@ -247,55 +245,40 @@ def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
         yield from one_sided("distributed.strategy", mesh, "hsdp")
 
 
-def _hardware(
-    config: Config,
-    devices: int | None,
-    nodes: int | None,
-    device_memory_gb: float | None,
-    host_memory_gb: float | None,
-) -> Hardware:
+def _hardware(config: Config, asked: _Asked) -> Hardware:
     """This machine's devices, with what was asked for in their place."""
-    from llmtrain.training.start import planning
-
-    local = devices or _devices_here()
+    local, nodes = asked.devices or _devices_here(), asked.nodes or 1
     here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
-    hardware = replace(here, nodes=nodes or 1)
-    if device_memory_gb is not None:
-        size = int(device_memory_gb * 2**30)
-        name = device_by_memory(device_memory_gb)
-        hardware = Hardware(size, None, local, nodes or 1, name)
-    if host_memory_gb is not None:
-        hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
+    hardware = replace(here, nodes=nodes)
+    if asked.device_gib is not None:
+        size, name = int(asked.device_gib * 2**30), device_by_memory(asked.device_gib)
+        hardware = Hardware(size, None, local, nodes, name)
+    if asked.host_gib is not None:
+        hardware = replace(hardware, host_bytes=int(asked.host_gib * 2**30))
     return hardware
 
 
 def _devices_here() -> int:
     import torch
 
-    from llmtrain.distributed.engines.accelerator import on_cpu
-
     return 1 if on_cpu() else torch.cuda.device_count()
 
 
 def _precision(config: Config, hardware: Hardware) -> str:
     """bf16 or fp32: as a run would decide, and bf16 on a device that is not here."""
-    from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
-
     asked = config.training.precision
     if asked == "auto" and hardware.cpu == on_cpu():
         return resolve_precision(asked)[0]
     return "bf16" if asked == "auto" else asked
 
 
-def _kept(config: Config, steps: int | None) -> int:
+def _checkpoints_at_once(config: Config, steps: int | None) -> int:
     """How many checkpoints are there at once."""
-    from llmtrain.checkpoint.retention import Policy, most_at_once
-
     keep = config.checkpoint
     return most_at_once(Policy.of(keep), steps or 0)
 
 
-def _speeds(model: Described, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
+def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
     """The chosen layout on fewer devices and on all, where it fits, at the same global batch."""
     machine = None if hardware.cpu else machine_of(hardware.device)
     if choice.chosen is None or machine is None:
@@ -340,8 +323,6 @@ def launch_file(found: Plan, path: Path) -> bool:
 
     Only for a plan that fits. Raises UserError where the file cannot be written.
     """
-    from llmtrain.tools.plan_file import launch_values, write_launch_file
-
     assert found.chosen is not None
     values = launch_values(found.chosen.layout.strategy, found.hardware, found.work.precision)
     try:

@@ -14,7 +14,7 @@ from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.keys import STRATEGIES
 from llmtrain.distributed.plan.memory import Hardware
 
-_ADDRESS = "10.0.0.1"  # as in accelerate_configs/: of the first machine, to be put right
+_ADDRESS = "10.0.0.1"  # as in accelerate_configs/: of the first machine, to be replaced
 
 
 def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ _SEVERAL = """\
 #   accelerate launch --config_file {path} --rdzv_backend c10d \\
 #       scripts/train.py CONFIG
 #
-# The option stands there because accelerate 1.15 does not apply `rdzv_backend` of this file.
+# The option is there because accelerate 1.15 does not apply `rdzv_backend` of this file.
 """
 
 

@@ -14,7 +14,7 @@ PROCESSES = 2
 
 def quickstart(out: Path | None = None) -> Ended:
     """Train, or resume what was begun. out: the run directory, None = runs/quickstart."""
-    # In JSON's double quotes any directory name is a text in YAML.
+    # In JSON's double quotes any directory name is a string in YAML.
     quoted = json.dumps(str(out), ensure_ascii=False)
     overrides = [f"run.dir={quoted}"] if out is not None else []
     cpu_only = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}

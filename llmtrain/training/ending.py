@@ -1,6 +1,6 @@
 """How a start ends: finished, stopped before or outside the loop, without data, by an error.
 
-Whatever ends it, its record says so before the error goes on.
+Whatever ends it, the record names it before the error is raised further.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.distributed.ranks import lost_peer, peer_lost
-from llmtrain.errors import RESTARTABLE, PeerError, RunError
+from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of
 from llmtrain.rundir import failures
 from llmtrain.training import saving
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.journal import Journal
 from llmtrain.training.run.run import Run
-from llmtrain.training.run_state import documents_met
+from llmtrain.training.run_state import count_documents
 from llmtrain.training.step import flags
 from llmtrain.training.stop.signals import Signals
 from llmtrain.types import Flags, Ranks
@@ -41,7 +41,7 @@ class Result:
 
 
 class StoppedEarlyError(Exception):
-    """All ranks agreed on a stop outside the loop, and what there was to save is: exit code 0."""
+    """All ranks agreed on a stop outside the loop, and everything is saved: exit code 0."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
@@ -50,22 +50,23 @@ class StoppedEarlyError(Exception):
 
 
 def finish(run: Run) -> Result:
-    """The end line and the last status."""
+    """Record the end of a run, and return how it ended."""
     finished = run.due.finished(run.step)
     state = "finished" if finished else "stopped"
     ended = "data_ended" if run.due.data_ended else None
     reason = ended if finished else run.due.stop_reason
-    for label, met in documents_met(run).items():
-        tell_of_documents(run.journal, run.step, label, met)
-    run.requests.stopped()
+    for label, met in count_documents(run).items():
+        report_documents(run.journal, run.step, label, met)
+    run.requests.end_stop()
     run.journal.end(state, 0, reason)
     _log.info("%s at step %d%s", state, run.step, f" ({reason})" if reason else "")
     return Result(run.run_dir, state, 0, reason, run.step)
 
 
-def tell_of_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
-    """Events for what was left out of a source, and for documents with characters that are no
-    UTF-8: those were trained on, with U+FFFD in their place. met: as in `Block.counts`.
+def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
+    """Report what was left out of a source, and documents with characters that are not UTF-8.
+
+    Those were trained on, with U+FFFD in the place of the characters. met: as in `Block.counts`.
     """
     if met.get("dropped") or met.get("skipped"):
         counts = {name: count for name, count in met.items() if name != "replaced"}
@@ -75,11 +76,11 @@ def tell_of_documents(journal: Journal, step: int, label: str, met: Mapping[str,
 
 
 def end_without_data(run: Run, step: int) -> None:
-    """Ranks whose data failed in `step` say why, and all raise it.
+    """Raise on all ranks why the data failed in `step`.
 
-    What a restart may cure (the network stayed away, a worker died) is saved first, so that no
-    document is lost; behind a bad unit or a defect nothing is. Where a stop had cut the waiting
-    short, that is the reason.
+    Where a restart may cure it (the network was away, a worker died), the run is saved first, so
+    that no document is lost; after a bad unit or a defect it is not. If a stop had ended the wait
+    for data, the stop is the reason.
     """
     vote = run.ranks.vote(run.feed.error)
     run.feed.put_back(step)
@@ -90,56 +91,55 @@ def end_without_data(run: Run, step: int) -> None:
     if curable and run.due.unsaved(run.step):
         saving.begin(run, run.step, stops[0] if stops else "data_failed", last=True)
     if curable and stops:
-        run.requests.stopped()
+        run.requests.end_stop()
         raise StoppedEarlyError(stops[0], run.step)
     refuse(vote, run.feed.error)
 
 
-def asked_to_stop(signals: Signals) -> str | None:
-    """Why this rank was asked to stop, as a stop is named in the record."""
+def stop_reason_of(signals: Signals) -> str | None:
+    """Return why this rank was asked to stop, as the record names it, or None."""
     reason = signals.reason
     return reason if reason in (None, "launcher_lost") else "signal"
 
 
-def _heed_a_stop(ranks: Ranks, signals: Signals, journal: Journal) -> None:
+def _raise_if_stopped(ranks: Ranks, signals: Signals, journal: Journal) -> None:
     """Raise StoppedEarlyError if any rank was asked to stop."""
     reason = signals.reason
     lost = reason == "launcher_lost"
-    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, lost_launcher=lost))
+    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, launcher_lost=lost))
     if stops:
         raise StoppedEarlyError(stops[0], journal.step)
 
 
 @contextmanager
 def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None]:
-    """A stage of a start, which takes its time: a stop that any rank was asked for ends it.
+    """Run a stage of a start, which a stop that was asked of any rank ends.
 
-    Either in front of the stage, or as the reason why the waiting for the Hub or the reading of a
-    checkpoint was cut short: either failure is one of all ranks, so all of them can say whether
-    they were stopped.
+    The stop ends it before it begins, or ends a wait for the Hub or the reading of a checkpoint.
+    Such a failure is one of all ranks, so all of them can agree on whether they were stopped.
     """
-    _heed_a_stop(ranks, signals, journal)
+    _raise_if_stopped(ranks, signals, journal)
     try:
         yield
     except StoppedError as stopped:
-        _heed_a_stop(ranks, signals, journal)  # which of several reasons outranks the others
+        _raise_if_stopped(ranks, signals, journal)  # the most important of several reasons
         raise StoppedEarlyError(stopped.reason, journal.step) from stopped
     except RunError as error:
         if error.exit_code == RESTARTABLE:
-            _heed_a_stop(ranks, signals, journal)
+            _raise_if_stopped(ranks, signals, journal)
         raise
 
 
-def stopped_alone(journal: Journal, reason: str) -> int:
-    """A stop before ranks can talk to each other: record how this start ends, and its exit code.
+def stop_alone(journal: Journal, reason: str) -> int:
+    """Record a stop before ranks can talk to each other, and return the exit code.
 
     A launcher that has lost a rank ends the others as if a person had asked it to. So a rank that
-    ends here says so in its mark, and rank 0 looks who is gone without a word.
+    ends here leaves a mark, and rank 0 looks for ranks that are gone and left none.
     """
     if journal.rank:
         failures.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
         return 0
-    told = None if reason == "launcher_lost" else _why_gone(journal.run_dir)
+    told = None if reason == "launcher_lost" else _find_dead_rank(journal.run_dir)
     if told is None:
         journal.end("stopped", 0, reason)
         return 0
@@ -150,8 +150,8 @@ def stopped_alone(journal: Journal, reason: str) -> int:
     return code
 
 
-def _why_gone(run_dir: Path) -> tuple[int, str] | None:
-    """Code and reason of a rank that has failed or died, None where all of them are there."""
+def _find_dead_rank(run_dir: Path) -> tuple[int, str] | None:
+    """Return code and reason of a rank that has failed or died; None if none has."""
     dead = failures.silent(run_dir, os.environ)
     told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")), seconds=0)
     if told is not None:
@@ -164,9 +164,9 @@ def _why_gone(run_dir: Path) -> tuple[int, str] | None:
 
 @contextmanager
 def record_end(journal: Journal, config: str) -> Iterator[None]:
-    """Whatever ends the run stands in its log, its record and its status.
+    """Write whatever ends the run into its log, its record and its status.
 
-    config: its digest. First of all a rank that fails leaves its mark.
+    config: its digest. A rank that fails leaves its mark before anything else.
     """
     try:
         yield
@@ -174,29 +174,22 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         journal.end("stopped", 0, stopped.reason)
         raise
     except Exception as error:
-        shown = _as_run_error(error)
-        lost = shown is not error
+        lost = lost_peer(error)
+        shown = peer_lost(error) if lost else error
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         _log.error("the run failed", exc_info=True)
         if lost and journal.rank == 0:
-            shown = _outranked(journal.run_dir) or shown
+            shown = _find_cause(journal.run_dir) or shown
         try:
-            journal.end("failed", getattr(shown, "exit_code", 1), str(shown))
-        except RunError:  # a full disk takes no record either; the error itself goes on
+            journal.end("failed", exit_code_of(shown), str(shown))
+        except RunError:  # a full disk takes no record either; the error itself is raised
             _log.error("the end could not be recorded", exc_info=True)
-        if shown is error:
-            raise
-        raise shown from error
+        if lost:
+            raise shown from error
+        raise
 
 
-def _outranked(run_dir: Path) -> PeerError | None:
-    """What the rank that is gone has left, or one that knows more."""
+def _find_cause(run_dir: Path) -> PeerError | None:
+    """Return the error of the rank that is gone, or of one that knows more."""
     told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
     return PeerError(f"rank {told.rank}: {told.reason}", told.code, told.rank) if told else None
-
-
-def _as_run_error(error: Exception) -> Exception:
-    """What a bare RuntimeError of a library means, where it has a meaning for the whole run."""
-    if lost_peer(error):
-        return peer_lost(error)
-    return error

@@ -15,7 +15,7 @@ from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import flags, hide
-from llmtrain.types import Evaluation
+from llmtrain.types import NOT_TRAINED, Evaluation
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -41,7 +41,7 @@ def evaluate(run: Run) -> Evaluation | None:
             targets = on(run.device, labels)
             hidden = hide(run, starts) if run.data.manifest.document_mask else {}
             scored[0] += run.model(inputs, targets, **hidden)
-            scored[1] += (targets != -100).sum()
+            scored[1] += (targets != NOT_TRAINED).sum()
     nll, tokens = sum_over_ranks(scored).tolist()
     return Evaluation(
         loss=nll / tokens,
@@ -55,7 +55,7 @@ def evaluate(run: Run) -> Evaluation | None:
 
 
 def rounds(heldout: HeldOut, run: Run) -> int:
-    """Forwards that every rank makes."""
+    """Return the number of forwards that every rank makes."""
     at_once = run.ranks.world_size * run.built.micro_batch_size
     return math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
 
@@ -63,7 +63,7 @@ def rounds(heldout: HeldOut, run: Run) -> int:
 def round_blocks(
     heldout: HeldOut, run: Run, round_: int
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """This rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of one round."""
+    """Return this rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of a round."""
     size = run.built.micro_batch_size
     mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
     blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]

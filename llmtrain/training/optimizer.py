@@ -11,7 +11,7 @@ from llmtrain.config.schema import OptimizerConfig
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, *, fused: bool = True
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, in two groups: decayed and not.
+    """Make AdamW over the trainable parameters, in two groups: decayed and not.
 
     Not decayed: what has fewer than two dimensions (norms, biases), and embeddings, also where the
     head is tied to them. fused=False is for tests that compare bits with another sharding.

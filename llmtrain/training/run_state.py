@@ -1,19 +1,19 @@
-"""What stands in a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
+"""What is in a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
 
-All of the run's state that decides its future and is no tensor, gathered at rank 0.
+It is all of the run's state that decides its future and is not a tensor, gathered at rank 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmtrain.agreement import gathered
-from llmtrain.config.binding import binding_values
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
-    """What only each rank knows, at rank 0; an empty list elsewhere."""
+    """Gather what only each rank knows at rank 0; return an empty list elsewhere."""
     before = run.data.state
     cursors = contribution(
         run.feed.cursors,
@@ -40,7 +40,7 @@ def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
-    """The stream behind the blocks of `step`, from every rank's part."""
+    """Return the stream's state after the blocks of `step`, from every rank's part."""
     before = run.data.state
     next_block = step * run.config.training.global_batch_size
     parts = [np.array(one["cursors"], np.int64) for one in heard]
@@ -49,18 +49,18 @@ def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
         next_block,
         merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
         run.meter.stream_digest,
-        _added(before.counts, [one["counts"] for one in heard]),
+        _add(before.counts, [one["counts"] for one in heard]),
     )
 
 
 def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
-    """The stream's state as a line of `cursors.jsonl`."""
-    state = {"step": step, "weights": run.data.manifest.weights}
-    return _encoded({**state, **data_state(run, step, heard).to_json()})
+    """Return the stream's state as a line of `cursors.jsonl`."""
+    where = {"step": step, "weights": run.data.manifest.weights}
+    return _encode(where | data_state(run, step, heard).to_json())
 
 
-def note_cursors(run: Run, step: int, line: bytes) -> None:
-    """The stream's state at every save, which outlives the checkpoints that are deleted."""
+def record_cursors(run: Run, step: int, line: bytes) -> None:
+    """Append the stream's state at a save, which is kept when the checkpoint is deleted."""
     try:
         with (run.run_dir / contents.CURSORS).open("ab") as file:
             file.write(line)
@@ -69,8 +69,8 @@ def note_cursors(run: Run, step: int, line: bytes) -> None:
 
 
 def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
-    """Every file that is no tensor file."""
-    bound = binding_values(run.config)
+    """Return every file that is not a tensor file."""
+    bound = run.processes.bound.binding
     trainer_state = {
         "format": FORMAT,
         "run_id": run.processes.run_id,
@@ -79,7 +79,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "sources": dict(run.meter.sources),
         "data": data_state(run, step, heard).to_json(),
         "weights": run.data.manifest.weights,
-        "config_digest": hashlib.sha256(_encoded(bound)).hexdigest(),
+        "config_digest": hashlib.sha256(_encode(bound)).hexdigest(),
         "config": bound,
         "strategy": run.processes.launched.strategy,
         "world_size": run.ranks.world_size,
@@ -94,7 +94,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "versions": run.processes.versions,
     }
     return {
-        "trainer_state.json": _encoded(trainer_state),
+        "trainer_state.json": _encode(trainer_state),
         **state.index(run.built.spec),
         **model_files(run.built.bare),
         **_tokenizer_files(run.run_dir / contents.TOKENIZER),
@@ -102,7 +102,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
 
 
 def model_files(model: Any) -> dict[str, bytes]:
-    """What `from_pretrained` needs beside the weights."""
+    """Return the files that `from_pretrained` needs beside the weights."""
     files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
     if model.can_generate() and model.generation_config is not None:
         text = model.generation_config.to_json_string(use_diff=True)
@@ -115,21 +115,18 @@ def _tokenizer_files(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
-def _encoded(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
-def documents_met(run: Run) -> dict[str, dict[str, int]]:
-    """Source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
+def count_documents(run: Run) -> Counts:
+    """Return source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
     heard = gathered(run.ranks, run.feed.counts)
-    return _added(run.data.state.counts, heard) if heard else {}
+    return _add(run.data.state.counts, heard) if heard else {}
 
 
-def _added(start: Counts, parts: list[Counts]) -> dict[str, dict[str, int]]:
-    total = {label: dict(counts) for label, counts in start.items()}
-    for part in parts:
-        for label, counts in part.items():
-            into = total.setdefault(label, {})
-            for name, count in counts.items():
-                into[name] = into.get(name, 0) + count
+def _add(start: Counts, parts: list[Counts]) -> Counts:
+    total = {label: Counter(counts) for label, counts in start.items()}
+    for label, counts in (one for part in parts for one in part.items()):
+        total.setdefault(label, Counter()).update(counts)
     return total

@@ -15,15 +15,15 @@ from llmtrain.training.run.run import Run
 from llmtrain.types import Sample
 
 _NEW_TOKENS = 64
-_TEMPERATURE = 0.5  # a model that is still learning says little that is likely
+_TEMPERATURE = 0.5  # a model that is still learning gives no token a high probability
 _SEED_STREAM = 8  # of `mix`
 _NOTHING = -1  # no token's id
 
 
 def sample(run: Run) -> list[Sample]:
-    """One continuation of each of `evaluation.prompts`; none when a stop was asked for.
+    """Continue each of `evaluation.prompts` once, or none of them if a stop was asked for.
 
-    The last step is no such stop: the text of the finished model is what people look for.
+    The last step is not such a stop: people want to see the text of the finished model.
     """
     if run.due.stop_reason is not None:
         return []
@@ -43,7 +43,7 @@ def _continue(run: Run, prompt: str) -> str:
         logits = run.model(context)[0] / _TEMPERATURE  # (V,)
         # Ranks whose logits differ by a bit draw other tokens and end elsewhere, and where weights
         # are spread out a forward waits for all ranks: so one of them draws for all.
-        drawn = _drawn(logits, generator) if run.ranks.rank == 0 else _NOTHING
+        drawn = _draw(logits, generator) if run.ranks.rank == 0 else _NOTHING
         token = int(run.ranks.broadcast(b"%d" % drawn))
         if token in (_NOTHING, run.data.tokenizer.eos):
             break
@@ -51,8 +51,8 @@ def _continue(run: Run, prompt: str) -> str:
     return run.data.tokenizer.decode(ids[given:])
 
 
-def _drawn(logits: Tensor, generator: torch.Generator) -> int:
-    """A token; of a model that diverged none, it says nothing more. logits: (V,)."""
+def _draw(logits: Tensor, generator: torch.Generator) -> int:
+    """Draw a token; of a model that diverged, none. logits: (V,)."""
     if not torch.isfinite(logits).all():
         return _NOTHING
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))

@@ -4,10 +4,10 @@
     write     each rank its ranges: in line, or beside the training out of a copy
     commit    vote, manifest, rename, what the policy keeps
 
-What is in flight is committed at the first boundary at which every rank says that it has written
-its part, before the next save, and at every agreed end; an exception leaves it unfinished. What the
-disk refuses is an event, and training goes on; three failures in a row, or one at the last step,
-end the run.
+What is in flight is committed at the first boundary at which every rank reports that it has written
+its part, before the next save, and at every agreed end; an exception leaves it unfinished. A save
+that the disk refuses is an event, and training continues; three failures in a row, or one at the
+last step, end the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmtrain.checkpoint import collect, filesystem, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
 from llmtrain.checkpoint.retention import Policy
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import CheckpointConfig
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import DISK_FAILED, RunError
@@ -36,14 +36,14 @@ from llmtrain.rundir import contents
 from llmtrain.training.run.flight import Flight, Saves, Written
 from llmtrain.training.run.guards import check_replicas
 from llmtrain.training.run.run import Run
-from llmtrain.training.run_state import cursors_line, gather_parts, note_cursors, small_files
+from llmtrain.training.run_state import cursors_line, gather_parts, record_cursors, small_files
 from llmtrain.training.stop.signals import grace_warning
 from llmtrain.types import Failure, Piece
 
 _log = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW = 3
-_SPARE = 1.1  # of the host memory that a copy takes: the training goes on beside it
+_SPARE = 1.1  # of the host memory that a copy takes: the training continues beside it
 
 
 def save(run: Run, step: int) -> None:
@@ -62,20 +62,22 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     started = time.perf_counter()
     on_rank_zero(run.ranks, run.journal.check_directory)
     check_replicas(run.engine.unequal_replicas(), step, run.journal.event)
-    run.due.begun(step)
-    run.requests.save_begins()
-    begun, cursors = _begun(run, step, gather_parts(run, step))
+    run.due.begin_save(step)
+    run.requests.begin_save()
+    begun, cursors = _begin(run, step, gather_parts(run, step))
     if isinstance(begun, write.Failed):
-        run.due.ended(step, saved=False)
-        _tell_failure(run, step, begun.failures, last=last)
+        run.due.end_save(step, saved=False)
+        _report_failure(run, step, begun.failures, last=last)
         return
     pieces = run.engine.pieces(run.built.spec, writing=True, dealt=run.checkpoints.dealt)
-    writer = _writer(run, step)
+    writer = _choose_writer(run, step)
     written = None if writer else _write(run, begun, pieces)
     blocked = time.perf_counter() - started
     run.checkpoints.flight = Flight(step, reason, begun, cursors, last, blocked, written)
     if writer:
-        writer.submit(begun, pieces, _changed_by_forward(run))
+        # Buffers, unlike weights and moments, are not safe until the next update.
+        buffers = frozenset(name for name, _ in run.built.bare.named_buffers())
+        writer.submit(begun, pieces, buffers)
     if last or not writer:
         commit(run)
 
@@ -95,31 +97,32 @@ def commit(run: Run) -> None:
     error, extents = written
     started = time.perf_counter()
     done = write.commit(flight.begun, extents, error, run.ranks)
-    run.due.ended(flight.step, saved=isinstance(done, write.Committed))
+    run.due.end_save(flight.step, saved=isinstance(done, write.Committed))
     if isinstance(done, write.Failed):
-        _tell_failure(run, flight.step, done.failures, last=flight.last)
+        _report_failure(run, flight.step, done.failures, last=flight.last)
     else:
-        _saved(run, flight, done, blocked + time.perf_counter() - started)
+        _report_saved(run, flight, done, blocked + time.perf_counter() - started)
 
 
-def open_saves(config: Config, launched: Launched, run_dir: Path) -> Saves:
-    """How a start writes: by its config, its strategy and what its run lies on."""
-    keep, kind = config.checkpoint, family(launched.strategy)
+def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> Saves:
+    """Decide how a start writes: by its config, its strategy and the disk of its run."""
+    kind = family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a directory sees a disk: all must come to the same answer.
     network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
-    writers = filesystem.resolved(keep.writers, kind, nodes, network)
+    writers = filesystem.choose_writers(config.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
-    wanted = launched.device.type == "cuda" if keep.background == "auto" else keep.background
-    return Saves(Writer() if wanted and not sent else None, sent, dealt=writers == "all")
+    wanted = launched.device.type == "cuda" if config.background == "auto" else config.background
+    writer = Writer() if wanted and not sent else None
+    return Saves(Policy.of(config), writer, sent, dealt=writers == "all")
 
 
-def _begun(
+def _begin(
     run: Run, step: int, heard: list[dict[str, Any]]
 ) -> tuple[write.Begun | write.Failed, bytes]:
-    """Small files, headers, room; what one rank cannot do is a failed vote, the same on all.
+    """Write small files and headers and make room; if one rank fails, all return Failed.
 
-    Returns the line of `cursors.jsonl`, too: at the commit the stream may be further.
+    Returns the line of `cursors.jsonl` too: at the commit the stream may be further.
     """
 
     def small() -> tuple[dict[str, bytes], bytes]:
@@ -146,8 +149,8 @@ def _write(run: Run, begun: write.Begun, pieces: Iterable[Piece]) -> Written:
     return outcome.error, {} if outcome.error else outcome.result()
 
 
-def _writer(run: Run, step: int) -> Writer | None:
-    """What writes beside the training; None where that is not wanted, or there is no memory."""
+def _choose_writer(run: Run, step: int) -> Writer | None:
+    """Return what writes beside the training; None if that is not wanted or memory is short."""
     saves = run.checkpoints
     if saves.writer is None or saves.has_room:  # its buffers are used again
         return saves.writer
@@ -163,22 +166,17 @@ def _writer(run: Run, step: int) -> Writer | None:
 
 
 def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
-    """The hosts whose ranks need more for their copies than is free there."""
+    """Return the hosts whose ranks need more for their copies than is free there."""
     hosts = {one["host"] for one in heard}
     needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}
     free = {host: min(one["free"] for one in heard if one["host"] == host) for host in hosts}
     return sorted(host for host in hosts if needed[host] * _SPARE > free[host])
 
 
-def _changed_by_forward(run: Run) -> frozenset[str]:
-    """Buffers, which unlike weights and moments are not safe until the next update."""
-    return frozenset(name for name, _ in run.built.bare.named_buffers())
-
-
-def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:
-    """A checkpoint is complete: say so, and keep what the policy keeps."""
+def _report_saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:
+    """Report a complete checkpoint, and delete what the policy does not keep."""
     run.checkpoints.failed_in_a_row = 0
-    run.requests.saved(done.seconds)
+    run.requests.end_save(done.seconds)
     run.journal.write(
         "checkpoint",
         flight.step,
@@ -189,29 +187,28 @@ def _saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> N
         reason=flight.reason,
     )
     run.journal.status(checkpoint=done.name, step=run.journal.step)
-    run.journal.show_checkpoint(flight.step)
+    run.journal.progress.checkpoint(flight.step)
     warn_of_grace(run, done.seconds, run.meter.step_seconds)
     if run.ranks.rank == 0:
-        note_cursors(run, flight.step, flight.cursors)
+        record_cursors(run, flight.step, flight.cursors)
         _retain(run, flight.step, done.name)
 
 
 def _retain(run: Run, step: int, new: str) -> None:
-    """Delete what the policy does not keep; say what somebody else has deleted."""
+    """Delete what the policy does not keep; report what somebody else has deleted."""
     saves, root = run.checkpoints, run.run_dir / contents.CHECKPOINTS
     resumed_from = run.found.name if run.found else None
     try:
         for name in sorted(saves.kept - set(complete_names(root))):
             run.journal.event("checkpoint_missing", step, checkpoint=name)
-        policy = Policy.of(run.config.checkpoint)
-        gone = retention.apply(root, policy, run.processes.run_id, resumed_from)
+        gone = retention.apply(root, saves.policy, run.processes.run_id, resumed_from)
         saves.kept = {*complete_names(root), new} - {*gone}
     except OSError as error:  # the new one is complete; the next commit deletes what this did not
         run.journal.event("retention_failed", step, reason=str(error))
 
 
-def _tell_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -> None:
-    """An event; an error when it was the third in a row, or no later save can make up for it."""
+def _report_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -> None:
+    """Report a failed save; raise if it was the third in a row, or no save can follow."""
     run.checkpoints.failed_in_a_row += 1
     texts = "; ".join(str(failure) for failure in failures)
     run.journal.event("save_failed", step, failures=texts)
@@ -226,7 +223,7 @@ def _tell_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last: b
 
 
 def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
-    """Say once, on rank 0, that the launcher will not wait for the save of a stop."""
+    """Warn once, on rank 0, that the launcher will not wait for the save of a stop."""
     text = grace_warning(save_seconds, step_seconds, os.environ)
     if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
         run.checkpoints.grace_told = True

@@ -11,7 +11,7 @@ _DECAY_SHARE = 0.2  # of all steps: the last part of warmup-stable-decay
 
 
 def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
-    """What each group's own rate is multiplied by at `step` = 1 … `steps`: a number in (0, 1]."""
+    """Return the factor of each group's own rate at `step` = 1 … `steps`: a number in (0, 1]."""
     warmup = warmup_steps(config, steps)
     if step <= warmup:
         return step / warmup
@@ -32,7 +32,7 @@ def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> floa
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """`optimizer.warmup_steps` as a whole number; below 1 it is a share of `steps`."""
+    """Return `optimizer.warmup_steps` as a whole number; below 1 it is a share of `steps`."""
     asked = config.warmup_steps
     whole = int(asked) if asked >= 1 else max(1, round(asked * steps))
     return min(whole, steps)

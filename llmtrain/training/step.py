@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,6 @@ from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.training.run.run import Run
 from llmtrain.types import SLOTS, Batch, Flags, StepVector
-
-_FLAGS = tuple(one.name for one in fields(Flags))  # each has a slot of its name
 
 
 def begin(run: Run, step: int) -> None:
@@ -54,7 +52,7 @@ def update(run: Run, batch: Batch, factor: float) -> None:
 
 
 def trained_tokens(run: Run, batch: Batch) -> Tensor:
-    """() fp32 on the device: trained tokens of the step over all ranks."""
+    """Return the trained tokens of the step over all ranks: () fp32 on the device."""
     if run.data.manifest.always_full:
         full = run.config.training.global_batch_size * run.config.data.seq_len
         return torch.full((), float(full), device=run.device)
@@ -63,7 +61,7 @@ def trained_tokens(run: Run, batch: Batch) -> Tensor:
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
-    """The step's forwards: keywords of `LossModule.forward`, tensors on the device."""
+    """Return the step's forwards: keywords of `LossModule.forward`, tensors on the device."""
     ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
     labels = on(run.device, batch.labels)
     size = run.built.micro_batch_size
@@ -75,27 +73,28 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
 
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
-    """What hides the documents of a micro-batch from each other. starts: as in `Batch`."""
+    """Return what hides the documents of a micro-batch from each other. starts: as in `Batch`."""
     return document_tensors(starts, run.config.data.seq_len, backend(run.built.bare), run.device)
 
 
 def sum_vector(vector: StepVector) -> StepVector:
-    """The step's reduction."""
+    """Add up the vectors of all ranks: the step's reduction."""
     return StepVector(sum_over_ranks(vector.data))
 
 
 def flags(run: Run) -> Flags:
-    """What this rank has to say to the others."""
+    """Return what this rank reports to the others."""
     return replace(run.requests.flags(run.signals.reason), **run.checkpoints.flags())
 
 
 def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
-    """What this rank says of its part of the step. loss_sum: () fp64 on the device."""
+    """Return this rank's part of the step's vector. loss_sum: () fp64 on the device."""
     squares = run.engine.squares()
     bad = ~(torch.isfinite(loss_sum) & torch.isfinite(squares))
     device = torch.stack([loss_sum, squares, bad.double()])
     labels = run.data.manifest.labels
-    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=run.feed.failed)
+    failed = run.feed.error is not None
+    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=failed)
     host = torch.tensor(said, dtype=torch.float64)
     if run.device.type == "cuda":
         host = host.pin_memory().to(run.device, non_blocking=True)
@@ -105,12 +104,12 @@ def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
 def host_part(
     batch: Batch, flags: Flags, world_size: int, labels: tuple[str, ...], *, failed: bool
 ) -> list[float]:
-    """The slots behind the first three, then the trained tokens of each source."""
+    """Return the slots after the first three, then the trained tokens of each source."""
     said = {
         "data_failed": failed,
         **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},
         "wait_seconds": batch.wait_seconds / world_size,
-        **{name: getattr(flags, name) for name in _FLAGS},
+        **asdict(flags),  # each has a slot of its name
         "padding_only": not batch.sources,
         "ended": batch.ended,
     }

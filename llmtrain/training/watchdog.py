@@ -1,4 +1,4 @@
-"""Notices that this process comes no further, says where it stands, and ends it in time.
+"""Notices that this process makes no progress, reports where it is, and ends it in time.
 
 A thread that compares `heartbeat.read()` once a second, from the start of a run to its end. It
 counts its own looks and no clock, so a machine or a process that was suspended is no hang.
@@ -31,8 +31,8 @@ _REPORT_STEPS = 20
 _BEFORE_SECONDS = 10.0
 _LATEST_SHARE = 0.9  # of a short time-out: data that does not come is given up after 0.8 of it
 _WRITING_SECONDS = 2.0
-# One call of a library, minutes long where models or texts are large: told later, never ended. Who
-# waits for it has a time-out, and the rendezvous has one too.
+# One call of a library, minutes long where models or texts are large: reported later, never ended.
+# The peers that wait for it have a time-out, and so has the rendezvous.
 _LONG = ("joining the other processes", "building the model", "training a tokenizer")
 
 
@@ -58,7 +58,7 @@ class Watchdog:
         self._reported = False
 
     def follow(self, median_seconds: Callable[[], float]) -> None:
-        """The start is over. median_seconds: of the last steps, 0 without one."""
+        """Note that the start is over. median_seconds: of the last steps, 0 without one."""
         self._median = median_seconds
 
     def look(self) -> None:
@@ -86,27 +86,27 @@ class Watchdog:
     def _report(self, phase: str) -> None:
         said = f"no progress for {self._still} s: {phase}"
         detail = {"seconds": self._still, "phase": phase, "rank": self._rank}
-        _aside(lambda: _stacks(self._log_file(), said))
-        _aside(lambda: self._journal.event("no_progress", self._journal.step, **detail))
+        _in_thread(lambda: _write_stacks(self._log_file(), said))
+        _in_thread(lambda: self._journal.event("no_progress", self._journal.step, **detail))
 
     def _end(self, phase: str) -> None:
         said = f"no progress for {self._still} s: {phase}"
         code = self._journal.exit_code  # of a run that is over, and hangs while it closes
-        _aside(lambda: _stacks(self._log_file(), said))
+        _in_thread(lambda: _write_stacks(self._log_file(), said))
         if code is None:
-            _aside(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
+            _in_thread(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
             code, why = self._cause() or (RESTARTABLE, said)
-            _aside(lambda: self._journal.end("failed", code, why))
-        _aside(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
+            _in_thread(lambda: self._journal.end("failed", code, why))
+        _in_thread(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
         self._leave(code)
 
     def _cause(self) -> tuple[int, str] | None:
-        """Of a rank that has failed while this one waited for it, for the status."""
+        """Return code and reason of a rank that failed while this one waited for it, or None."""
         if self._rank:
             return None
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         found: list[failures.Mark | None] = []
-        _aside(lambda: found.append(failures.outranking(self._journal.run_dir, world_size, 0)))
+        _in_thread(lambda: found.append(failures.outranking(self._journal.run_dir, world_size, 0)))
         told = found[0] if found else None
         return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
 
@@ -116,7 +116,7 @@ class Watchdog:
 
 @contextmanager
 def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
-    """A watchdog over what is done inside. timeout_minutes: when peers give up waiting."""
+    """Watch over the block. timeout_minutes: when peers give up waiting."""
     watchdog = Watchdog(journal, timeout_minutes)
     over = threading.Event()
 
@@ -133,8 +133,8 @@ def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
         thread.join()
 
 
-def _stacks(log_file: Path, said: str) -> None:
-    """Write where all threads are behind what the log says, to stderr where there is none."""
+def _write_stacks(log_file: Path, said: str) -> None:
+    """Append where all threads are to the log; write it to stderr if there is no log."""
     try:
         file = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
@@ -146,8 +146,8 @@ def _stacks(log_file: Path, said: str) -> None:
         os.close(file)
 
 
-def _aside(work: Callable[[], object]) -> None:
-    """Do it, or have it done by whoever can while this thread goes on."""
+def _in_thread(work: Callable[[], object]) -> None:
+    """Do it in a thread, and wait for it for a few seconds only."""
     thread = threading.Thread(target=work, name="watchdog writes", daemon=True)
     thread.start()
     thread.join(_WRITING_SECONDS)

@@ -9,9 +9,9 @@ import pytest
 from helpers.damage import DAMAGES, files_of, flip, flip_the_middle, sign, struck
 from helpers.faults import FaultyRun
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read
-from llmtrain.types import Alone
 
 NEWEST, OLDER = "step-00000024", "step-00000020"
 

@@ -16,9 +16,10 @@ import torch
 from helpers.runs import start_line, status, write_run
 from hypothesis import strategies as st
 
+from llmtrain.agreement import Alone, failure
 from llmtrain.checkpoint import collect, write
 from llmtrain.checkpoint import format as form
-from llmtrain.types import Alone, Piece, Ranks, Spec, TensorSpec, Vote, failure
+from llmtrain.types import Piece, Ranks, Spec, TensorSpec, Vote
 
 T = TypeVar("T")
 

@@ -124,8 +124,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
         prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
     launched.engine.create_state()
     data = SimpleNamespace(seq_len=uneven.SEQ_LEN, packing="bestfit", document_mask=job.hiding)
-    asked = SimpleNamespace(data=data)
-    hiding_attention(bare, prepared, asked, job.precision, launched)  # before any other forward
+    hiding_attention(bare, prepared, data, job.precision, launched)  # before any other forward
     sent: list[Any] = []
     run = run_of(
         launched,
@@ -209,7 +208,7 @@ def loaded(root: Path, spec: Any, launched: Launched) -> None:
     found = read.find(root, RUN, launched.ranks)
     assert found is not None
     read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
-    launched.engine.filled(found.state["optimizer_steps"])
+    launched.engine.finish_loading(found.state["optimizer_steps"])
 
 
 def poison(run: Any) -> None:

@@ -33,7 +33,7 @@ def run_of(
         data=SimpleNamespace(manifest=manifest),
         built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size),
         max_grad_norm=max_grad_norm,
-        feed=SimpleNamespace(failed=False),
+        feed=SimpleNamespace(error=None),
         step=0,
         signals=SimpleNamespace(reason=None),
         requests=SimpleNamespace(flags=lambda reason: Flags()),

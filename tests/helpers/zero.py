@@ -252,7 +252,7 @@ def load(launched: Launched, spec: Spec, root: Path, steps: int) -> None:
     found = read.find(root, RUN, launched.ranks)
     assert isinstance(found, Found)
     read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
-    launched.engine.filled(steps)
+    launched.engine.finish_loading(steps)
 
 
 def files(root: Path) -> dict[str, str]:

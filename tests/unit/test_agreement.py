@@ -3,6 +3,7 @@ from helpers.checkpoints import on_ranks
 
 from llmtrain import heartbeat
 from llmtrain.agreement import (
+    Alone,
     agreed,
     attempt,
     count_votes,
@@ -11,7 +12,6 @@ from llmtrain.agreement import (
     on_rank_zero,
 )
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, PeerError, Problem, RunError, UserError
-from llmtrain.types import Alone
 
 
 def refused(ranks, work):

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from llmtrain import durable
@@ -47,6 +49,21 @@ def test_a_file_that_was_removed_or_replaced_is_not_the_open_one(tmp_path):
         path.parent.write_bytes(b"a file in place of the directory")
         assert durable.is_gone(path)
         assert not durable.is_at(path, file.fileno())
+
+
+def test_a_file_is_closed_if_the_work_on_it_fails_and_stays_open_otherwise(tmp_path):
+    with durable.close_on_error(os.open(tmp_path, os.O_RDONLY)) as kept:
+        os.fstat(kept)
+    os.fstat(kept)
+
+    def fail(descriptor):
+        with durable.close_on_error(descriptor):
+            raise ValueError("the rest")
+
+    with pytest.raises(ValueError, match="the rest"):
+        fail(kept)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(kept)
 
 
 def test_a_file_that_was_not_finished_leaves_nothing_behind(tmp_path):

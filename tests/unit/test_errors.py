@@ -2,7 +2,16 @@
 
 import pytest
 
-from llmtrain.errors import PeerError, Problem, RunError, UserError, first_line, harmless
+from llmtrain.errors import (
+    PeerError,
+    Problem,
+    RunError,
+    UserError,
+    exit_code_of,
+    first_line,
+    harmless,
+    precedence,
+)
 
 HOSTILE = "a\x1b[31m\x07\u202eb\x9bAc\ud800.jsonl"
 HARMLESS = r"a\x1b[31m\x07\u202eb\x9bAc\ud800.jsonl"
@@ -39,6 +48,16 @@ def test_an_expectation_of_several_lines_keeps_them():
 def test_what_the_machine_did_is_told_harmlessly(error):
     assert HARMLESS in str(error)
     assert str(error).replace("\n", "").isprintable()
+
+
+def test_an_error_has_the_exit_code_of_what_it_is_and_a_defect_1():
+    errors = [UserError(), RunError("", 74, ""), PeerError("", 75, 1), KeyError(), SystemExit(3)]
+    assert [exit_code_of(error) for error in errors] == [2, 74, 75, 1, 1]
+
+
+def test_a_cause_comes_before_its_consequences():
+    assert sorted([75, 1, 74, 2], key=precedence) == [2, 74, 1, 75]
+    assert precedence(137) == precedence(1)
 
 
 @pytest.mark.parametrize(

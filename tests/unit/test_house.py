@@ -169,7 +169,11 @@ def test_files_that_a_page_names_are_there(page):
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:]+)\)", text)
-    files = re.findall(r"\b(?:configs|accelerate_configs|scripts)/[\w./-]+\.(?:yaml|py)\b", text)
+    folders = "configs|accelerate_configs|scripts|tests|benchmarks|llmtrain"
+    files = re.findall(rf"(?<![\w/])(?:{folders})/[\w./-]+\.(?:yaml|py)\b", text)
+    rooms = "|".join(room.name for room in (ROOT / "llmtrain").iterdir() if room.is_dir())
+    modules = re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text)
+    files += [f"llmtrain/{module}" for module in modules]
     missing = [link for link in links if not (path.parent / link).exists()]
     missing += [file for file in files if not (ROOT / file).exists()]
     assert missing == []

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -42,3 +43,17 @@ def test_a_child_ends_with_its_parent():
         assert process.stdout.readline()
         process.kill()
         assert process.stdout.read() == ""  # returns once the child has closed it too
+
+
+def test_work_in_a_thread_gives_its_result_or_its_exception_to_who_waits():
+    assert processes.begin(lambda: 3, "three").result() == 3
+    with pytest.raises(KeyError, match="a"):
+        processes.begin(lambda: {}["a"], "raises").result()
+
+
+def test_a_thread_that_hangs_keeps_no_process_from_its_end():
+    answer = threading.Event()
+    hanging = processes.begin(answer.wait, "hangs")
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "hangs"] == [True]
+    answer.set()
+    assert hanging.result()

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError, harmless
 
 log = logging.getLogger(__name__)
 
@@ -223,4 +223,4 @@ def _words(part: LeftOut) -> str:
         case "line":
             place = f", the line at byte {part.start}"
     epoch = "" if part.epoch is None else f", epoch {part.epoch}"
-    return f"{part.file} of {part.source}{place}{epoch}"
+    return f"{harmless(part.file)} of {part.source}{place}{epoch}"

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from concurrent.futures import Future, wait
-from threading import Lock, Thread
+from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 from llmtrain.data.remote.cache import Cache
 from llmtrain.data.remote.request import POLL_SECONDS, HubFile, Stopping, offline, stop_error
 from llmtrain.data.remote.retry import RangeFile, Remote
 from llmtrain.errors import RunError, UserError
+from llmtrain.processes import begin
 
 AHEAD_RANGES = 2
 AHEAD_BYTES = 64 << 20
@@ -98,16 +100,11 @@ class Ranges:
                 size = sum(key.end - key.start for key in (*self._ahead, self._expected[0]))
                 if size > AHEAD_BYTES:
                     return
-                key, future = self._expected.popleft(), Future[bytes]()
-                self._ahead[key] = future
-                # Not of an executor: at exit that would wait for a request that hangs.
-                Thread(target=self._settle, args=(key, future), name="ahead", daemon=True).start()
+                key = self._expected.popleft()
+                self._ahead[key] = begin(partial(self._read_ahead, key), "ahead")
 
-    def _settle(self, key: Range, future: Future[bytes]) -> None:
-        try:
-            future.set_result(self._read(key, self._remote.deadline()))
-        except BaseException as error:  # looked at by the thread that waits
-            future.set_exception(error)
+    def _read_ahead(self, key: Range) -> bytes:
+        return self._read(key, self._remote.deadline())
 
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
         """Return what was read ahead; None if that failed: then the caller reads and raises.

@@ -14,17 +14,17 @@ from __future__ import annotations
 import email.utils
 import logging
 import os
-import queue
 import re
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from threading import Thread
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.processes import begin
 
 T = TypeVar("T")
 
@@ -189,26 +189,13 @@ def wait_for(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
     Raises AttemptError when they are over, RunError (75) when the process must end: an executor
     would wait for a hanging thread when the process exits.
     """
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((work(), None))
-        except BaseException as error:  # raised again by the thread that waits
-            answers.put((None, error))
-
-    Thread(target=run, name="hub", daemon=True).start()
+    answer = begin(work, "hub")
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        try:
-            value, error = answers.get(timeout=min(POLL_SECONDS, left))
-        except queue.Empty:
-            if stop is not None and stop.wait(0):
-                raise stop_error() from None
-            continue
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]  # None only where T is
+        if wait([answer], min(POLL_SECONDS, left)).done:
+            return answer.result()
+        if stop is not None and stop.wait(0):
+            raise stop_error()
     raise AttemptError(f"no complete answer in {seconds:.0f} s")
 
 

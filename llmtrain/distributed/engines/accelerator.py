@@ -1,7 +1,7 @@
 """The only place that makes an `Accelerator`.
 
 Everything that decides what it becomes is passed as an object or an argument, because the
-environment and a default config file otherwise decide behind our back.
+environment and a default config file would otherwise decide unnoticed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from llmtrain.agreement import Alone
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
@@ -34,12 +35,18 @@ from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import Group
-from llmtrain.types import Alone, Ranks
+from llmtrain.types import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launch became. strategy: as `distributed.strategy` names it · sharding: of FSDP2."""
+    """What a launch became.
+
+    strategy: as `distributed.strategy` names it.
+    ranks: the control group, over which votes and bytes go.
+    engine: what drives the strategy.
+    sharding: of FSDP2 and HSDP alone.
+    """
 
     accelerator: Accelerator
     strategy: str
@@ -89,8 +96,11 @@ def make_accelerator(
 ) -> Launched:
     """Join the process group (if there is one) and make the `Accelerator` and the control group.
 
-    strategy: as `distributed.strategy` names it, never auto · precision: bf16 or fp32 ·
-    largest_block: elements of the model's largest block · fsdp_sync: every or last, never auto.
+    strategy: as `distributed.strategy` names it, never auto.
+    precision: bf16 or fp32.
+    largest_block: elements of the model's largest block.
+    fsdp_sync: every or last, never auto.
+
     Raises what torch raises when the rendezvous fails, UserError where `hsdp` has no mesh or
     DeepSpeed cannot work.
     """
@@ -106,13 +116,13 @@ def make_accelerator(
     sharding: Sharding | None = None
     match family(strategy):
         case "ddp":
-            accelerator = _replicated(distributed, timeout, common)
+            accelerator = _make_ddp(distributed, timeout, common)
         case "fsdp":
-            sharding = _sharded(strategy, precision, distributed, timeout, fsdp_sync, common)
+            sharding = _make_fsdp(strategy, precision, distributed, timeout, fsdp_sync, common)
             accelerator = sharding.accelerator
         case "zero":
             own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
-            accelerator = _partitioned(strategy, precision, timeout, own | common)
+            accelerator = _make_zero(strategy, precision, timeout, own | common)
     ranks = _control_group(accelerator, timeout)
     engine: Engine
     if family(strategy) == "zero":
@@ -128,7 +138,7 @@ def _control_group(accelerator: Accelerator, timeout: timedelta) -> Ranks:
     return Group(timeout) if accelerator.num_processes > 1 else Alone()
 
 
-def _replicated(
+def _make_ddp(
     distributed: DistributedConfig, timeout: timedelta, common: dict[str, Any]
 ) -> Accelerator:
     """DDP, or one process without wrapping."""
@@ -147,7 +157,7 @@ def _replicated(
     )
 
 
-def _sharded(
+def _make_fsdp(
     strategy: str,
     precision: str,
     distributed: DistributedConfig,
@@ -155,7 +165,7 @@ def _sharded(
     sync: str,
     common: dict[str, Any],
 ) -> Sharding:
-    """FSDP2 or HSDP, whatever the launch file says beside the numbers of processes."""
+    """FSDP2 or HSDP; of the launch file only the numbers of processes count."""
     env = dict(os.environ)
     with own_environment():
         for name in env:
@@ -172,7 +182,7 @@ def _sharded(
     return Sharding(accelerator, distributed.wrap_class, sync, replica, replicas, offload)
 
 
-def _partitioned(
+def _make_zero(
     strategy: str, precision: str, timeout: timedelta, more: dict[str, Any]
 ) -> Accelerator:
     """DeepSpeed's ZeRO, of a single process too."""

@@ -1,4 +1,4 @@
-"""Batch norm over several processes: statistics of all rows of a micro-batch, on whatever rank."""
+"""Batch norm over several processes: statistics of all rows of a micro-batch, on all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A batch norm that sees the rows of all ranks, where there are several: torch's own.
+    """Replace batch norms by torch's own that sees the rows of all ranks, where there are several.
 
-    Else each rank has statistics of its own: ranks score other losses, and a resumed run goes on
-    with those of rank 0. torch has none for CPUs, so there it raises UserError.
+    Otherwise each rank has statistics of its own: ranks score different losses, and a resumed run
+    continues with those of rank 0. torch has no such norm for CPUs, so there it raises UserError.
     """
     norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
     if not norms or accelerator.num_processes == 1:

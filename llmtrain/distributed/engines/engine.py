@@ -35,7 +35,7 @@ class Engine(Protocol):
         """
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of one micro-batch; the last one synchronises gradients."""
+        """Forward and backward of one micro-batch run in here; the last synchronises gradients."""
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
         """Accumulate the gradient of `loss_sum · scale`. Never steps."""
@@ -53,7 +53,7 @@ class Engine(Protocol):
         """() fp32: the gradient norm before clipping."""
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """Around forwards that are no training: no gradients, no dropout; training again after."""
+        """Forwards in here do not train: no gradients, no dropout; training mode is back after."""
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -64,14 +64,14 @@ class Engine(Protocol):
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """The ranges of weights and moments that this rank holds, in the order of the spec.
 
-        writing: only those that it shall write, so that all ranks together write each element once.
-        Else the memory is to be filled, and `filled` called behind the last piece. dealt: of
-        parameters and moments that every rank holds each writes a share, and not rank 0 all.
-        Buffers are rank 0's in any case: another's may differ.
+        writing: only what this rank shall write, so that all ranks together write each element
+            once. Otherwise the caller fills the memory, and then calls `finish_loading`.
+        dealt: parameters and moments that every rank holds are shared out among the ranks for
+            writing, instead of all to rank 0. Rank 0 writes buffers in any case: they may differ.
         """
 
-    def filled(self, steps: int) -> None:
-        """All pieces were filled from a checkpoint of a run that had made `steps` updates."""
+    def finish_loading(self, steps: int) -> None:
+        """Take over the pieces, filled from a checkpoint of a run that had made `steps` updates."""
 
     def optimizer_steps(self) -> int:
         """How many updates the optimizer has made. Waits for the device."""
@@ -79,8 +79,8 @@ class Engine(Protocol):
     def unequal_replicas(self) -> dict[str, list[int]]:
         """Parameters whose bits are not those of the other replicas → the ranks that differ.
 
-        Collective; equal on all ranks, and empty where no rank holds what another holds. Which
-        ranks are named says `replicas.unequal`. Waits for the device.
+        Collective; equal on all ranks, and empty where no rank holds what another holds. See
+        `replicas.unequal` for which ranks are named. Waits for the device.
         """
 
 
@@ -151,7 +151,7 @@ class TorchEngine:
     def step(self, factor: float, sums: StepVector) -> None:
         """AdamW's fused kernel leaves weights, moments and step alone where `found_inf` is 1.
 
-        One that is not fused has no such flag, so the device is waited for.
+        A kernel that is not fused has no such flag, so this waits for the device.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -175,7 +175,7 @@ class TorchEngine:
         return sums["squares"].sqrt().float()
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """As Engine.evaluating; what a forward without a backward gathers is let go."""
+        """As Engine.evaluating; what a forward without a backward gathers is freed."""
         return evaluating(self._model)
 
     def create_state(self) -> None:
@@ -183,24 +183,24 @@ class TorchEngine:
         state.create_state(self._optimizer, steps=0)
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
-        """As Engine.pieces: of replicas one writes, and of what nobody splits rank 0."""
+        """As Engine.pieces: one of the replicas writes; what is not split, rank 0 writes."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         if writing and dealt and not self._sharding:
-            yield from self._dealt(spec, rank, ranks)
+            yield from self._share_pieces(spec, rank, ranks)
             return
         shards = self._counts or not writing
         whole = rank == 0 or not writing
         yield from state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
 
-    def _dealt(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
+    def _share_pieces(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
         buffers = {name for name, _ in self._bare.named_buffers()}
         held = state.pieces(self._bare, self._optimizer, spec)
         own = [piece for piece in held if rank == 0 or piece.name not in buffers]
         names = {piece.name for piece in own} - buffers
-        return state.dealt(own, names, rank, of)
+        return state.share_out(own, names, rank, of)
 
-    def filled(self, steps: int) -> None:
-        """As Engine.filled."""
+    def finish_loading(self, steps: int) -> None:
+        """As Engine.finish_loading."""
         state.set_steps(self._optimizer, steps)
 
     def optimizer_steps(self) -> int:
@@ -211,7 +211,7 @@ class TorchEngine:
         """As Engine.unequal_replicas, of DDP and HSDP.
 
         Parameters alone: a wrong moment makes a wrong weight in the next update, and reading
-        moments too would take three times as long. Buffers may hold what a rank alone has seen.
+        moments too would take three times as long. Buffers may depend on what one rank has seen.
         """
         count = self._sharding.replicas if self._sharding else self._accelerator.num_processes
         if count == 1:

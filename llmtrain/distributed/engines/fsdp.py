@@ -1,16 +1,16 @@
-"""FSDP2 and HSDP: what accelerate is told, what is refused, and what torch leaves open.
+"""FSDP2 and HSDP: what accelerate is given, what is refused, and what torch leaves open.
 
 FSDP2 gives every rank 1/N of the rows of each parameter, gathers a block's parameters when its
-forward or backward needs them and lets go of them behind it. HSDP does so within groups of ranks,
+forward or backward needs them and frees them afterwards. HSDP does so within groups of ranks,
 which are replicas of each other:
 
     hsdp of 2 × 2      shard 0   shard 1
         replica 0      rank 0    rank 1     all-gather, reduce-scatter: along a row
         replica 1      rank 2    rank 3     all-reduce of gradients: along a column, once a step
 
-The trap: the environment of an accelerate launch is full of FSDP_* keys, defaults of accelerate
-among them, that decide behind the back of whoever passes an argument. They are read here, what does
-not agree with what is done is said, and none is left to accelerate.
+The trap: the environment of an accelerate launch is full of FSDP_* variables, defaults of
+accelerate among them, which override arguments in silence. They are read here, a warning names each
+one that is not followed, and none of them is left for accelerate to read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from llmtrain.errors import Problem, UserError
 
 _log = logging.getLogger(__name__)
 
-# What a launch file may say otherwise than it is done here: (key, what it says, what is done).
+# Values of a launch file that are not followed: (key, value, what is done instead).
 _OVERRULED = (
     (
         "fsdp_cpu_ram_efficient_loading",
@@ -58,9 +58,12 @@ _OVERRULED = (
 class Sharding:
     """How FSDP2 is driven.
 
-    wrap_class: as `distributed.wrap_class` · sync: every or last, as `distributed.fsdp_sync`, of
-    which micro-batch gradients are reduced · replica: number of this rank's replica (0 but for
-    HSDP) · replicas: how many there are · offload: whether shards live in host memory.
+    accelerator: the one that shards.
+    wrap_class: as `distributed.wrap_class`.
+    sync: as `distributed.fsdp_sync`: gradients are reduced at every or the last micro-batch.
+    replica: number of this rank's replica (0 except under HSDP).
+    replicas: how many there are.
+    offload: whether shards live in host memory.
     """
 
     accelerator: Accelerator
@@ -74,14 +77,15 @@ class Sharding:
 def plugin(
     strategy: str, precision: str, env: Mapping[str, str], *, cpu: bool
 ) -> FullyShardedDataParallelPlugin:
-    """What accelerate is told of FSDP2. cpu: a rehearsal; offload cannot be rehearsed.
+    """The plugin that configures FSDP2 in accelerate.
 
-    env: read for `fsdp_reshard_after_forward`, and for what is overruled; none of its FSDP_* keys
-    must be there when this is called. Logs what is not done as asked.
+    cpu: a rehearsal; offload cannot be rehearsed.
+    env: the environment of the launch, read for `fsdp_reshard_after_forward` and for values that
+        are not followed, which are logged. `os.environ` must have no FSDP_* variable any more.
     """
-    for key, said, done in _OVERRULED:
-        if value(env, key).lower() == said.lower():
-            _log.warning("%s: %s of the launch file is not used: %s", key, said, done)
+    for key, ignored, done in _OVERRULED:
+        if value(env, key).lower() == ignored.lower():
+            _log.warning("%s: %s of the launch file is not used: %s", key, ignored, done)
     offload = strategy == "fsdp2_offload"
     if offload and cpu:
         _log.warning("fsdp2_offload on a CPU is rehearsed without offload: torch needs a device")
@@ -122,10 +126,11 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
 def make(
     strategy: str, precision: str, env: Mapping[str, str], timeout: timedelta, **common: object
 ) -> tuple[Accelerator, int, int]:
-    """The `Accelerator` of FSDP2 or HSDP, its number of replicas, and the one of this rank.
+    """Make the `Accelerator` of FSDP2 or HSDP; returns also the replicas and this rank's one.
 
-    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* key; what
-    accelerate writes there is the caller's to put back. common: more arguments.
+    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* variable;
+        the caller restores what accelerate writes there.
+    common: more arguments of the `Accelerator`.
     """
     replicas, shards = mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
     cpu = bool(common["cpu"])
@@ -145,19 +150,19 @@ def make(
 def rehearse(timeout: timedelta) -> None:
     """Make accelerate shard on a CPU, which it offers for devices alone.
 
-    Without this an FSDP launch on a CPU is plain DDP, and accelerate says nothing. A private name
-    of accelerate 1.15: here alone, with a test of its own.
+    Without this an FSDP launch on a CPU silently becomes plain DDP. It uses a private name of
+    accelerate 1.15, which appears nowhere else and has a test of its own.
     """
     PartialState(cpu=True, timeout=timeout)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
-    """Shard `module` and give the optimizer its parameters anew; both in place.
+    """Shard `module` and give the optimizer the new parameters; both in place.
 
     A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
     model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
-    apart by address) and for what came out otherwise than it went in.
+    apart by address) and where the sharded model is not the one that was given.
     """
     if not isinstance(module, FSDPModule):
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
@@ -167,7 +172,7 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
     _verify(module, optimizer)
     assert isinstance(module, FSDPModule)
     # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
-    # size otherwise, and they wait for each other for ever.
+    # size otherwise, and they never stop waiting for each other.
     module.set_reduce_scatter_unused_params(True)
     return module
 
@@ -208,7 +213,7 @@ def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shardi
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:
-    """Names that stand for one parameter, for each that has several."""
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -216,7 +221,7 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What other versions of accelerate got wrong without a word."""
+    """Check what other versions of accelerate silently got wrong."""
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if lost := [name for key, name in trained.items() if key not in driven]:
@@ -229,7 +234,7 @@ def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> None:
-    """Which gradients the next backward reduces, over which ranks.
+    """Set which gradients the next backward reduces, over which ranks.
 
     Within a replica after every micro-batch, unless whole gradients may stay until the last one;
     over replicas, whose network is the slower one, after the last alone.
@@ -244,10 +249,10 @@ def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> 
 
 
 def _fill_unused(module: nn.Module) -> None:
-    """Zeros for parameters that no micro-batch has used so far, beside gradients that wait.
+    """Give parameters that no micro-batch has used zeros where other gradients wait.
 
-    Those are in the dtype of the reduction, a first gradient is in that of the forward, and torch
-    refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
+    Waiting gradients have the dtype of the reduction, a first gradient that of the forward, and
+    torch refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
     """
     for part in module.modules():
         if not isinstance(part, FSDPModule):
@@ -285,9 +290,9 @@ def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of gathered parameters.
+    """Free gathered parameters.
 
-    A forward without a backward leaves those of the root, and a save would see plain tensors.
+    A forward without a backward keeps those of the root, and a save would see plain tensors.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

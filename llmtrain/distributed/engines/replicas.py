@@ -1,7 +1,7 @@
 """Whether replicas still hold the same bits.
 
-Replicas make the same updates from the same gradients, so their weights are equal in every bit, and
-nothing would tell if they were not: each goes on with its own. So of each parameter one number is
+Replicas make the same updates from the same gradients, so their weights are equal in every bit. If
+they were not, each would silently continue with its own. So one number of each parameter is
 compared, the sum of its memory in words of eight bytes modulo 2^64, which any single bit changes.
 
     hsdp of 2 × 2      shard 0   shard 1
@@ -40,20 +40,20 @@ def checksum(tensor: Tensor) -> Tensor:
 def unequal(names: Sequence[str], held: Sequence[Tensor], replicas: int) -> dict[str, list[int]]:
     """Names of the tensors that differ between replicas → the ranks that hold the other bits.
 
-    held: what this rank holds of each. The odd ones are those that do not hold what more than half
-    of their tensor's replicas hold; where no value has such a majority (of two replicas none has),
-    nobody can say which is right, and all of them are named. Collective, over all ranks of the
-    default group; the same answer on each. One reduction of 16 bytes a tensor and shard, and only
-    where something differs a second one. Waits for the device.
+    held: what this rank holds of each. A rank is named if it does not hold what more than half of
+    the tensor's replicas hold. Without such a majority, which two replicas never have, nobody can
+    know which is right, and all of them are named. Collective, over all ranks of the default group;
+    the same answer on each. One reduction of 16 bytes a tensor and shard, and a second one only
+    where something differs. Waits for the device.
     """
     world_size = dist.get_world_size()
     shards = world_size // replicas
     sums = torch.stack([checksum(tensor) for tensor in held])
     # The least is the greatest of the complements: both come with one reduction.
-    said = sums.new_full((shards, 2, len(sums)), _LEAST)
-    said[dist.get_rank() % shards] = torch.stack([sums, ~sums])
-    dist.all_reduce(said, dist.ReduceOp.MAX)
-    if bool((said[:, 0] == ~said[:, 1]).all()):
+    bounds = sums.new_full((shards, 2, len(sums)), _LEAST)
+    bounds[dist.get_rank() % shards] = torch.stack([sums, ~sums])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    if bool((bounds[:, 0] == ~bounds[:, 1]).all()):
         return {}
     each = [torch.empty_like(sums) for _ in range(world_size)]
     dist.all_gather(each, sums)

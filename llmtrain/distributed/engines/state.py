@@ -5,7 +5,7 @@ rank some rows, so its piece is a range: of 5 rows of 3 over 3 ranks
 
     rank 0: [0, 6)    rank 1: [6, 12)    rank 2: [12, 15)
 
-Names are those of the unwrapped transformers model, and a tied tensor stands once, under its first
+Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
 name. The trap: `step` of AdamW is no tensor of the file; it is one integer for all parameters, and
 state is made out of zeros, never by a step of the optimizer.
 """
@@ -44,7 +44,7 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     No file holds more than `shard_bytes` of tensors unless one tensor alone does. Raises ValueError
     for a trainable weight that is not fp32, and for a dtype that no checkpoint holds.
     """
-    weights = {name: _described(name, tensor) for name, tensor in _weights(model).items()}
+    weights = {name: _tensor_spec(name, tensor) for name, tensor in _weights(model).items()}
     moments = {
         f"{name}.{moment}": TensorSpec("F32", tuple(parameter.shape))
         for name, parameter in trained_parameters(model, optimizer).items()
@@ -75,11 +75,11 @@ def pieces(
                 yield piece(name, tensor)
 
 
-def dealt(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
+def share_out(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
     """Of whole tensors that every rank holds, this rank's share: as many bytes for each of `of`.
 
-    names: those that are dealt, equal on all ranks, as is the order; the others are given as they
-    are. Tensors are cut where a share ends: one matrix may be most of a model.
+    names: those that are shared out; equal on all ranks, as is the order. The others are given as
+    they are. Tensors are cut where a share ends: one matrix may be most of a model.
     """
     pieces = list(held)
     total = sum(piece.data.nbytes for piece in pieces if piece.name in names)
@@ -121,7 +121,7 @@ def create_state(optimizer: Optimizer, steps: int) -> None:
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:
-    """Tell the optimizer how many updates it has made (in place; its state must exist)."""
+    """Set how many updates the optimizer has made, in place; its state must exist."""
     for state in optimizer.state.values():
         if isinstance(state["step"], Tensor):
             state["step"].fill_(float(steps))
@@ -133,7 +133,7 @@ def optimizer_steps(optimizer: Optimizer) -> int:
     """How many updates the optimizer has made: 0 without state. Waits for the device.
 
     A parameter that never had a gradient stays at 0, which decides nothing: its moments are zero.
-    Raises ValueError if others disagree, which one integer could not tell.
+    Raises ValueError if the others disagree: one integer could not store that.
     """
     made = [torch.as_tensor(state["step"]) for state in optimizer.state.values() if "step" in state]
     if not made:
@@ -150,7 +150,7 @@ def bytes_of(spec: Spec) -> int:
 
 
 def index(spec: Spec) -> dict[str, bytes]:
-    """The small file that tells transformers which shard a weight is in; none for a single file."""
+    """Make the file by which transformers finds a weight's shard; empty for a single file."""
     shards = {file: part for file, part in spec.items() if file.startswith("model-")}
     if not shards:
         return {}
@@ -170,7 +170,7 @@ def piece(name: str, tensor: Tensor) -> Piece:
 
 
 def _first_row(name: str, tensor: Tensor) -> int:
-    """Of this rank's part: FSDP2 cuts rows as torch.chunk does, so the last ranks may have none."""
+    """The first row of this rank: FSDP2 cuts as torch.chunk does, the last ranks may have none."""
     if not isinstance(tensor, DTensor):
         return 0
     cuts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
@@ -198,7 +198,7 @@ def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Paramet
     return {name: weight for name, weight in model.named_parameters() if id(weight) in own}
 
 
-def _described(name: str, tensor: Tensor) -> TensorSpec:
+def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     """A weight as the spec names it."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or (tensor.requires_grad and dtype != "F32"):

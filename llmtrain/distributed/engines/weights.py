@@ -1,8 +1,8 @@
-"""Weights from rank 0 into the shards of all ranks.
+"""Send weights from rank 0 into the shards of all ranks.
 
 One rank reads or draws the weights, and sends them a piece at a time; each rank keeps its rows. No
-other holds the whole model, not even in host memory. The trap: what is no parameter has to come
-along too, buffers that no checkpoint has (rotary frequencies) above all.
+other rank holds the whole model, not even in host memory. The trap: other tensors have to be sent
+as well, above all buffers that no checkpoint has (rotary frequencies).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _SENT = 64 << 20  # bytes that are under way at once
 def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
     """Give every rank its part of the weights, and all buffers, of rank 0's `whole`.
 
-    model: sharded · whole: the same model with its weights, on rank 0, elsewhere None. Collective.
-    Extra memory: `_SENT` bytes on the device.
+    model: the sharded one.
+    whole: the same model with its weights, on rank 0; elsewhere None.
+
+    Collective. Extra memory: `_SENT` bytes on the device.
     """
     source = dict(whole.named_parameters()) if whole else {}
     for name, parameter in model.named_parameters():
@@ -43,7 +45,7 @@ def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> No
 def _receive(
     into: Tensor, start: int, size: int, given: Tensor | None, device: torch.device
 ) -> None:
-    """Fill `into`: from `start` on, of a flat tensor of `size`. given: all of it, on rank 0."""
+    """Fill `into` with a flat tensor of `size` from `start` on. given: all of it, on rank 0."""
     step = max(1, _SENT // into.element_size())
     for first in range(0, size, step):
         sent = torch.empty(min(step, size - first), dtype=into.dtype, device=device)
@@ -57,7 +59,7 @@ def _receive(
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Buffers, persistent or not, and tensors that a module has without saying so."""
+    """Buffers, persistent or not, and tensors that are plain attributes of a module."""
     for owner, module in model.named_modules():
         found = {**vars(module), **module._buffers}
         for name, value in found.items():

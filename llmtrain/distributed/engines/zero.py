@@ -1,9 +1,9 @@
-"""DeepSpeed's config, made in code, and what must be so around it before and after it is there.
+"""DeepSpeed's config, made in code, and what must be set up around it.
 
 accelerate and DeepSpeed read much from the environment, some of it when DeepSpeed is imported: so
-nothing here imports it at the top. The trap: accelerate tells transformers of the config, which
-then partitions models while it builds them, with other initial weights and without a word; `make`
-takes that back, and the model is partitioned when it is prepared.
+nothing here imports it at the top. The trap: accelerate hands the config to transformers, which
+then silently partitions models while it builds them, with other initial weights. `make` undoes
+that, and the model is partitioned when it is prepared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config(
     largest_block: int,
     cpu: bool,
 ) -> dict[str, Any]:
-    """DeepSpeed's config. largest_block: elements (`plan.largest_block`), 0 if unknown."""
+    """Make DeepSpeed's config. largest_block: elements (`plan.largest_block`), 0 if unknown."""
     stage, offload = STRATEGIES["zero"][strategy]["zero_stage"], strategy in OFFLOADS
     optimization: dict[str, Any] = {
         "stage": stage,
@@ -57,7 +57,7 @@ def config(
         optimization |= {"offload_optimizer": host, "offload_param": host}
     return {
         "train_micro_batch_size_per_gpu": 1,  # nobody reads it: the step counts its own blocks
-        "gradient_accumulation_steps": 1,  # ours: the engine is told which micro-batch is the last
+        "gradient_accumulation_steps": 1,  # we name the last micro-batch to the engine
         "managed_gradient_accumulation": True,
         "gradient_clipping": max_grad_norm or 0.0,
         "zero_optimization": optimization,
@@ -85,9 +85,9 @@ def make(
     largest_block: int,
     **common: Any,
 ) -> Accelerator:
-    """The `Accelerator` of ZeRO. Changes os.environ, which is the caller's to put back.
+    """Make the `Accelerator` of ZeRO. It changes os.environ, which the caller restores.
 
-    os.environ must hold a rendezvous; what else it says of DeepSpeed has been read and checked by
+    os.environ must hold a rendezvous; its other variables for DeepSpeed were read and checked by
     then (`launch`). common: more arguments, `cpu` for a rehearsal with gloo. Raises UserError, with
     every problem, where DeepSpeed could not work.
     """
@@ -118,7 +118,7 @@ def refuse(strategy: str, *, cpu: bool) -> None:
 
 
 def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
-    """What keeps DeepSpeed from working on this machine."""
+    """Find what keeps DeepSpeed from working on this machine."""
     if importlib.util.find_spec("deepspeed") is None:
         yield Problem(
             "distributed.strategy", strategy, "DeepSpeed, which is not here", INSTALL_DEEPSPEED
@@ -137,7 +137,7 @@ def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
 
 
 def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iterator[Problem]:
-    """What keeps DeepSpeed's Adam for host memory from being built. directory: of extensions."""
+    """Find what keeps DeepSpeed's Adam for host memory from being built in `directory`."""
     compiler = env.get("CXX", "c++")  # as torch chooses it
     for program, remedy in (
         (compiler, "install g++, which brings c++ (or set CXX)"),
@@ -154,7 +154,7 @@ def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iter
 
 
 def leave() -> bool:
-    """Leave the process group if DeepSpeed knows it, which keeps groups of its own beside it."""
+    """Leave the process group if DeepSpeed knows it: it has further groups of its own."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.pop("LOCAL_RANK", None)  # of no launcher: `accelerator` sets it for DeepSpeed
     comm = sys.modules.get("deepspeed.comm")
@@ -165,7 +165,7 @@ def leave() -> bool:
 
 
 def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
-    """Locks of extension builds that nobody works on: everyone who needs them waits for ever.
+    """Find locks of extension builds that nobody works on: a run that needs one never gets past it.
 
     A builder keeps its lock open. On several nodes one that is young may be another node's.
     """

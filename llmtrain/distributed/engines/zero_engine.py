@@ -4,7 +4,7 @@ accelerate's `backward` would step inside the last micro-batch; so the engine is
 directly: which micro-batch is the last, then the backward, and later the step. Unlike `TorchEngine`
 this one waits for the device at every step, as DeepSpeed does: it has a norm, a clip and a skip of
 its own. DeepSpeed skips a step whose norm is not finite; what else forbids one (no trained token,
-data that failed) is told to it as an overflow.
+data that failed) is reported to it as an overflow.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class DeepSpeedEngine:
         self._engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def squares(self) -> Tensor:
-        """None are counted: DeepSpeed has the norm when it has stepped."""
+        """Nothing is counted: DeepSpeed has the norm when it has stepped."""
         return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
-        """Nothing: DeepSpeed clips in its step, to the norm it was made with."""
+        """Do nothing: DeepSpeed clips in its step, to the norm it was made with."""
 
     def step(self, factor: float, sums: StepVector) -> None:
         """Waits for the device: whether to step is decided on the host."""
@@ -74,11 +74,11 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self._accelerator.device)
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """Weights are gathered and let go around each module, with gradients or without."""
+        """Weights are gathered and freed around each module, with gradients or without."""
         return evaluating(self._engine)
 
     def clear(self) -> None:
-        """Collective: a step that is skipped, which is what DeepSpeed clears its buffers in."""
+        """Make a step that is skipped, in which DeepSpeed clears its buffers. Collective."""
         self._engine.set_gradient_accumulation_boundary(True)
         with overflowing(self._zero):
             self._engine.step()
@@ -91,10 +91,10 @@ class DeepSpeedEngine:
         """As Engine.pieces: ranges of the fp32 masters and of their moments."""
         if not (writing and dealt):
             return zero_state.pieces(self._held, self._zero, spec, writing=writing)
-        return zero_state.dealt(self._held, self._zero, spec)
+        return zero_state.share_pieces(self._held, self._zero, spec)
 
-    def filled(self, steps: int) -> None:
-        """Collective: the copies that are computed with are made again from the masters."""
+    def finish_loading(self, steps: int) -> None:
+        """Make the copies that are computed with again from the masters. Collective."""
         state.set_steps(self._zero.optimizer, steps)
         zero_state.renew_copies(self._zero)
 
@@ -103,7 +103,7 @@ class DeepSpeedEngine:
         return state.optimizer_steps(self._zero.optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
-        """As Engine.unequal_replicas: masters are split, and copies made anew at each step."""
+        """As Engine.unequal_replicas: masters are split, and copies are made again at each step."""
         return {}
 
 
@@ -131,8 +131,8 @@ def overflowing(optimizer: Any) -> Iterator[None]:
     """DeepSpeed's optimizer skips the step that is made in here, as it does at an overflow.
 
     Gradients are dropped; weights, moments and counts stay. What is replaced is private to 0.19:
-    of stage 3 the check, of stages 1 and 2 the check, which is off in fp32, and of stage 1 in bf16,
-    which has none, the step.
+    the check for an overflow, which stages 1 and 2 do not make in fp32, or the whole step in
+    stage 1 in bf16, which has no check.
     """
     patched = _overflow_of(optimizer)
     kept = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}
@@ -146,7 +146,7 @@ def overflowing(optimizer: Any) -> Iterator[None]:
 
 
 def _overflow_of(optimizer: Any) -> dict[str, Any]:
-    """Attributes of DeepSpeed's optimizer that say yes."""
+    """Replacements for attributes of DeepSpeed's optimizer, which report an overflow."""
 
     def overflow(*_: object, **__: object) -> bool:
         optimizer.overflow = True

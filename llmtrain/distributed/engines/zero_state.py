@@ -7,7 +7,7 @@
 What is computed with is a copy of the masters: in bf16 a rounded one, of stage 3 one that is
 gathered when it is needed. So what is read goes into masters, and `renew_copies` makes the copies
 again. Frozen parameters have no masters: their fp32 values are kept here where the copy is rounded.
-The private names of DeepSpeed 0.19 stand in this file and in `zero_engine.overflowing`.
+The private names of DeepSpeed 0.19 are in this file and in `zero_engine.overflowing`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ _MASTERS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What a checkpoint's names are on this rank.
+    """What the names of a checkpoint stand for on this rank.
 
-    frozen: fp32 values of frozen parameters whose copy is rounded, flat; of stage 3 this rank's
-    range. Before DeepSpeed has the model: the weights of all parameters.
+    parameters: of the bare model.
+    trained: names of those that the optimizer changes.
+    buffers: the persistent ones.
+    frozen: flat fp32 values of frozen parameters whose copy is rounded; in stage 3 this rank's
+        range. Before DeepSpeed has the model: the weights of all parameters.
     """
 
     parameters: Mapping[str, Parameter]
@@ -56,7 +59,7 @@ def before(model: Module, optimizer: torch.optim.Optimizer) -> Held:
 
 
 def after(held: Held, optimizer: Any) -> Held:
-    """DeepSpeed's masters get the weights as they were: it makes them out of rounded ones."""
+    """Copy the weights as they were into DeepSpeed's masters, which it makes of rounded ones."""
     frozen = {}
     for name, parameter in held.parameters.items():
         value = held.frozen[name].reshape(-1)
@@ -79,7 +82,7 @@ def kind(optimizer: Any) -> Kind:
 
 
 def create_state(optimizer: Any) -> None:
-    """Moments of zero for every master of this rank, and no step made."""
+    """Give every master of this rank moments of zero, with no step made."""
     base = optimizer.optimizer
     counts_on_host = type(base).__name__ == "DeepSpeedCPUAdam"  # a Python number
     fused = any(group.get("fused") for group in base.param_groups)
@@ -106,9 +109,9 @@ def pieces(
 ) -> Iterator[Piece]:
     """This rank's ranges in the order of the spec: views of the masters and moments themselves.
 
-    writing: together the ranks yield each element once, but those of `everywhere` on every rank.
-    Else each yields all that it must know, and what is rounded is made from what was read when the
-    next piece is asked for.
+    writing: the ranks together yield each element once, except that every rank yields those of
+        `everywhere`. Otherwise each rank yields all that it has to read, and rounded copies are
+        made from what was read when the next piece is asked for.
     """
     for part in spec.values():
         for name in part:
@@ -127,7 +130,7 @@ def pieces(
                 yield from _frozen(held, name, parameter, writing=writing)
 
 
-def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
+def share_pieces(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
     """As `pieces` for writing, but frozen parameters that all ranks hold exactly are shared out."""
     same = frozenset(
         name
@@ -137,11 +140,11 @@ def dealt(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
         and _dtype(parameter) == torch.float32
     )
     own = pieces(held, optimizer, spec, writing=True, everywhere=same)
-    return state.dealt(own, same, dist.get_rank(), dist.get_world_size())
+    return state.share_out(own, same, dist.get_rank(), dist.get_world_size())
 
 
 def renew_copies(optimizer: Any) -> None:
-    """What is computed with becomes the masters' again, on every rank. Collective."""
+    """Make what is computed with equal to the masters again, on every rank. Collective."""
     if kind(optimizer) != "partitions":
         optimizer.update_lp_params()
         return
@@ -173,7 +176,7 @@ def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Pi
 
 
 def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
-    """Of stage 3 every rank has its range; else all have the whole, and rank 0 writes it."""
+    """In stage 3 every rank has its range; else all have the whole, and rank 0 writes it."""
     start, copy = _frozen_copy(parameter)
     if writing and not _is_split(parameter) and dist.get_rank() != 0:
         return
@@ -209,7 +212,7 @@ def _range(parameter: Any) -> tuple[int, int]:
 
 
 def _dtype(parameter: Any) -> torch.dtype:
-    """Of what is computed with; a partitioned parameter itself is empty."""
+    """The dtype that is computed with; a partitioned parameter itself is empty."""
     of = parameter.ds_tensor if _is_split(parameter) else parameter
     dtype: torch.dtype = of.dtype
     return dtype

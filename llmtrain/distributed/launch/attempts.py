@@ -1,9 +1,9 @@
-"""The second attempt of a launcher (`--max_restarts`) meets at a place of its own.
+"""The second attempt of a launcher (`--max_restarts`) meets at its own address.
 
-torch 2.13 gives the ranks of every attempt the one store that its launcher keeps. The addresses of
-the attempt before still stand in it, so a rank that is early calls a process that is dead, and the
-attempts are used up one by one. Rank 0 therefore opens a store for this attempt alone, and says in
-the launcher's where it is.
+In torch 2.13 the ranks of every attempt use one store, which the launcher keeps. It still has the
+addresses of the previous attempt, so a rank that is early connects to a dead process, and the
+attempts are used up one by one. Rank 0 therefore opens a store for this attempt alone, and writes
+its port into the launcher's store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _met: set[str] = set()  # attempts whose MASTER_PORT is changed already
 
 
 def meet_anew(timeout: timedelta) -> None:
-    """In a restarted rank, before the process group is made: change where MASTER_PORT leads.
+    """Give the ranks of a restarted attempt their own MASTER_PORT, before the group is made.
 
     timeout: for the wait for rank 0. Raises torch's DistError if it does not come.
     """
@@ -32,9 +32,9 @@ def meet_anew(timeout: timedelta) -> None:
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     launchers = TCPStore(address, port, is_master=False, timeout=timeout)
-    said = PrefixStore(f"llmtrain/attempt-{attempt}", launchers)
+    shared = PrefixStore(f"llmtrain/attempt-{attempt}", launchers)
     if os.environ["RANK"] == "0":
         _opened.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
-        said.set("port", str(_opened[-1].port))
-    os.environ["MASTER_PORT"] = said.get("port").decode()
+        shared.set("port", str(_opened[-1].port))
+    os.environ["MASTER_PORT"] = shared.get("port").decode()
     _met.add(attempt)

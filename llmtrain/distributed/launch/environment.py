@@ -1,7 +1,7 @@
 """Is this process where a launcher meant it to be? Asked before and after an `Accelerator` is made.
 
-accelerate decides by the environment what a run becomes, and some launches become something else
-without a word: one process instead of two, plain DDP instead of FSDP, or two processes that each
+accelerate decides by the environment what a run becomes, and some launches silently become
+something else: one process instead of two, plain DDP instead of FSDP, or two processes that each
 train alone. Standard library only, since the first check runs before torch is imported.
 
     accelerate launch --cpu --num_processes 2   →  one process, MASTER_ADDR set, no WORLD_SIZE
@@ -21,7 +21,7 @@ from llmtrain.distributed.launch.named import (
     named_strategy,
     number,
     one_sided,
-    unsupported,
+    unsupported_problems,
     with_variables,
 )
 from llmtrain.distributed.plan.memory import FSDP, ZERO
@@ -69,7 +69,10 @@ def check_environment(
     """
     problems = launcher_problems(env)
     if not problems:  # else the number of processes is not to be trusted
-        found = [*unsupported(env, world_size(env)), *contradictions(env, distributed, training)]
+        found = [
+            *unsupported_problems(env, world_size(env)),
+            *contradictions(env, distributed, training),
+        ]
         problems = list(with_variables(found, env))
     if problems:
         raise UserError(*problems, where=_WHERE)
@@ -84,9 +87,12 @@ def verify_launch(
 ) -> None:
     """Refuse an `Accelerator` that is not what the launcher started, or not of its strategy.
 
-    asked: `distributed.strategy` · launched_processes: its `num_processes` · distributed_type: the
-    name of its type · strategy: the one that is trained, never auto.
-    Before the model is built. Raises UserError with every problem.
+    asked: `distributed.strategy`.
+    launched_processes: `num_processes` of the `Accelerator`.
+    distributed_type: the name of its type.
+    strategy: the one that is trained, never auto.
+
+    Called before the model is built. Raises UserError with every problem.
     """
     problems: list[Problem] = []
     started = world_size(env)
@@ -151,7 +157,7 @@ def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
 
 
 def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
-    """Traces of a launcher that did not start this process, or started fewer than asked."""
+    """Find traces of a launcher that did not start this process, or started fewer than asked."""
     if "LOCAL_RANK" in env:
         return []
     problems = []
@@ -174,7 +180,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
 def contradictions(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
-    """What the launch says otherwise than the config."""
+    """Find where the launch contradicts the config."""
     yield from _strategy(env, distributed.strategy)
     yield from _precision(env, training.precision)
     if named_family(env) == "fsdp":
@@ -197,12 +203,12 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
     elif asked == "hsdp":
         on_a_node = number(env, "LOCAL_WORLD_SIZE") or 1
         mesh = named_mesh(env) or (world_size(env) // on_a_node, on_a_node)
-        if named_mesh(env) is None or mesh[0] == 1:  # the rest is said of parallelism_config
+        if named_mesh(env) is None or mesh[0] == 1:  # else parallelism_config is the problem
             yield from one_sided("distributed.strategy", mesh, "hsdp")
 
 
 def _precision(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    """accelerate exports `no` where nobody said anything, so `no` contradicts nothing."""
+    """accelerate exports `no` by default, so `no` contradicts nothing."""
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and asked == "fp32":
         expected = "the bf16 that the accelerate file says (mixed_precision)"
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"

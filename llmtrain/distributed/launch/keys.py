@@ -120,22 +120,22 @@ def variable(key: str) -> str:
     """The variable of a rank that a key becomes. Raises ValueError for one that becomes none."""
     name = VARIABLES[key]
     if name is None:
-        raise ValueError(f"no rank is told {key}")
+        raise ValueError(f"{key} becomes no variable of a rank")
     return name
 
 
 def value(env: Mapping[str, str], key: str) -> str:
-    """What the launch file says for a key, as a rank finds it; else accelerate's default."""
+    """The value of a key of the launch file, as a rank reads it; else accelerate's default."""
     return env.get(variable(key), _DEFAULTS.get(key, "")).strip()
 
 
 def is_true(env: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is set and says yes."""
+    """Whether a variable is set to true, yes or 1."""
     return env.get(name, "false").strip().lower() in ("1", "true", "yes")
 
 
 def has_values(env: Mapping[str, str], values: Mapping[str, object]) -> bool:
-    """Whether a rank was told these values of the file's keys."""
+    """Whether these keys of the launch file have these values in the environment of a rank."""
     return all(
         is_true(env, variable(key)) == wanted
         if isinstance(wanted, bool)

@@ -1,13 +1,13 @@
-"""What a launch names by its environment: a strategy, a mesh, and things that are not offered.
+"""What the environment of a launch asks for: a strategy, a mesh, and what is not supported.
 
-`accelerate launch` turns its file into variables, and each key that nobody says into the default of
-its own. A rank therefore cannot tell a file that says `fsdp_version: 1` from one that says nothing.
-Standard library only, since this is read before torch is imported. Problems have the names that
-the keys have in the file.
+`accelerate launch` turns its file into variables, and each key that the file leaves out into a
+default. A rank therefore cannot tell `fsdp_version: 1` in the file from a file without the key.
+Standard library only, since this is read before torch is imported. Problems are named by
+the keys of the file.
 
     distributed_type: FSDP       →  ACCELERATE_USE_FSDP=true, FSDP_VERSION=1, FSDP_OFFLOAD_PARAMS=…
     distributed_type: DEEPSPEED  →  ACCELERATE_USE_DEEPSPEED=true, ACCELERATE_DEEPSPEED_ZERO_STAGE=2
-    MULTI_GPU, NO, torchrun      →  neither: every strategy can still be had
+    MULTI_GPU, NO, torchrun      →  neither: every strategy is still possible
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def named_mesh(env: Mapping[str, str]) -> tuple[int, int] | None:
     return _size(env, "dp_replicate"), _size(env, "dp_shard")
 
 
-def unsupported(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
-    """What this launch names and no config can make right. processes: of all machines."""
+def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
+    """Find what this launch asks for and no config can correct. processes: of all machines."""
     if is_true(env, "ACCELERATE_USE_MEGATRON_LM"):
         expected = "NO, MULTI_GPU, FSDP or DEEPSPEED: Megatron-LM brings a trainer of its own"
         yield Problem("distributed_type", "MEGATRON_LM", expected, _FSDP2)
@@ -116,7 +116,7 @@ def _is_on(env: Mapping[str, str], name: str) -> bool:
 
 
 def number(env: Mapping[str, str], name: str) -> int:
-    """A whole number of the environment; 0 where it is absent or none."""
+    """A whole number of the environment; 0 where the variable is absent or not a number."""
     text = env.get(name, "").strip()
     return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -204,7 +204,7 @@ def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
-    """Stage and offload must be those of a strategy: what else would be dropped without a word."""
+    """Stage and offload must be those of a strategy: others would silently be ignored."""
     keys = ("zero_stage", "offload_optimizer_device", "offload_param_device")
     stage, optimizer, parameters = (value(env, key).lower() for key in keys)
     if stage not in ("1", "2", "3"):
@@ -225,6 +225,6 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _size(env: Mapping[str, str], kind: str) -> int:
-    """One side of the mesh: 1 where it is not said, 0 where it is no number."""
+    """One side of the mesh: 1 where it is not set, 0 where it is not a number."""
     name = variable(f"parallelism_config_{kind}_size")
     return number(env, name) if name in env else 1

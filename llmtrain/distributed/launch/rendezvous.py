@@ -17,10 +17,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from llmtrain.agreement import count_votes
+from llmtrain.agreement import Alone, count_votes
 from llmtrain.distributed.launch.attempts import meet_anew
 from llmtrain.distributed.launch.environment import awaited, launcher_variables
-from llmtrain.types import Alone, Ranks, Vote
+from llmtrain.types import Ranks, Vote
 
 _TELL_AFTER_SECONDS = 5.0
 _STDERR = 2

@@ -33,7 +33,7 @@ OFFLOADS = ("fsdp2_offload", "zero3_offload")
 # stage3_prefetch_bucket_size.
 LARGEST_BUCKET = 500_000_000
 AHEAD = 50_000_000
-# What ZeRO-3 does where its config says nothing: smaller parameters stay whole once they were
+# ZeRO-3 by default: smaller parameters stay whole once they were
 # gathered.
 PERSISTENT = 100_000
 _GIB = 2**30
@@ -44,10 +44,11 @@ _FRAGMENTS = 0.06  # of all else: what the allocator cannot give out
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Equal devices on equal nodes. host_bytes: of a node, None where it is not known.
+    """Equal devices on equal nodes.
 
-    device: its name, for tables of speed; None or an unknown one: no speed is predicted. cpu: a
-    rehearsal on processors.
+    host_bytes: of a node; None where it is not known.
+    device: its name, for tables of speed; without a known one no speed is predicted.
+    cpu: a rehearsal on processors.
     """
 
     device_bytes: int
@@ -59,14 +60,15 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """The devices of all nodes."""
         return self.devices_per_node * self.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes. None stands for `auto`; most_tokens: of a forward, where that is so.
+    """What a step computes; None means `auto`.
 
+    most_tokens: the most tokens of a forward, where the micro-batch is `auto`.
     wrap_class: as `distributed.wrap_class`.
     """
 
@@ -100,13 +102,13 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of the device."""
+        """All bytes of the device."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes that stay from step to step, wherever they lie: of one rank, the first."""
+    """Bytes of the first rank that stay from step to step, on the device or the host."""
 
     parameters: int
     gradients: int
@@ -114,12 +116,12 @@ class States:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """The sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def arithmetic_of(strategy: str, precision: str) -> Arithmetic:
-    """What a strategy makes of a precision."""
+    """The arithmetic of a strategy at a precision."""
     if precision == "fp32":
         return "fp32"
     return "bf16" if strategy in (*FSDP, *ZERO) else "autocast"
@@ -159,7 +161,7 @@ def memory(
 
 def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Hardware) -> States:
     """AdamW with two fp32 moments; gradients are fp32. ZeRO has fp32 masters beside its weights."""
-    count, trainable = shape.parameters, trained(shape)
+    count, trainable = shape.parameters, trained_parameters(shape)
     across = shards(strategy, hardware)
     if strategy in FSDP:
         mine = _by_rows(trainable, across)
@@ -180,23 +182,23 @@ def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) 
         mine = -(-shape.trainable // across)
         summed = shape.trainable if strategy == "zero1" else mine
         return States(compute * shape.count, 4 * summed, 12 * mine)
-    mine = _by_elements(trained(shape), across)
+    mine = _by_elements(trained_parameters(shape), across)
     moments = 16 if strategy in OFFLOADS else 12
     return States(compute * _by_elements(shape.parameters, across), 4 * mine, moments * mine)
 
 
 def persistent_bytes(shape: ModelShape, precision: str) -> int:
-    """Of the small parameters that ZeRO-3 leaves whole, beside its shards of them."""
+    """Bytes of the small parameters that ZeRO-3 leaves whole, beside its shards of them."""
     sizes = (math.prod(one.shape) for one in shape.parameters)
     return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
 def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
-    """Of the logits of one micro-batch and their loss, at its most.
+    """The most bytes of the logits of one micro-batch and their loss.
 
-    That is in the loss's backward, where the logarithms of the probabilities, their gradient and
-    that of the logits are there in fp32; or, where tokens are few, when the head's own gradient is
-    made beside the one of the micro-batches before.
+    The peak is in the loss's backward, where the logarithms of the probabilities, their gradient
+    and that of the logits exist in fp32. With few tokens it is where the head's own gradient is
+    computed beside the one of earlier micro-batches.
     """
     arithmetic = arithmetic_of(layout.strategy, work.precision)
     tokens = layout.micro_batch_size * work.seq_len
@@ -208,11 +210,11 @@ def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Of a checkpoint's weights and moments in fp32 (its small files are a few MB at most)."""
+    """Bytes of a checkpoint's weights and moments in fp32 (small files add a few MB at most)."""
     return 4 * shape.count + 8 * shape.trainable
 
 
-def trained(shape: ModelShape) -> list[ParameterShape]:
+def trained_parameters(shape: ModelShape) -> list[ParameterShape]:
     """The parameters with gradients."""
     return [one for one in shape.parameters if one.trainable]
 
@@ -220,7 +222,7 @@ def trained(shape: ModelShape) -> list[ParameterShape]:
 def largest_block(shape: ModelShape, *, trainable: bool = False) -> int:
     """Elements of the largest repeated block; of the largest parameter where none repeats."""
     sizes: dict[int, int] = {}
-    for one in trained(shape) if trainable else shape.parameters:
+    for one in trained_parameters(shape) if trainable else shape.parameters:
         if one.block is not None:
             sizes[one.block] = sizes.get(one.block, 0) + math.prod(one.shape)
     return max(sizes.values(), default=_largest(shape.parameters))
@@ -258,7 +260,7 @@ def _outside(shape: ModelShape) -> list[ParameterShape]:
 
 
 def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int:
-    """What a strategy holds besides while it computes."""
+    """What a strategy needs in addition while it computes."""
     if layout.strategy in FSDP:
         return _fsdp_working(shape, work, layout)
     if layout.strategy in ("zero1", "zero2"):
@@ -300,7 +302,7 @@ def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:
 def _host(shape: ModelShape, states: States, device: int, strategy: str, hardware: Hardware) -> int:
     """Each rank of a node builds the whole model first; what is offloaded stays there.
 
-    Of a model that FSDP2 shards one rank alone does, and fills the shards of all from it.
+    With FSDP2 only one rank does, and fills the shards of all ranks from it.
     """
     built = 4 * shape.count + shape.buffers
     offloaded = strategy in OFFLOADS

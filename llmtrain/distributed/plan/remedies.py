@@ -3,7 +3,7 @@
     smaller micro-batch · more recomputed · gradients reduced at once · shorter blocks
     · more devices, where tensors are sharded · a larger host or device
 
-Only keys that there are. The first three change no result of a run.
+Only keys that exist are named. The first three change no result of a run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
         if fits(kept, work, changed, hardware):
             return words
     for words, shorter in _shorter(work):
-        if fits(_scaled(saved, shorter.seq_len / work.seq_len), shorter, layout, hardware):
+        if fits(_scale(saved, shorter.seq_len / work.seq_len), shorter, layout, hardware):
             return words
     for words, larger in _more_devices(work, layout, hardware):
         if fits(saved, work, layout, larger):
@@ -63,7 +63,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
 
 
 def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, Layout]]:
-    """Same results, less memory."""
+    """Layouts with the same results and less memory."""
     share = layout.micro_batch_size * layout.accumulation
     for micro in range(layout.micro_batch_size - 1, 0, -1):
         if share % micro == 0:
@@ -83,8 +83,8 @@ def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
         length //= 2
 
 
-def _scaled(saved: Saved, share: float) -> Saved:
-    """Of shorter blocks: what is kept grows with the tokens, and attention keeps no squares."""
+def _scale(saved: Saved, share: float) -> Saved:
+    """Scale to shorter blocks: what is kept grows with the tokens; attention keeps no squares."""
     one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
     return Saved(one, two, three, saved.casts)
 
@@ -111,5 +111,5 @@ def _whole_gib(count: int) -> int:
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
+    """Bytes as a person reads them."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

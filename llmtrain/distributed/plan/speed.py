@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from llmtrain.distributed.plan.memory import FSDP, ZERO, Hardware, Layout, Work, shards
 from llmtrain.types import ModelShape
 
-OVERLAP = 0.7  # share of the traffic that goes on behind arithmetic
+OVERLAP = 0.7  # share of the traffic that arithmetic hides
 PER_DOUBLING = 0.004  # lost with each doubling of the nodes
 HFU = 0.40  # share of the peak that arithmetic reaches where nothing was measured
 _HOST = 200e9  # bytes a second that a node's processors read and write, for an offloaded update
@@ -24,11 +24,15 @@ _FORWARDS_AGAIN = {"none": 0, "selective": 1, "full": 2}  # operations a paramet
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device does a second. peak, peak_fp32: operations · others: bytes, effective.
+    """What a device does in a second.
 
-    inside: between devices of a node · across: of a whole node's network, since a ring brings each
-    byte into a node once · pcie: to the host · hfu: share of the peak that is reached · gather,
-    reduce: bytes of a gathered weight (None: as it computes) and of a reduced gradient.
+    peak, peak_fp32: operations.
+    inside: effective bytes between devices of a node.
+    across: effective bytes of a whole node's network: a ring brings each byte into a node once.
+    pcie: effective bytes to the host.
+    hfu: share of the peak that is reached.
+    gather: bytes of a gathered weight; None: as it computes.
+    reduce: bytes of a reduced gradient.
     """
 
     peak: float
@@ -43,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step; tokens: of it, over all devices."""
+    """The seconds of one step, and its tokens over all devices."""
 
     compute: float
     links: float
@@ -52,7 +56,7 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """The tokens a second of all devices."""
         return self.tokens / self.seconds
 
     @property
@@ -74,7 +78,7 @@ _MACHINES: tuple[tuple[tuple[str, ...], Machine], ...] = (
     (("RTX 4090",), Machine(165e12, 82.6e12, 20e9, 2.6e9, 20e9)),
     (("RTX 3090",), Machine(71e12, 35.6e12, 20e9, 2.6e9, 20e9)),
 )
-# GiB of a card as it is sold → the device that a plan without a name reckons with.
+# GiB of a card as it is sold → the device that a plan without a name assumes.
 _BY_MEMORY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}
 
 
@@ -85,7 +89,7 @@ def machine_of(device: str | None) -> Machine | None:
 
 
 def device_by_memory(gib: float) -> str | None:
-    """A device with so much memory, to plan for where none is named; None where none is alike."""
+    """A device with this much memory, for a plan that names none; None if none is close."""
     near = min(_BY_MEMORY, key=lambda size: abs(size - gib))
     return _BY_MEMORY[near] if abs(near - gib) <= 0.06 * near else None
 
@@ -93,12 +97,12 @@ def device_by_memory(gib: float) -> str | None:
 def step_time(
     shape: ModelShape, work: Work, layout: Layout, hardware: Hardware, machine: Machine
 ) -> StepTime:
-    """Seconds of a step of `work` laid out so."""
+    """Estimate the seconds of a step of `work` in this layout."""
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len
     compute = flops(shape, layout.activation_checkpointing, work.seq_len) * tokens
     compute /= (machine.peak_fp32 if work.precision == "fp32" else machine.peak) * machine.hfu
     links = _links(shape, work, layout, hardware, machine)
-    moved = _offloaded(shape, layout, hardware, machine)
+    moved = _offload_seconds(shape, layout, hardware, machine)
     growth = 1 + PER_DOUBLING * math.log2(hardware.nodes)
     seconds = max(links, compute + (1 - OVERLAP) * links) * growth + moved
     return StepTime(compute, links + moved, seconds, tokens * hardware.devices)
@@ -148,7 +152,9 @@ def _replicas(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Ma
     return 8 * shape.trainable * (hardware.nodes - 1) / hardware.nodes / machine.across
 
 
-def _offloaded(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine) -> float:
+def _offload_seconds(
+    shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine
+) -> float:
     """Seconds for weights and gradients over PCIe, and for an update by the host's processors."""
     if layout.strategy not in ("fsdp2_offload", "zero3_offload"):
         return 0.0

@@ -5,8 +5,8 @@
     fits        the largest micro-batch that the device and the host have room for
     chosen      fastest on paper; within 5 % of it the earliest; offloads only if nothing else fits
 
-Where no speed is known, the order of the ladder decides. A list of one strategy is somebody's wish:
-it is reckoned whatever the ladder would say of it.
+Where no speed is known, the order of the ladder decides. A single allowed strategy was asked for by
+name: it is estimated even where the ladder would leave it out.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _ALIKE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout and what is reckoned for it.
+    """A layout and the estimates for it.
 
-    missing_bytes: of the device or the host, 0 where it fits · remedy: the key that would make it
-    fit, "" where it fits · tokens_per_second: of all devices, None where it is not predicted.
+    missing_bytes: of the device or the host; 0 where it fits.
+    remedy: the key that would make it fit; "" where it fits.
+    tokens_per_second: of all devices; None where it is not predicted.
     """
 
     layout: Layout
@@ -53,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """candidates: one for each strategy, its best; chosen: one of them, None where nothing fits."""
+    """The best candidate of each strategy, and the one that is chosen; None where nothing fits."""
 
     chosen: Candidate | None
     reason: str
@@ -61,7 +62,7 @@ class Choice:
 
     @property
     def nearest_miss(self) -> Candidate | None:
-        """What does not fit by the fewest bytes."""
+        """The candidate that misses by the fewest bytes."""
         missed = [one for one in self.candidates if not one.fits]
         return min(missed, key=lambda one: one.missing_bytes, default=None)
 
@@ -71,8 +72,10 @@ def choose_strategy(
 ) -> Choice:
     """The strategy, micro-batch and checkpointing of a run on this hardware.
 
-    allowed: `LADDER` where nobody said anything. The global batch is a multiple of the devices.
-    Raises UserError for a strategy that was named, but not what it is to shard.
+    allowed: `LADDER` where no strategy was asked for by name.
+
+    The global batch is a multiple of the devices.
+    Raises UserError for a named strategy whose classes to shard are not known.
     """
     steps = possible(shape, work, hardware, allowed)
     by_strategy = [list(_candidates(name, shape, count, work, hardware)) for name in steps]
@@ -88,9 +91,9 @@ def choose_strategy(
 def possible(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: Sequence[str]
 ) -> tuple[str, ...]:
-    """The steps of the ladder that this model and hardware have; one that was named is one anyway.
+    """The strategies that this model and hardware allow; one that was asked for by name stays.
 
-    Raises UserError for a named one of FSDP2 where the classes to shard are not known.
+    Raises UserError for a named strategy of FSDP2 if the classes to shard are not known.
     """
     blocks_known = shape.block_class is not None or work.wrap_class != "auto"
     if len(allowed) == 1:
@@ -115,9 +118,9 @@ def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
 def _candidates(
     strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
 ) -> Iterator[Candidate]:
-    """One for each kind of checkpointing: the largest micro-batch that fits, else the smallest.
+    """For each kind of checkpointing the largest micro-batch that fits, else the smallest.
 
-    Behind a kind whose best layout fits none follows: to compute more again could not be faster.
+    Where the best layout of a kind fits, no other kind follows: to recompute more is not faster.
     """
     asked = work.activation_checkpointing
     kinds = ("full",) if strategy in OFFLOADS else _CHECKPOINTING
@@ -126,19 +129,19 @@ def _candidates(
     for checkpointing in (asked,) if asked else kinds:
         saved = count(arithmetic_of(strategy, work.precision), checkpointing)
         layouts = list(_layouts(strategy, checkpointing, work, hardware))
-        reckoned = [_reckoned(shape, saved, work, one, hardware) for one in layouts]
-        fitting = [one for one in reckoned if one.fits]
+        estimated = [_estimate(shape, saved, work, one, hardware) for one in layouts]
+        fitting = [one for one in estimated if one.fits]
         if fitting:
             yield fitting[0]
-            if reckoned[0].fits:
+            if estimated[0].fits:
                 return
         else:
             words = remedy(shape, count, work, layouts[-1], hardware)
-            yield replace(reckoned[-1], remedy=words)
+            yield replace(estimated[-1], remedy=words)
 
 
 def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
-    """From the one that is best if it fits to the one that needs least."""
+    """All layouts, from the best, if it fits, to the one that needs least."""
     share = work.global_batch_size // hardware.devices
     for micro in _micro_batches(share, work):
         accumulation = share // micro
@@ -147,7 +150,7 @@ def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) 
 
 
 def _syncs(strategy: str, accumulation: int, asked: str | None) -> tuple[str, ...]:
-    """`last` is faster and takes more; with a single micro-batch they are the same."""
+    """`last` is faster and needs more memory; with a single micro-batch both are the same."""
     if strategy not in FSDP:
         return ("every",)
     if asked:
@@ -163,7 +166,7 @@ def _micro_batches(share: int, work: Work) -> list[int]:
     return [size for size in range(most, 0, -1) if share % size == 0]
 
 
-def _reckoned(
+def _estimate(
     shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
 ) -> Candidate:
     planned = memory(shape, saved, work, layout, hardware)
@@ -176,7 +179,7 @@ def _reckoned(
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of those within 5 % of the fastest, the first."""
+    """The first of those within 5 % of the fastest."""
     if not candidates:
         return None
     enough = _ALIKE * max(one.tokens_per_second or 0.0 for one in candidates)
@@ -184,16 +187,16 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """Of one strategy: the fastest that fits, else the one that misses least."""
+    """The fastest of one strategy that fits, else the one that misses least."""
     found = _fastest([one for one in candidates if one.fits])
     return found or min(candidates, key=lambda one: one.missing_bytes)
 
 
 def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware: Hardware) -> str:
-    """In one sentence."""
+    """The reason for the choice in one sentence."""
     if chosen is None:
         return _refusal(candidates, hardware)
-    name = described(chosen.layout)
+    name = layout_in_words(chosen.layout)
     others = [one for one in candidates if one is not chosen]
     misses = [f"{one.layout.strategy} {gib(one.missing_bytes)}" for one in others if not one.fits]
     lacking = f"; missing are, for {', '.join(misses)}" if misses else ""
@@ -201,7 +204,7 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
 
 
 def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
-    """Why this one of those that fit."""
+    """Why this one was taken of those that fit."""
     offloaded = chosen.layout.strategy in OFFLOADS
     rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
     if not rivals:
@@ -217,15 +220,16 @@ def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
 
 def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
     near = min(candidates, key=lambda one: one.missing_bytes)
+    name = layout_in_words(near.layout)
     where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
     return (
-        f"nothing fits {gib(hardware.device_bytes)}: {described(near.layout)} comes nearest and "
+        f"nothing fits {gib(hardware.device_bytes)}: {name} comes nearest and "
         f"misses {gib(near.missing_bytes)} of {where}"
     )
 
 
-def described(layout: Layout) -> str:
-    """A layout for people: ddp with full checkpointing, micro-batch 8."""
+def layout_in_words(layout: Layout) -> str:
+    """A layout in words: ddp with full activation checkpointing, micro-batch 8,"""
     kept = layout.activation_checkpointing
     recompute = "" if kept == "none" else f" with {kept} activation checkpointing"
     return f"{layout.strategy}{recompute}, micro-batch {layout.micro_batch_size},"

@@ -1,9 +1,9 @@
 """Look at the checkpoints of a run, and verify them.
 
-    look       names, sizes, reasons to stay; manifests and file sizes alone are looked at
+    look       names, sizes, reasons to stay; reads only manifests and file sizes
     verify     every byte against its digest
 
-Nothing here needs torch, and nothing is written: a live run may be looked at, and one on a
+Nothing here needs torch, and nothing is written: it also works on a live run, and on a
 read-only disk. The trap: retention of a live run deletes directories while they are looked at.
 """
 
@@ -46,10 +46,12 @@ class Row:
     """One directory under `checkpoints/`.
 
     kind: `complete`; `other run` for one of another run and `unreadable` for one of the run whose
-    manifest is not intact; what else its name says it is (`partial`, `damaged`, `superseded`,
-    `trash`); or `other` · bytes: on disk · loss: the held-out loss that it carries · kept: why
-    retention keeps it, () if it does not, or has no say · wrong: what manifest and sizes show; None
-    where nothing says what should be there.
+        manifest is not intact; what else its name says it is (`partial`, `damaged`, `superseded`,
+        `trash`); or `other`
+    bytes: on disk
+    loss: the held-out loss that it carries
+    kept: why retention keeps it, () if it does not, or has no say
+    wrong: what manifest and sizes show; None where nothing says what should be there
 
     A link is what it leads to, as for a resume; it is kept, since retention deletes none.
     """
@@ -70,9 +72,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """policy: of the run's config; None where there is none that loads · rows: oldest step first.
+    """The checkpoints of a run.
 
-    resumed_from: the checkpoint that the last start went on from.
+    run_id: None where no manifest names it
+    resumed_from: the checkpoint that the last start resumed
+    policy: of the run's config; None where no config loads
+    rows: oldest step first
     """
 
     root: Path
@@ -114,7 +119,12 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a person named. run_dir: None for checkpoints outside a run · only: one of them."""
+    """What a person named.
+
+    run_dir: None for checkpoints outside a run
+    root: the directory of the checkpoints
+    only: the name of one of them, if one was named
+    """
 
     run_dir: Path | None
     root: Path
@@ -124,7 +134,7 @@ class Place:
 def look(path: Path) -> Listing:
     """Everything under `checkpoints/` of a run; path: the run, that directory, or one checkpoint.
 
-    Raises UserError if it is none of these, RunError 74 if the disk does not answer.
+    Raises UserError if it is something else, RunError 74 if the disk does not answer.
     """
     place = place_of(path)
     found = listing(place, _known_policy(place.run_dir))
@@ -146,10 +156,10 @@ def verify(
     asked = place.only if name is None else name
     if asked is not None and asked not in form.names(place.root):
         expected = f"the name of a checkpoint of {path}, not a path"
-        raise UserError(Problem("NAME", asked, expected, _there(names)))
+        raise UserError(Problem("NAME", asked, expected, f"there are {', '.join(names) or 'none'}"))
     if asked is None and not names:
-        raise UserError(Problem("RUN", path, "a run with a complete checkpoint; there is none"))
-    return verified(place.root, [asked] if asked else names, told)
+        raise UserError(Problem("RUN", path, "a run with a complete checkpoint; it has none"))
+    return verify_each(place.root, [asked] if asked else names, told)
 
 
 def place_of(path: Path) -> Place:
@@ -182,7 +192,7 @@ def _kind(name: str) -> str | None:
 
 
 def policy_of(run_dir: Path) -> Policy:
-    """What the config of a run keeps. Raises UserError where there is none that loads."""
+    """What the config of a run keeps. Raises UserError where no config loads."""
     return Policy.of(load_config(run_dir / contents.CONFIG).checkpoint)
 
 
@@ -221,12 +231,12 @@ def _by_step(row: Row) -> tuple[bool, int, str]:
 
 
 def _row(path: Path, run_id: str | None) -> Row | None:
-    """One directory; None if it went away while it was looked at."""
+    """One directory; None if it disappeared while it was read."""
     kind = _kind(path.name) or OTHER
     size, loss, wrong = _bytes(path), None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
         wrong, of = _sizes(path)
-        wrong = _said(path) if kind == "damaged" and not wrong else wrong
+        wrong = _why_quarantined(path) if kind == "damaged" and not wrong else wrong
         loss = _loss(path)
         if kind == COMPLETE and (of is None or of != run_id):
             kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
@@ -253,8 +263,8 @@ def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
     return tuple(wrong), manifest.run_id
 
 
-def _said(path: Path) -> tuple[str, ...]:
-    """Why it was set aside, where the start that did so has left a word: sizes do not tell all."""
+def _why_quarantined(path: Path) -> tuple[str, ...]:
+    """Why a start renamed it, where that was noted: sizes do not show everything."""
     why = path / candidates.WHY
     return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
 
@@ -267,7 +277,7 @@ def _loss(path: Path) -> float | None:
 
 
 def _bytes(path: Path) -> int:
-    """Of all files; one that goes away meanwhile counts nothing."""
+    """Size of all files; one that disappears meanwhile counts nothing."""
     total = 0
     for folder, _, files in os.walk(path):
         for name in files:
@@ -292,7 +302,7 @@ def run_id_of(place: Place) -> str | None:
 
 
 def _resumed_from(run_dir: Path | None) -> str | None:
-    """What the last start went on from."""
+    """The checkpoint that the last start resumed."""
     if run_dir is None:
         return None
     lines = record.record(run_dir)
@@ -300,10 +310,10 @@ def _resumed_from(run_dir: Path | None) -> str | None:
     return str(starts[-1]) if starts and starts[-1] else None
 
 
-def verified(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
+def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
     """Each of these checkpoints, to the last byte. Raises RunError 74 if the disk does not answer.
 
-    One that goes away meanwhile, as in a live run, is left out.
+    One that disappears meanwhile, as in a live run, is left out.
     """
     for name in names:
         path, size, start = root / name, _bytes(root / name), time.perf_counter()
@@ -329,10 +339,6 @@ def _problems(path: Path, told: Callable[[int], object]) -> tuple[tuple[Problem,
         return tuple(read.verify(path, told=more)), False
     except UserError as error:
         return error.problems, True
-
-
-def _there(names: Sequence[str]) -> str:
-    return f"there are {', '.join(names)}" if names else "there is none"
 
 
 def _no_answer(path: Path, error: OSError) -> RunError:

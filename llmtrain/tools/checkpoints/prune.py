@@ -1,8 +1,7 @@
-"""Delete what the policy of a run does not keep: said first, done on request, with the run's lock.
+"""Delete what the policy of a run does not keep: shown first, deleted on request under the lock.
 
-It is what retention would do after the next save, and no second rule. What is to stay is verified
-to the last byte before anything is deleted: the trap would be three damaged ones that are kept and
-a sound one that goes.
+It applies the rule that retention applies after a save. Every checkpoint to keep is verified to the
+last byte before anything is deleted: otherwise three damaged ones could stay and a sound one go.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from llmtrain.tools.checkpoints.look import (
     place_of,
     policy_of,
     run_id_of,
-    verified,
+    verify_each,
 )
 
 _LEAST_KEPT = 2
@@ -55,7 +54,7 @@ class Pruned:
 
     @property
     def bytes(self) -> int:
-        """How much room it makes."""
+        """Bytes of everything that goes."""
         return sum(row.bytes for row in self.goes)
 
     def to_json(self) -> dict[str, Any]:
@@ -76,10 +75,12 @@ def prune(
 ) -> Pruned:
     """Find what the policy of a run does not keep and what earlier starts left; delete it (`yes`).
 
-    keep_last: in place of the config's · set_aside: damaged and superseded ones go too, if there is
-    a valid one beside them. Those of other runs stay, and what is not known. Raises UserError if
-    the run is alive, or if one that is to stay is not valid: then nothing is deleted; RunError 74
-    if the disk refuses.
+    keep_last: in place of the config's
+    set_aside: damaged and superseded ones go too, if there is a valid one beside them. Those of
+        other runs stay, and what is not known
+
+    Raises UserError if the run is alive, or if one that is to stay is not valid: then nothing is
+    deleted; RunError 74 if the disk refuses.
     """
     place = place_of(path)
     if place.run_dir is None or place.only is not None:
@@ -93,17 +94,17 @@ def prune(
     lock = RunLock(place.run_dir, run_id_of(place) or "")
     if not yes:
         lock.check()
-        return _planned(listing(place, policy), set_aside)
+        return _plan(listing(place, policy), set_aside)
     with lock:
         found = listing(place, policy)
-        plan = _planned(found, set_aside)
+        plan = _plan(found, set_aside)
         if plan.goes:
             _refuse(_wrong_inside(found, plan.stays, told))
             _delete(found, plan.goes)
     return replace(plan, deleted=True)
 
 
-def _planned(found: Listing, set_aside: bool) -> Pruned:
+def _plan(found: Listing, set_aside: bool) -> Pruned:
     """UserError if sizes show that one which is to stay is not valid."""
     valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
     goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
@@ -123,7 +124,7 @@ def _wrong_inside(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What is wrong with each of the run's that stay, to the last byte."""
     names = [row.name for row in stays if row.kind == COMPLETE]
-    for one in verified(found.root, names, told):
+    for one in verify_each(found.root, names, told):
         yield one.name, tuple(f"{problem.key}: {problem.value}" for problem in one.problems)
 
 
@@ -140,7 +141,7 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
 
 
 def _delete(found: Listing, goes: Sequence[Row]) -> None:
-    """As retention does it; what is still there then is an error."""
+    """Delete as retention does; whatever is still there afterwards is an error."""
     assert found.policy is not None
     retention.apply(found.root, found.policy, found.run_id or "", found.resumed_from)
     retention.clean(found.root)

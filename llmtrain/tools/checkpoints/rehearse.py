@@ -7,7 +7,7 @@
 Launched as the real run is, on the disk that the real run would use. With the same strategy and
 number of processes the last checkpoints must have the same bytes; else the arithmetic has another
 order, and batches must be the same and losses within 1e-5. The trap: a kill before the first
-checkpoint would prove nothing, so what the resumed run went on from is looked at.
+checkpoint would prove nothing, so the checkpoint that was resumed is checked.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ Told = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a start was, as it says itself."""
+    """A start, as it recorded itself."""
 
     strategy: str
     world_size: int
@@ -62,8 +63,9 @@ class Launched:
 class Compared:
     """What was compared, and what differs. steps: whose batches were, as digests.
 
-    losses: how many; 0 = not compared, and `note` says why · largest_difference: of two losses of
-    a step · files: weight and optimizer files of the last step, byte by byte; () = not compared.
+    losses: how many; 0 = not compared, and `note` says why
+    largest_difference: of two losses of a step
+    files: weight and optimizer files of the last step, byte by byte; () = not compared
     """
 
     straight: Launched
@@ -78,7 +80,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What came out. folder: where both runs were kept because they differ; None: removed."""
+    """The result.
+
+    folder: where both runs were kept because they differ; None if they were removed
+    """
 
     compared: Compared
     killed_at: int
@@ -108,10 +113,13 @@ def rehearse(
 ) -> Rehearsal:
     """Train straight, train and kill, resume, compare.
 
-    kill_at: the step that is cut off · to, processes: strategy and number of processes that the
-    killed run goes on with, None = as it began, with all GPUs or two processes on the CPUs · told:
-    hears what is being done. Raises UserError before anything is started, RunError with the code of
-    a start that ended otherwise than it should; its directory stays and is named.
+    kill_at: the step that is cut off
+    to: strategy of the resumed run; None = as it began
+    processes: of the resumed run; None = as it began, with all GPUs or two processes on the CPUs
+    told: called with what is being done
+
+    Raises UserError before anything is started, RunError with the code of a start that ended
+    otherwise than it should; its directory stays and is named.
     """
     begun = time.perf_counter()
     config = load_config(config_file, overrides)
@@ -127,12 +135,13 @@ def rehearse(
     fault = {faults.VARIABLE: f"loop.micro@step={kill_at}=kill"}
     with _folder(config) as place:
         straight, killed = place.folder / "straight", place.folder / "killed"
+        start = partial(_start, place, config_file)
         told(f"{kill_at + 2} steps straight, {_words(world_size)}")
-        _finished(place, "straight", config_file, _in(straight, shared), world_size)
+        start("straight", straight, shared, world_size, {})
         told(f"the same, killed in step {kill_at}")
-        _killed(place, "killed", config_file, _in(killed, shared), world_size, fault)
+        start("killed", killed, shared, world_size, fault)
         told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")
-        _finished(place, "resumed", config_file, [*_in(killed, shared), *other], again)
+        start("resumed", killed, [*shared, *other], again, {})
         compared = compare(straight, killed)
         place.keep = bool(compared.differences)
     kept = place.folder if place.keep else None
@@ -141,7 +150,7 @@ def rehearse(
 
 def compare(straight: Path, killed: Path) -> Compared:
     """Two run directories of the same config: one that ran through, one that was resumed."""
-    one, other = _started(straight), _started(killed)
+    one, other = _last_start(straight), _last_start(killed)
     differences = [] if other.resumed_from else ["nothing was resumed: no checkpoint was complete"]
     ours, theirs = _numbers(straight), _numbers(killed)
     if ours.keys() != theirs.keys():
@@ -180,7 +189,7 @@ def _processes(config: Config) -> int:
 
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
-    """UserError with all that a launch of these configs and numbers of processes would refuse."""
+    """Raise UserError with everything that a launch of these configs would refuse."""
     env = dict(os.environ)
     found = [one for config, size in launches for one in launch_problems(config, size, env)]
     problems = list(dict.fromkeys(found))
@@ -192,7 +201,7 @@ def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
 
 
 def _short(config: Config, kill_at: int) -> list[str]:
-    """What makes a rehearsal of a config: short, a save before the kill, nobody told of it."""
+    """Overrides for a rehearsal: short, with a save before the kill, without trackers."""
     documents = min(_DOCUMENTS, config.evaluation.max_documents)
     return [
         f"training.steps={kill_at + 2}",
@@ -208,10 +217,6 @@ def _short(config: Config, kill_at: int) -> list[str]:
         "logging.every_steps=1",
         "logging.trackers=[]",
     ]
-
-
-def _in(run_dir: Path, overrides: Sequence[str]) -> list[str]:
-    return [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
 
 
 @dataclass(slots=True)
@@ -245,53 +250,35 @@ def _beside(run_dir: Path) -> Path:
     return next(path for path in run_dir.parents if path.is_dir())
 
 
-def _finished(place: _Kept, name: str, config: str, overrides: Sequence[str], size: int) -> None:
-    """A start that must reach the last step."""
-    ended = _started_and_waited(place, name, config, overrides, size, {})
-    run_dir = place.folder / ("straight" if name == "straight" else "killed")
-    _refuse_a_stop(run_dir, ended)
-    if ended.exit_code or read_status(run_dir).get("state") != "finished":
-        raise _failed(place, name, ended)
-
-
-def _killed(
+def _start(
     place: _Kept,
+    config_file: str,
     name: str,
-    config: str,
+    run_dir: Path,
     overrides: Sequence[str],
     size: int,
-    fault: Mapping[str, str],
+    fault: dict[str, str],
 ) -> None:
-    """A start that must not end by itself."""
-    ended = _started_and_waited(place, name, config, overrides, size, fault)
-    _refuse_a_stop(place.folder / name, ended)
-    if ended.exit_code != RESTARTABLE:
-        raise _failed(place, name, ended)
+    """Make one start, whose output goes into a file of the folder.
 
-
-def _started_and_waited(
-    place: _Kept,
-    name: str,
-    config: str,
-    overrides: Sequence[str],
-    size: int,
-    more: Mapping[str, str],
-) -> Ended:
-    """One launch, whose output goes into a file of the folder."""
-    env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE}
-    with (place.folder / f"{name}.log").open("wb") as log:
-        return launch(config, overrides, processes=size, env={**env, **more}, output=log)
-
-
-def _refuse_a_stop(run_dir: Path, ended: Ended) -> None:
-    """Ctrl-C reaches the ranks, which save and end well, or a launcher that has none yet: there is
-    nothing to compare then.
+    It must reach the last step, or with a fault must not end by itself. Ctrl-C reaches the ranks,
+    which save and end well, or a launcher that has none yet: there is nothing to compare then.
     """
-    if ended.asked_to_stop or read_status(run_dir).get("state") == "stopped":
-        raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command begins anew")
+    env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE} | fault
+    overrides = [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
+    with (place.folder / f"{name}.log").open("wb") as log:
+        ended = launch(config_file, overrides, processes=size, env=env, output=log)
+    state = read_status(run_dir).get("state")
+    if ended.asked_to_stop or state == "stopped":
+        raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command starts again")
+    as_meant = (
+        ended.exit_code == RESTARTABLE if fault else (ended.exit_code, state) == (0, "finished")
+    )
+    if not as_meant:
+        raise _failure(place, name, ended)
 
 
-def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
+def _failure(place: _Kept, name: str, ended: Ended) -> RunError:
     place.keep = True
     log = place.folder / f"{name}.log"
     tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
@@ -300,7 +287,7 @@ def _failed(place: _Kept, name: str, ended: Ended) -> RunError:
     return RunError(message, ended.exit_code or 1, f"see {log}; {place.folder} was kept")
 
 
-def _started(run_dir: Path) -> Launched:
+def _last_start(run_dir: Path) -> Launched:
     """What the last start of a run was."""
     lines = record.record(run_dir)
     last = [line for line in lines if line["kind"] == "start"][-1]
@@ -330,14 +317,10 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
     from transformers import AutoConfig
 
     values = AutoConfig.from_pretrained(_last(run_dir), trust_remote_code=False).to_dict()
-    drops = [key for key, value in values.items() if "drop" in key and _is_share(value)]
-    if not drops:
-        return ""
-    return f"losses were not compared: {drops[0]} draws otherwise with other processes"
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, float) and value > 0
+    for key, value in values.items():
+        if "drop" in key and isinstance(value, float) and value > 0:
+            return f"losses were not compared: {key} draws otherwise with other processes"
+    return ""
 
 
 def _last(run_dir: Path) -> Path:

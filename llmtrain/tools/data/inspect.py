@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
+from llmtrain.data.audit.census import Census, census
+from llmtrain.data.audit.epochs import Epoch, epoch
+from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
+from llmtrain.data.batches import batch_of
+from llmtrain.data.documents.reader import Reader, Reading, reading_of
+from llmtrain.data.lanes import Block
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.state import DataState
+from llmtrain.data.survey import check
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
+from llmtrain.training.start.prepare import load_manifest, prepare
 from llmtrain.types import NOT_TRAINED
-
-if TYPE_CHECKING:
-    from llmtrain.data.audit.census import Census
-    from llmtrain.data.audit.epochs import Epoch
-    from llmtrain.data.audit.ledger import Document
-    from llmtrain.data.documents.reader import Reader, Reading
-    from llmtrain.data.lanes import Block
-    from llmtrain.data.manifest import Manifest
-    from llmtrain.data.tokens.tokenizer import Tokenizer
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
@@ -34,9 +36,11 @@ ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
 class SourceFacts:
     """One source.
 
-    documents: that can be used, held-out ones among them · tokens: of these, with separators ·
-    duplicates: texts that stood before among the `looked_at` rows · epochs: passes over it in the
-    whole run · estimated: names of the values that are estimates.
+    documents: that can be used, held-out ones among them
+    tokens: of these, with separators
+    duplicates: texts that stood before among the `looked_at` rows
+    epochs: passes over it in the whole run
+    estimated: names of the values that are estimates
     """
 
     name: str
@@ -68,8 +72,9 @@ class Bucket:
 class Shown:
     """One block as text, without its padding.
 
-    borders: characters of `text` at which another document begins · trained: stretches of
-    characters that are trained on · padding: tokens.
+    borders: characters of `text` at which another document begins
+    trained: stretches of characters that are trained on
+    padding: tokens
     """
 
     g: int
@@ -85,8 +90,9 @@ class Inspection:
     """A config's data.
 
     padding, documents_cut: shares of the tokens and documents of the first `measured_blocks` blocks
-    (which hold `measured_documents`) · lengths: of the documents that were looked at · estimated:
-    names of the values that are estimates.
+        (which hold `measured_documents`)
+    lengths: of the documents that were looked at
+    estimated: names of the values that are estimates
     """
 
     sources: tuple[SourceFacts, ...]
@@ -114,13 +120,8 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
 
     Uses what a run in `config.run.dir` decided, if one with the same sources began there. Raises
     UserError for what is wrong with the data, and for a config of the same sources with which that
-    run would refuse to go on.
+    run would refuse to resume.
     """
-    from llmtrain.data.documents.reader import reading_of
-    from llmtrain.data.survey import check
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
-    from llmtrain.training.start.prepare import load_manifest, prepare
-
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
         prepare(config, directory, max(1, workers), config.model.revision)
@@ -140,10 +141,6 @@ def _inspection(
     blocks: int,
     documents: int,
 ) -> Inspection:
-    from llmtrain.data.audit.census import census
-    from llmtrain.data.audit.epochs import epoch
-    from llmtrain.data.documents.reader import Reader
-
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
     found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
@@ -165,7 +162,7 @@ def _inspection(
         measured_documents=packed.documents,
         lengths=_buckets(found),
         blocks=packed.shown,
-        estimated=_estimated(manifest, found, once),
+        estimated=_estimates(manifest, found, once),
     )
 
 
@@ -177,7 +174,7 @@ def _blocks_of_run(config: Config, once: Epoch) -> float:
     return training.epochs * once.blocks
 
 
-def _estimated(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
+def _estimates(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
     names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
     names += [] if once.exact else ["steps_per_epoch"]
     names += [] if manifest.always_full else ["padding"]
@@ -199,9 +196,6 @@ def _pack(
     manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
 ) -> _Packed:
     """Make the first blocks, an epoch of them at most, and keep those that are wanted."""
-    from llmtrain.data.audit.ledger import replay
-    from llmtrain.data.state import DataState
-
     enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
     count = max(wanted, manifest.lanes, enough)
     cursors = DataState.fresh(manifest).cursors
@@ -234,8 +228,6 @@ def _note_documents(
 
     A document that begins with the last id, begins the lane's next block once more.
     """
-    from llmtrain.data.audit.ledger import document_of, is_whole
-
     for span in block.spans:
         if span.start == 0 and span.at < manifest.seq_len:
             document = document_of(manifest, g, block, span)
@@ -251,8 +243,6 @@ def _padding(manifest: Manifest, block: Block) -> int:
 
 def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
     """A block as text, document by document, so that no border falls inside a character."""
-    from llmtrain.data.batches import batch_of
-
     batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
     targets = [False, *(batch.labels[0] != NOT_TRAINED).tolist()]
     text = ""
@@ -267,7 +257,7 @@ def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Sh
         text += tokenizer.decode(ids)
     source = manifest.labels[block.source] if block.source >= 0 else None
     padding = _padding(manifest, block)
-    return Shown(g, source, text, tuple(borders), tuple(_joined(trained)), padding)
+    return Shown(g, source, text, tuple(borders), tuple(_join(trained)), padding)
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
@@ -277,7 +267,7 @@ def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same characters as stretches that do not touch."""
     joined: list[tuple[int, int]] = []
     for begin, end in stretches:

@@ -17,7 +17,31 @@ from llmtrain.errors import RESTARTABLE, RunError
 
 T = TypeVar("T")
 R = TypeVar("R")
+Progress = Callable[[int, int, int], None]  # tasks done, of how many, amount so far
 _AHEAD = 2  # tasks a process that are handed out
+
+
+def each_left(
+    function: Callable[[T], R],
+    tasks: Sequence[T],
+    known: Sequence[R | None],
+    jobs: int,
+    amount: Callable[[R], int],
+    progress: Progress,
+) -> int:
+    """`each` of the tasks of which nothing is known yet; the amount of all of them, known or not.
+
+    known: the result of each task that an earlier command has done
+    progress: called before the first task and after each
+    """
+    missing = [task for task, result in zip(tasks, known, strict=True) if result is None]
+    done = len(tasks) - len(missing)
+    total = sum(amount(result) for result in known if result is not None)
+    progress(done, len(tasks), total)
+    for result in each(function, missing, jobs):
+        done, total = done + 1, total + amount(result)
+        progress(done, len(tasks), total)
+    return total
 
 
 def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
@@ -48,7 +72,7 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
             yield from (future.result() for future in done)
     except BrokenProcessPool as error:
         message = "a process of this command died (out of memory?)"
-        remedy = "give the same command again, perhaps with fewer --jobs: it goes on"
+        remedy = "give the same command again, perhaps with fewer --jobs: it continues"
         raise RunError(message, RESTARTABLE, remedy) from error
     except KeyboardInterrupt:
         for process in set(multiprocessing.active_children()) - others:
@@ -64,8 +88,8 @@ def _interrupts_held() -> Iterator[None]:
 
     Until `_start` runs, one would end them with a traceback. They inherit the mask; the trap: an
     ignored signal would be inherited too, but one that comes meanwhile would be lost for us. And
-    the mask is this thread's: another thread may be told, upon which Python interrupts this one in
-    the midst of a process that begins. So the handlers wait as well.
+    the mask is this thread's: another thread may receive the signal, and Python then
+    interrupts this one while it starts a process. So the handlers wait as well.
     """
     heard: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -7,24 +7,26 @@ compressed file of lines can only be read whole; as parquet it has no such limit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from llmtrain.config.schema import SourceConfig
+from llmtrain.data.repack.rewrite import Rewrite, finished_rows, made_of, rewrite
+from llmtrain.data.repack.tables import KINDS
+from llmtrain.data.sources.local import bounded, file_format, is_local, list_files, locate
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools.data.pool import each
-
-if TYPE_CHECKING:
-    from llmtrain.data.repack.rewrite import Rewrite
-
-Progress = Callable[[int, int, int], None]  # files done, of how many, rows so far
+from llmtrain.tools.data.pool import Progress, each_left
 
 
 @dataclass(frozen=True, slots=True)
 class Repacked:
-    """files: of DIR, in order of their names · rows: in all of them."""
+    """What is in DIR now.
+
+    files: in order of their names
+    rows: in all of them
+    """
 
     files: tuple[str, ...]
     rows: int
@@ -36,31 +38,23 @@ def repack(
 ) -> Repacked:
     """Rewrite each file of a directory, file or glob to `out`; what is complete there is kept.
 
-    group_mb: MiB of decoded data in a row group · text_column: of files of text · jobs: processes,
-    each with a file. Raises UserError for bad input and an `out` that holds anything else,
-    RunError if the disk refuses.
-    """
-    from llmtrain.data.repack.rewrite import finished_rows, rewrite
+    group_mb: MiB of decoded data in a row group
+    text_column: of files of text
+    jobs: processes, each with a file
 
+    Raises UserError for bad input and an `out` that holds anything else, RunError if the disk
+    refuses.
+    """
     began = time.perf_counter()
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)
     _refuse_others(out, [task.target for task in tasks])
     known = [finished_rows(task) for task in tasks]
-    missing = [task for task, rows in zip(tasks, known, strict=True) if rows is None]
-    done, rows = len(tasks) - len(missing), sum(found or 0 for found in known)
-    progress(done, len(tasks), rows)
-    for count in each(rewrite, missing, jobs):
-        done, rows = done + 1, rows + count
-        progress(done, len(tasks), rows)
+    rows = each_left(rewrite, tasks, known, jobs, int, progress)
     files = tuple(task.target.relative_to(out).as_posix() for task in tasks)
     return Repacked(files, rows, time.perf_counter() - began)
 
 
 def _tasks(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rewrite]:
-    from llmtrain.data.repack.rewrite import Rewrite
-    from llmtrain.data.repack.tables import KINDS
-    from llmtrain.data.sources.local import bounded, file_format
-
     root, files = _files(path)
     if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
         raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
@@ -81,9 +75,6 @@ def _tasks(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rew
 
 def _files(path: str) -> tuple[Path, list[Path]]:
     """The files, and the directory that their names are relative to."""
-    from llmtrain.config.schema import SourceConfig
-    from llmtrain.data.sources.local import is_local, list_files, locate
-
     if not is_local(path):
         expected = "a file, a directory or a glob on this machine"
         remedy = f"of the Hub: hf download {path} --repo-type dataset --local-dir DIR, then DIR"
@@ -111,9 +102,6 @@ def _refuse_doubles(tasks: Sequence[Rewrite]) -> None:
 
 def _refuse_others(out: Path, targets: Sequence[Path]) -> None:
     """Only files that this command wrote may lie in the directory."""
-    from llmtrain.data.repack.rewrite import made_of
-    from llmtrain.data.sources.local import bounded
-
     if out.exists() and not out.is_dir():
         raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
     ours, left_over = set(targets), set(out.rglob(".*.partial"))

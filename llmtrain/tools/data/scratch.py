@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
+from llmtrain.data.manifest import has_other_sources
 from llmtrain.rundir import contents
 
 FILES = (contents.MANIFEST, "skipped-units.jsonl")
@@ -32,9 +34,6 @@ def aside_unless_other(config: Config) -> Iterator[Path]:
 
     A look at data is not part of a run, so a run that is there does not limit what it may look at.
     """
-    from llmtrain.config.binding import data_settings
-    from llmtrain.data.manifest import has_other_sources
-
     run_dir = config.run_dir
     manifest = run_dir / contents.MANIFEST
     if manifest.exists() and has_other_sources(manifest, data_settings(config)):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
+from llmtrain.data.documents.reader import reading_of
+from llmtrain.data.stream import Stream
+from llmtrain.data.stream import open_stream as open_blocks
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
-
-if TYPE_CHECKING:
-    from llmtrain.data.stream import Stream
+from llmtrain.training.start.prepare import load_manifest, prepare
 
 
 @contextmanager
@@ -24,10 +24,6 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     makes them in a temporary directory; writes nothing to `run.dir`. Raises UserError for what is
     wrong with the data.
     """
-    from llmtrain.data.documents.reader import reading_of
-    from llmtrain.data.stream import open_stream as open_blocks
-    from llmtrain.training.start.prepare import load_manifest, prepare
-
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
         prepare(config, directory, world_size * max(1, workers), config.model.revision)

@@ -3,11 +3,11 @@
     DIR/NAME.bin, NAME.idx   a source's documents, all usable ones, in order of the manifest
     DIR/NAME.json            where they come from, and which tokenizer made them
     DIR/tokenizer/           that tokenizer
-    DIR/.tokenize/           config, manifest and finished parts: what the same command goes on with
+    DIR/.tokenize/           config, manifest and finished parts: where the same command continues
 
 When all is written, config, manifest and a tokenizer of its own stay there: the same command is
 compared with them, finds all done, and puts DIR/tokenizer/ back where it is missing. So does the
-lock: a file that is deleted could be held by one command and made anew by another.
+lock: a file that is deleted could be held by one command and created again by another.
 
 Nothing is held out here: a run that trains on a cache decides that itself, by document number.
 """
@@ -18,36 +18,47 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from llmtrain.config.binding import Change, bind, changes, data_settings, dump
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import (
+    Config,
+    DataConfig,
+    RunConfig,
+    SourceConfig,
+    TrainingConfig,
+    TrainTokenizer,
+)
+from llmtrain.data.documents.reader import Reading, reading_of
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.survey import check
+from llmtrain.data.token_cache.file import dtype_code
+from llmtrain.data.token_cache.source import describe_tokenizer
+from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
-from llmtrain.tools.data.pool import each
-
-if TYPE_CHECKING:
-    from llmtrain.config.binding import Change
-    from llmtrain.config.schema import Config
-    from llmtrain.data.documents.reader import Reading
-    from llmtrain.data.manifest import Manifest
-    from llmtrain.data.token_cache.write import Task
-    from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.rundir.lock import RunLock
+from llmtrain.tools.data.pool import Progress, each_left
+from llmtrain.training.start.prepare import load_manifest, prepare
 
 WORK = ".tokenize"
 PARTS = "parts"
 _PUT_BACK = "put it back, or take another --out"
-Progress = Callable[[int, int, int], None]  # units done, of how many, tokens so far
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What lies in DIR now.
+    """What is in DIR now.
 
-    files: the `.idx` of each source, relative to DIR · dropped: null, empty or blank documents,
-    which are left out · replaced: documents with invalid UTF-8, which are in it · skipped: bad
-    units and lines that `data.on_bad_unit: skip` left out.
+    files: the `.idx` of each source, relative to DIR
+    dropped: null, empty or blank documents, which are left out
+    replaced: documents with invalid UTF-8, which are in it
+    skipped: bad units and lines that `data.on_bad_unit: skip` left out
     """
 
     files: tuple[str, ...]
@@ -60,16 +71,11 @@ class Tokenized:
 
 
 def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokenized:
-    """Write the token cache of a config's sources to `out`, or go on with one that was begun.
+    """Write the token cache of a config's sources to `out`, or continue one that was begun.
 
     jobs: processes. The files are the same for any number of them and after any interruption.
     Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.
     """
-    from llmtrain.config.binding import data_settings
-    from llmtrain.data.documents.reader import reading_of
-    from llmtrain.data.token_cache.write import room_needed
-    from llmtrain.rundir.lock import RunLock
-
     began = time.perf_counter()
     wanted = _what_counts(config)
     work = out / WORK
@@ -101,11 +107,9 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _what_counts(config: Config) -> Config:
     """The config with all that cannot change a token as if it were not set."""
-    from llmtrain.config.schema import Config, DataConfig, RunConfig, TrainingConfig, TrainTokenizer
-
-    kept = ("path", "name", "split", "revision", "text_column")
+    kept = {"path", "name", "split", "revision", "text_column"}
     sources = tuple(
-        type(source)(**{key: getattr(source, key) for key in kept if _is_set(source, key)})
+        SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
         for source in config.data.sources
     )
     data = DataConfig(
@@ -126,10 +130,6 @@ def _what_counts(config: Config) -> Config:
     )
 
 
-def _is_set(section: object, key: str) -> bool:
-    return key in section.model_fields_set  # type: ignore[attr-defined]  # any pydantic section
-
-
 def _make(out: Path, work: Path) -> None:
     """Make the directory, unless it holds what is not ours."""
     if out.exists() and not out.is_dir():
@@ -146,17 +146,10 @@ def _make(out: Path, work: Path) -> None:
 
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     """Manifest and tokenizer: made now, or those of the command that began here."""
-    from llmtrain.config.binding import binding_values, changes, data_settings, dump
-    from llmtrain.config.load import load_config
-    from llmtrain.data.survey import check
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
-    from llmtrain.training.start.prepare import load_manifest, prepare
-
     record = work / contents.CONFIG
     begun = record.exists() and (work / contents.MANIFEST).exists()
     if begun:
-        known = binding_values(load_config(record))
-        _refuse(changes(known, binding_values(config)), out)
+        _refuse(changes(bind(load_config(record)).binding, bind(config).binding), out)
     else:
         for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
@@ -204,9 +197,6 @@ def _write(
     progress: Progress,
 ) -> None:
     """Write the pairs of files that are not there yet."""
-    from llmtrain.data.token_cache.file import dtype_code
-    from llmtrain.data.token_cache.source import describe_tokenizer
-
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
     missing = [k for k, path in enumerate(paths) if not path.exists()]
     for left_over in [*work.glob(f"{PARTS}/*/.*.partial"), *paths[0].parent.glob(".*.partial")]:
@@ -221,8 +211,6 @@ def _write(
 
 
 def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
-    from llmtrain.data.token_cache.write import Task
-
     source, backend = manifest.sources[k], manifest.tokenizer.backend
     work = Path(str(reading.run_dir))
     for u, unit in enumerate(source.units):
@@ -234,23 +222,14 @@ def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[
 
 
 def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
-    from llmtrain.data.token_cache.write import counts_of, write_part
-
     for folder in {task.path.parent for task in tasks}:
         folder.mkdir(parents=True, exist_ok=True)
     there = [counts_of(task.path, task.code) for task in tasks]
-    missing = [task for task, counts in zip(tasks, there, strict=True) if counts is None]
-    done, tokens = len(tasks) - len(missing), sum(counts.tokens for counts in there if counts)
-    progress(done, len(tasks), tokens)
-    for counts in each(write_part, missing, jobs):
-        done, tokens = done + 1, tokens + counts.tokens
-        progress(done, len(tasks), tokens)
+    each_left(write_part, tasks, there, jobs, attrgetter("tokens"), progress)
 
 
 def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:
     """Write a source's description and, behind it, its pair of files."""
-    from llmtrain.data.token_cache.write import join, total
-
     description = origin | total(parts, code)._asdict()
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     contents.write_atomically(path.with_suffix(".json"), text.encode())

@@ -4,7 +4,7 @@
     cursors.jsonl   the last save before the step: where the lanes stood
     manifest.json, tokenizer/, the data      ─►  the step's blocks again  ─►  their documents
 
-Nothing is written to the run. The trap: a resume takes up an older step, so steps stand in the
+Nothing is written to the run. The trap: a resume continues from an older step, so steps are in the
 record more than once, and cursors of what it has undone stay noted even where it has saved nothing
 yet. As everywhere, the last start counts.
 """
@@ -16,24 +16,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
+from llmtrain.data import manifest as manifests
+from llmtrain.data.audit.ledger import document_of, origins, replay, text_of
+from llmtrain.data.batches import batch_of
+from llmtrain.data.documents.reader import Reader, reading_of
+from llmtrain.data.lanes import Block
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.packing import Span
+from llmtrain.data.state import DataState, carry_over
+from llmtrain.data.survey import changed_files, differing_tokenizer
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import aside
-
-if TYPE_CHECKING:
-    from llmtrain.data.audit.ledger import Origin
-    from llmtrain.data.documents.reader import Reader
-    from llmtrain.data.lanes import Block
-    from llmtrain.data.manifest import Manifest
-    from llmtrain.data.packing import Span
-    from llmtrain.data.state import DataState
-    from llmtrain.data.tokens.tokenizer import Tokenizer
 
 MAX_BLOCKS_TO_CHECK = 16_384  # made beyond the step, to reach one whose digest was logged
 _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
@@ -43,9 +45,13 @@ _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
 class Found:
     """A document, or a part of one, in a block of the step.
 
-    g: the block's number · span: tokens [start, stop) of the block's ids · tokens: [start, stop) of
-    the document's · file: relative to the source · group: row group of a parquet file · at: row of
-    the group, or the byte at which the line begins · text: if it was asked for.
+    g: the block's number
+    span: tokens [start, stop) of the block's ids
+    tokens: [start, stop) of the document's
+    file: relative to the source
+    group: row group of a parquet file
+    at: row of the group, or the byte at which the line begins
+    text: if it was asked for
     """
 
     source: str
@@ -65,8 +71,9 @@ class Found:
 class StepDocuments:
     """The documents of a step in the order of its blocks.
 
-    batch_digest: recomputed · checked_at: the step whose logged digest agreed: this one, or if its
-    own was not logged a later one that the replay went on to; None = nothing to check with.
+    batch_digest: recomputed
+    checked_at: the step whose logged digest agreed: this one, or if its own was not logged a later
+        one that the replay reached; None = nothing to check with
     """
 
     step: int
@@ -98,27 +105,25 @@ class _Start:
 def which(
     run_dir: Path, step: int, *, overrides: Sequence[str] = (), text: bool = False
 ) -> StepDocuments:
-    """The documents of a step. overrides: `data.sources.N.path=…`, where the data lies now.
+    """The documents of a step. overrides: `data.sources.N.path=…`, where the data is now.
 
     Raises UserError for a step that the run has not made, data that is gone or changed, and where
     the recomputed digest is not the logged one.
     """
-    from llmtrain.config.binding import data_settings
-    from llmtrain.data.documents.reader import Reader, reading_of
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
-
     _check_run(run_dir, overrides)
     config = load_config(run_dir / contents.CONFIG, overrides)
     start = _start_of(run_dir, step)
     manifest = _manifest(run_dir, config)
     state = _state_before(run_dir, step, manifest, start.blocks_per_step)
-    manifest = _weighted(manifest, start.weights)
+    pairs = zip(manifest.sources, start.weights, strict=True)
+    weighted = tuple(replace(source, weight=weight) for source, weight in pairs)
+    manifest = replace(manifest, sources=weighted)
     with aside(run_dir) as directory:
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         _check_data(manifest, tokenizer)
         reader = Reader(reading_of(data_settings(config), directory))
-        digests, numbered = _replayed(manifest, tokenizer, reader, state, start, step)
-        checked_at = _checked(start, digests)
+        digests, numbered = _replay(manifest, tokenizer, reader, state, start, step)
+        checked_at = _check_digest(start, digests)
         documents = _documents(manifest, reader, numbered, tokenizer if text else None)
     return StepDocuments(step, f"{digests[step]:016x}", checked_at, len(numbered), documents)
 
@@ -170,32 +175,22 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
 
 def _manifest(run_dir: Path, config: Config) -> Manifest:
     """The run's manifest, its sources where they lie now."""
-    from llmtrain.data import manifest as manifests
-
     try:
         return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
-        raise UserError(*(_moved(problem) for problem in error.problems)) from error
+        raise UserError(*(_with_way_out(problem) for problem in error.problems)) from error
 
 
-def _weighted(manifest: Manifest, weights: Sequence[float]) -> Manifest:
-    """With the weights of a start."""
-    pairs = zip(manifest.sources, weights, strict=True)
-    return replace(manifest, sources=tuple(replace(one, weight=weight) for one, weight in pairs))
-
-
-def _moved(problem: Problem) -> Problem:
+def _with_way_out(problem: Problem) -> Problem:
     """A problem of a source's place, with the way to name another one."""
     if not problem.key.startswith("data.sources"):
         return problem
     value = "…" if problem.key.endswith(".path") else "[{path: …}, …]"
-    return replace(problem, remedy=f"say where the data lies now: '{problem.key}={value}'")
+    return replace(problem, remedy=f"name the place of the data now: '{problem.key}={value}'")
 
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
-    """The stream at the last save before the step; at the run's beginning if there is none."""
-    from llmtrain.data.state import DataState, carry_over
-
+    """The stream at the last save before the step; at the run's beginning if nothing was saved."""
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
@@ -241,14 +236,15 @@ def _changed_since(step: int, last: int) -> UserError:
 
 
 def _check_data(manifest: Manifest, tokenizer: Tokenizer) -> None:
-    from llmtrain.data.survey import changed_files, differing_tokenizer
-
-    problems = [*differing_tokenizer(manifest, tokenizer), *map(_moved, changed_files(manifest))]
+    problems = [
+        *differing_tokenizer(manifest, tokenizer),
+        *map(_with_way_out, changed_files(manifest)),
+    ]
     if problems:
         raise UserError(*problems)
 
 
-def _replayed(
+def _replay(
     manifest: Manifest,
     tokenizer: Tokenizer,
     reader: Reader,
@@ -260,9 +256,6 @@ def _replayed(
 
     The digests are in order of steps; one step if there is no other to check with.
     """
-    from llmtrain.data.audit.ledger import replay
-    from llmtrain.data.batches import batch_of
-
     size = start.blocks_per_step
     digests: dict[int, int] = {}
     kept: list[tuple[int, Block]] = []
@@ -293,7 +286,7 @@ def _checking(start: _Start, step: int) -> int:
     return later if (later - step) * start.blocks_per_step <= MAX_BLOCKS_TO_CHECK else step
 
 
-def _checked(start: _Start, digests: Mapping[int, int]) -> int | None:
+def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:
     """The step whose logged digest is the recomputed one. Raises UserError if it is another."""
     step, found = max(digests.items())
     logged = start.digests.get(step)
@@ -316,9 +309,7 @@ def _documents(
     numbered: Sequence[tuple[int, Block]],
     tokenizer: Tokenizer | None,
 ) -> tuple[Found, ...]:
-    """What stands in these blocks; with a tokenizer as text, too."""
-    from llmtrain.data.audit.ledger import document_of, origins
-
+    """The documents in these blocks; with their text if there is a tokenizer."""
     placed = [
         (g, block, span, document_of(manifest, g, block, span))
         for g, block in numbered
@@ -326,33 +317,20 @@ def _documents(
     ]
     known = origins(manifest, reader, {document for *_, document in placed})
     return tuple(
-        _found(
-            manifest.labels[block.source], g, span, known[document], _text(block, span, tokenizer)
+        Found(
+            source=manifest.labels[block.source],
+            g=g,
+            span=(span.at, span.at + span.stop - span.start),
+            tokens=(span.start, span.stop),
+            text=_text(block, span, tokenizer),
+            **known[document]._asdict(),
         )
         for g, block, span, document in placed
     )
 
 
-def _found(source: str, g: int, span: Span, origin: Origin, text: str | None) -> Found:
-    return Found(
-        source=source,
-        id=origin.id,
-        title=origin.title,
-        url=origin.url,
-        g=g,
-        span=(span.at, span.at + span.stop - span.start),
-        tokens=(span.start, span.stop),
-        file=origin.file,
-        group=origin.group,
-        at=origin.at,
-        text=text,
-    )
-
-
 def _text(block: Block, span: Span, tokenizer: Tokenizer | None) -> str | None:
     """The document's own tokens in the block as text."""
-    from llmtrain.data.audit.ledger import text_of
-
     if tokenizer is None:
         return None
     return text_of(tokenizer, block.ids[span.at : span.at + span.stop - span.start])

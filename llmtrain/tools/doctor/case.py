@@ -1,4 +1,4 @@
-"""What the doctor looks at, and what a look at it gives: plain values."""
+"""What the doctor checks, and the result of a check: plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _RANKS: tuple[State, ...] = ("ok", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """found: what is there, in words · remedy: what to do, "" where nothing is."""
+    """The result of a check.
+
+    found: what is there, in words
+    remedy: what to do; "" for nothing
+    """
 
     state: State
     found: str
@@ -30,8 +34,9 @@ class Verdict:
 class Case:
     """What is to be started, and when the look at it began.
 
-    config: None = the machine alone is looked at · launch: a config file of accelerate, if one was
-    named · wall, steady: seconds of the two clocks at the beginning.
+    config: None = the machine alone is looked at
+    launch: a config file of accelerate, if one was named
+    wall, steady: seconds of the two clocks at the beginning
     """
 
     config: Config | None
@@ -69,7 +74,7 @@ def ok(found: str, remedy: str = "") -> Verdict:
 
 
 def warning(found: str, remedy: str) -> Verdict:
-    """A run would start, and may regret it."""
+    """A run would start, but may meet a problem."""
     return Verdict("warning", found, remedy)
 
 
@@ -78,7 +83,7 @@ def error(found: str, remedy: str) -> Verdict:
     return Verdict("error", found, remedy)
 
 
-def refused(problems: Iterable[Problem], where: str = "") -> Verdict:
+def refusal(problems: Iterable[Problem], where: str = "") -> Verdict:
     """What a start would say, in one line. where: what the problems are in, such as a file."""
     listed = list(problems)
     found = "; ".join(_in_a_line(problem) for problem in listed)
@@ -87,20 +92,20 @@ def refused(problems: Iterable[Problem], where: str = "") -> Verdict:
     return error(found, "; ".join(remedies) or "change it as expected")
 
 
-def tried(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
-    """What it gives, or why it gives nothing. The edge of each look: no exception passes it."""
+def attempt(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
+    """Run a check: its result, or the reason why it has none. No exception passes."""
     try:
         return work(), None
     except UserError as wrong:
-        return None, refused(wrong.problems, wrong.where)
+        return None, refusal(wrong.problems, wrong.where)
     except RunError as failed:
         return None, error(str(failed.args[0]), failed.remedy)
     except Exception as broken:  # no look may keep the others from being made
         found = f"the look at it failed: {type(broken).__name__}: {broken}"
-        return None, error(found, "put right what it says, or leave it out: --skip NAME")
+        return None, error(found, "correct what it names, or leave it out: --skip NAME")
 
 
-def joined(verdicts: Iterable[Verdict]) -> Verdict:
+def join(verdicts: Iterable[Verdict]) -> Verdict:
     """Several looks at one thing: the worst state counts."""
     listed = list(verdicts)
     state = max((one.state for one in listed), key=_RANKS.index)

@@ -1,7 +1,7 @@
-"""Is this machine ready for that run? One look at each thing that a start or a run relies on.
+"""Is this machine ready for that run? One check for each thing that a start or a run relies on.
 
-Every look is on its own: one that fails in a way that nobody thought of is an error line, and the
-others go on. Nothing is written to the run's directory.
+The checks are independent: one that fails unexpectedly is an error line, and the others
+continue. Nothing is written to the run's directory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.tools.doctor import launch as doctor_launch
-from llmtrain.tools.doctor import machine, place, plan, reduce, sources
-from llmtrain.tools.doctor.case import Case, State, Verdict, ok, tried
-from llmtrain.tools.doctor.launch import launched
+from llmtrain.tools.doctor import machine, memory_plan, place, reduce, sources
+from llmtrain.tools.doctor.case import Case, State, Verdict, attempt, ok
+from llmtrain.tools.doctor.launch import describe_launch
 from llmtrain.tools.launch.file import read_launch_file
 
 Look = Callable[[], Verdict]
@@ -46,7 +46,11 @@ NAMES = (CONFIG, LAUNCH, *OF_MACHINE, *OF_CONFIG, ALL_REDUCE)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line. found: what is there · remedy: what to do, "" where nothing is."""
+    """One line of the diagnosis.
+
+    found: what is there, in words
+    remedy: what to do; "" for nothing
+    """
 
     name: str
     state: State
@@ -56,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All lines, in the order in which they were looked at."""
+    """All lines, in the order of the checks."""
 
     checks: tuple[Check, ...]
 
@@ -80,10 +84,13 @@ def doctor(
 ) -> Iterator[Check]:
     """Look at everything that matters to a start of this config; without one, at the machine.
 
-    accelerate_file: the file that the run is to be launched with · skip: names that are left out ·
-    env: in place of this process's · told: hears a name before it is looked at, as some take a
-    while. Raises UserError at once for a name that is not known and for overrides of
-    nothing, later nothing.
+    accelerate_file: the file that the run is to be launched with
+    skip: names that are left out
+    env: in place of this process's
+    told: called with the name of each check before it runs, as some take a while
+
+    Raises UserError at once for a name that is not known and for overrides of nothing, later
+    nothing.
     """
     unknown = [name for name in skip if name not in NAMES]
     if unknown:
@@ -104,15 +111,15 @@ def _checks(
     skip: Collection[str],
     told: Callable[[str], None],
 ) -> Iterator[Check]:
-    """What does not load is said in a line of its own, and what it decides is not looked at."""
+    """A config or file that does not load is an error line; what depends on it is not checked."""
     config = launch = None
     if read is not None:
-        config, broken = tried(read)
+        config, broken = attempt(read)
         yield _line(CONFIG, broken or ok(f"loads; the run lives in {config and config.run.dir}"))
     if accelerate_file is not None:
         read_file = functools.partial(read_launch_file, accelerate_file, None)
-        yield _line(LAUNCH, _seen(lambda: launched(read_file(config))))
-        launch, _ = tried(read_file)  # it may contradict the config alone
+        yield _line(LAUNCH, _seen(lambda: describe_launch(read_file(config))))
+        launch, _ = attempt(read_file)  # it may contradict the config alone
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     for name, look in _looks(Case(config, launch, env, wall, steady)).items():
         if name not in skip:
@@ -127,10 +134,10 @@ def _looks(case: Case) -> dict[str, Look]:
     }
     if case.config is not None:
         work = functools.partial(sources.describe, case.config, case.run_dir)
-        describe = functools.cache(functools.partial(tried, work))  # once, also where it fails
+        describe = functools.cache(functools.partial(attempt, work))  # once, also where it fails
         looks["directory"] = functools.partial(place.directory, case)
         looks["model"] = functools.partial(sources.model, describe)
-        looks["plan"] = functools.partial(plan.plan, case)
+        looks["plan"] = functools.partial(memory_plan.plan, case)
         looks["disk"] = functools.partial(sources.disk, case, describe)
         looks["data"] = functools.partial(sources.data, case)
     looks[ALL_REDUCE] = functools.partial(reduce.all_reduce, case)
@@ -138,7 +145,7 @@ def _looks(case: Case) -> dict[str, Look]:
 
 
 def _seen(look: Look) -> Verdict:
-    verdict, broken = tried(look)
+    verdict, broken = attempt(look)
     return verdict or broken or ok("")
 
 

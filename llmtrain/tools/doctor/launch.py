@@ -16,7 +16,7 @@ from llmtrain.distributed.launch.environment import (
     launcher_variables,
     world_size,
 )
-from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
+from llmtrain.tools.doctor.case import Case, Verdict, error, join, ok, refusal, warning
 from llmtrain.tools.launch.file import LaunchFile
 
 _REACH_SECONDS = 5.0
@@ -39,7 +39,7 @@ def environment(case: Case) -> Verdict:
         return warning(found, "start llmtrain doctor by itself, once on each machine")
     if case.config is None or case.launch is not None:
         problems = launcher_problems(case.env)
-        return refused(problems) if problems else ok("no traces of a launcher")
+        return refusal(problems) if problems else ok("no traces of a launcher")
     check_environment(case.env, case.config.distributed, case.config.training)
     return ok("nothing that contradicts the config, no traces of a launcher")
 
@@ -57,7 +57,7 @@ def default_file(case: Case) -> Verdict:
     return warning(found, "name one: --config_file FILE, such as accelerate_configs/ddp.yaml")
 
 
-def launched(file: LaunchFile) -> Verdict:
+def describe_launch(file: LaunchFile) -> Verdict:
     """What a file of accelerate starts, of which nothing was refused."""
     machines = f"on {file.machines} machines" if file.machines > 1 else "on this machine"
     count = f"{file.processes} process{'es' * (file.processes > 1)}"
@@ -66,7 +66,7 @@ def launched(file: LaunchFile) -> Verdict:
 
 def rendezvous(case: Case) -> Verdict:
     """Whether ranks can meet: a free port here, and the address that the launch file names."""
-    return joined([_free_port(), *_own_name(case), *_named_address(case)])
+    return join([_free_port(), *_own_name(case), *_named_address(case)])
 
 
 def _free_port() -> Verdict:
@@ -90,7 +90,7 @@ def _own_name(case: Case) -> Iterator[Verdict]:
     if case.machines == 1:
         return
     name = socket.gethostname()
-    addresses = _resolved(name)
+    addresses = _addresses(name)
     if not addresses or all(ipaddress.ip_address(one).is_loopback for one in addresses):
         meaning = ", ".join(addresses) or "nothing"
         found = f"this machine's name {name} means {meaning}, which no other machine can reach"
@@ -104,7 +104,7 @@ def _named_address(case: Case) -> Iterator[Verdict]:
     if name is None and not isinstance(port, int):
         return
     host = str(name) if name is not None else "127.0.0.1"
-    addresses = _resolved(host)
+    addresses = _addresses(host)
     if not addresses:
         yield error(f"main_process_ip {host} is no address", "the first machine's name or address")
     elif case.machines > 1 and ipaddress.ip_address(addresses[0]).is_loopback:
@@ -114,7 +114,7 @@ def _named_address(case: Case) -> Iterator[Verdict]:
         yield _port(host, addresses[0], port, case)
 
 
-def _resolved(host: str) -> list[str]:
+def _addresses(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,6 +1,6 @@
 """Devices, memory, limits and software of this machine.
 
-What can be tried is tried: every device multiplies two matrices, and the compiler compiles.
+Where possible things are tried: every device multiplies two matrices, and the compiler compiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 from llmtrain import processes
 from llmtrain.checkpoint.retention import size
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
-from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, tried, warning
+from llmtrain.metrics.trackers import check_installed
+from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning
 from llmtrain.tools.doctor.place import room
 from llmtrain.tools.launch.launch import has_gpu
 
@@ -41,24 +42,8 @@ _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int>
 SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True, slots=True)
-class Tested:
-    """The release of a library that the equality of all strategies was shown with.
-
-    newer: what a newer one is. An older one is an error: what is used of it is not there.
-    """
-
-    release: str
-    newer: str
-
-
-# As constraints.txt and the bounds of pyproject.toml have them.
-TESTED = {
-    "torch": Tested("2.13", "warning"),
-    "accelerate": Tested("1.15", "warning"),
-    "transformers": Tested("5.23", "warning"),
-    "deepspeed": Tested("0.19", "error"),
-}
+# Libraries whose release matters: the lowest allowed one was tried with all strategies.
+_LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
 
 def devices(case: Case) -> Verdict:
@@ -66,9 +51,9 @@ def devices(case: Case) -> Verdict:
     import torch
 
     if count := gpus(case):
-        looked = [(index, *tried(functools.partial(_gpu, index))) for index in range(count)]
+        looked = [(index, *attempt(functools.partial(_gpu, index))) for index in range(count)]
         broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
-        return joined([*_grouped([gpu for _, gpu, _ in looked if gpu], case), *broken])
+        return join([*_by_kind([gpu for _, gpu, _ in looked if gpu], case), *broken])
     cores = processes.cores()
     found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
     if has_gpu(case.env):
@@ -95,7 +80,12 @@ def gpus(case: Case) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """total, free: bytes · bf16: whether it computes in it · speeds: in words."""
+    """One GPU.
+
+    total, free: bytes
+    bf16: whether it computes in bf16
+    speeds: in words
+    """
 
     index: int
     name: str
@@ -115,7 +105,7 @@ def _gpu(index: int) -> Gpu:
     return Gpu(index, torch.cuda.get_device_name(device), total, free, bf16, _speeds(device))
 
 
-def _grouped(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
+def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
     """Equal ones together, and what is wrong with them or their number."""
     kinds: dict[tuple[str, int], list[Gpu]] = {}
     for gpu in found:
@@ -192,7 +182,7 @@ def limits(case: Case) -> Verdict:
         found = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
         verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))
-    return joined(verdicts)
+    return join(verdicts)
 
 
 def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
@@ -205,34 +195,45 @@ def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
 
 def versions(case: Case) -> Verdict:
     """The libraries against the releases that were tried, and what the config needs besides."""
-    from llmtrain.metrics.trackers import check_installed
-
     if case.config:
         check_installed(case.config.logging.trackers)
     python = ".".join(map(str, sys.version_info[:3]))
-    return joined([ok(f"Python {python}"), *(_version(name, case) for name in TESTED)])
+    looked = [_version(name, wanted, case) for name, wanted in requirements().items()]
+    return join([ok(f"Python {python}"), *looked])
 
 
-def _version(name: str, case: Case) -> Verdict:
-    tested = TESTED[name]
+def requirements() -> dict[str, str]:
+    """Library → what llmtrain's own package requires of it, such as `torch>=2.13`."""
+    listed = (re.split(r"[;\s]", line)[0] for line in metadata.requires("llmtrain") or ())
+    named = {re.split(r"[<>=\[]", one)[0]: one for one in listed}
+    return {name: named[name] for name in _LIBRARIES}
+
+
+def lowest(requirement: str) -> str:
+    """2.13 of `torch>=2.13`: the release that was tried."""
+    return requirement.partition(">=")[2].partition(",")[0]
+
+
+def _version(name: str, requirement: str, case: Case) -> Verdict:
+    release = lowest(requirement)
     try:
         there = metadata.version(name)
     except metadata.PackageNotFoundError:
         return _missing(name, case)
     found = f"{name} {there}"
-    if _release(there) < _release(tested.release):
-        return error(f"{found} (needs {tested.release})", f"pip install '{name}>={tested.release}'")
-    if _release(there) == _release(tested.release):
+    if _release(there) < _release(release):
+        return error(f"{found} (needs {release})", f"pip install '{name}>={release}'")
+    if _release(there) == _release(release):
         return ok(found)
-    found = f"{found} (tried with {tested.release} only)"
-    remedy = f"pip install '{name}=={tested.release}.*', as in constraints.txt"
-    return Verdict("error" if tested.newer == "error" else "warning", found, remedy)
+    found = f"{found} (tried with {release} only)"
+    remedy = f"pip install '{name}=={release}.*', as in constraints.txt"
+    return error(found, remedy) if "<" in requirement else warning(found, remedy)
 
 
 def _missing(name: str, case: Case) -> Verdict:
     if name != "deepspeed":
         return error(f"no {name}", f"pip install {name}")
-    if _asks_for_deepspeed(case):
+    if case.strategy.startswith("zero"):
         found = f"no deepspeed, which distributed.strategy {case.strategy} is"
         return error(found, INSTALL_DEEPSPEED)
     return ok("no deepspeed (only the zero strategies need it)")
@@ -241,10 +242,6 @@ def _missing(name: str, case: Case) -> Verdict:
 def _release(text: str) -> tuple[int, ...]:
     """(2, 13) of 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
-
-
-def _asks_for_deepspeed(case: Case) -> bool:
-    return case.strategy.startswith("zero")
 
 
 def compiler(case: Case) -> Verdict:
@@ -298,13 +295,13 @@ def extensions(case: Case) -> Verdict:
     if not left:
         return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
-    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would wait for ever"
+    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
     return (error if _builds(case) else warning)(found, remedy)
 
 
 def _directories(case: Case) -> list[Path]:
-    """Where extensions are built; without a wish of somebody one for each Python and torch."""
+    """Where extensions are built; by default one for each Python and torch."""
     from torch.utils import cpp_extension
 
     own = case.env.get("TORCH_EXTENSIONS_DIR")

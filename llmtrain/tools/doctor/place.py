@@ -1,6 +1,6 @@
-"""The run directory: what it lies on, whether it keeps what a run relies on, and its clock.
+"""The run directory: its file system, whether it keeps what a run relies on, and its clock.
 
-Nothing of a run is touched: probes lie in a directory of their own, beside the run or where its
+Nothing of a run is touched: probes are in a directory of their own, beside the run or where its
 directory would be made, and are deleted.
 """
 
@@ -13,12 +13,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain import durable
+from llmtrain.checkpoint import filesystem
+from llmtrain.config.binding import bind, changes
+from llmtrain.config.binding import refusals as not_accepted
+from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
-from llmtrain.rundir import contents
-from llmtrain.tools.doctor.case import Case, Verdict, error, joined, ok, refused, warning
+from llmtrain.rundir import contents, lock
+from llmtrain.tools.doctor.case import Case, Verdict, error, join, ok, refusal, warning
 
 _FORGETFUL = {
     "tmpfs": "memory: gone when the machine restarts",
@@ -44,14 +48,6 @@ except OSError as error:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """kind: as the system names it, "" where it does not tell."""
-
-    mount: str
-    kind: str
-
-
 def directory(case: Case) -> Verdict:
     """Type of the file system, and whether write, fsync, rename and lock do what they say."""
     place = existing(case.run_dir)
@@ -59,14 +55,14 @@ def directory(case: Case) -> Verdict:
         return error(f"{case.run_dir} is a file", "run.dir=DIR, another one")
     if not place.is_dir():
         return error(f"{place} is a file, not a directory", "run.dir=DIR, elsewhere")
-    system = file_system(place)
+    system = filesystem.kind(place)
     try:
         with tempfile.TemporaryDirectory(prefix=".llmtrain-doctor-", dir=place) as folder:
             probed = list(_probes(Path(folder)))
     except OSError as failed:
         found = f"{place} cannot be written: {failed.strerror or failed}"
         return error(found, "change its permissions, make room, or set another run.dir")
-    return joined([_kind(system, place, case), *probed, *_run_there(case)])
+    return join([_kind(system, place, case), *probed, *_run_there(case)])
 
 
 def existing(path: Path) -> Path:
@@ -80,45 +76,29 @@ def room(place: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def file_system(place: Path, table: Path = Path("/proc/self/mountinfo")) -> FileSystem:
-    """What a directory lies on: the innermost mount above it."""
-    best = FileSystem("", "")
-    if not table.is_file():
-        return best
-    real = place.resolve()
-    for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        mount = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split()[4])
-        kind = line.split(" - ", 1)[1].split()[0]
-        if real.is_relative_to(mount) and len(mount) >= len(best.mount):
-            best = FileSystem(mount, kind)
-    return best
-
-
-def _kind(system: FileSystem, place: Path, case: Case) -> Verdict:
-    found = f"{place} on {system.kind or 'a file system of unknown type'}"
-    if system.kind in _FORGETFUL:
-        found += f" ({_FORGETFUL[system.kind]})"
+def _kind(system: str, place: Path, case: Case) -> Verdict:
+    found = f"{place} on {system or 'a file system of unknown type'}"
+    if system in _FORGETFUL:
+        found += f" ({_FORGETFUL[system]})"
     if case.machines > 1:
-        return _shared(system, found, case)
-    if system.kind in _FORGETFUL:
+        return _check_shared(system, found, case)
+    if system in _FORGETFUL:
         return warning(found, "run.dir=DIR on a disk that stays")
     return ok(found)
 
 
-def _shared(system: FileSystem, found: str, case: Case) -> Verdict:
+def _check_shared(system: str, found: str, case: Case) -> Verdict:
     """Every machine must see the same directory: rank 0 writes what the others read."""
-    if _SHARED.fullmatch(system.kind):
+    if _SHARED.fullmatch(system):
         return ok(f"{found}, which {case.machines} machines can share")
     remedy = f"run.dir=DIR on a file system that all {case.machines} machines mount (NFS, Lustre …)"
-    if system.kind in _LOCAL | _FORGETFUL.keys():
+    if system in _LOCAL | _FORGETFUL.keys():
         return error(f"{found}: this machine's own, not shared by {case.machines}", remedy)
     return warning(f"{found}: whether {case.machines} machines share it is not known", remedy)
 
 
 def _probes(folder: Path) -> Iterator[Verdict]:
     """In an empty directory. Raises OSError if the disk refuses."""
-    from llmtrain import durable
-
     start = time.perf_counter()
     for content in (b"one", b"two"):
         durable.write(folder / "file", content)
@@ -139,7 +119,7 @@ def _lock(path: Path) -> Verdict:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as failed:
-            found = f"no locks ({failed.strerror}): two starts at once could both go on"
+            found = f"no locks ({failed.strerror}): two starts at once could both run"
             return warning(found, remedy)
         command = [sys.executable, "-I", "-S", "-c", _TAKE, str(path)]
         taken = subprocess.run(
@@ -148,34 +128,28 @@ def _lock(path: Path) -> Verdict:
     if taken.returncode == 1 and not taken.stderr:
         return ok("locks hold")
     if taken.returncode == 0:
-        return warning("a lock is granted twice: two starts at once could both go on", remedy)
+        return warning("a lock is granted twice: two starts at once could both run", remedy)
     return warning(f"a lock cannot be asked for: {taken.stderr.strip()}", remedy)
 
 
 def _run_there(case: Case) -> Iterator[Verdict]:
     """A run that lives in the directory already: another config's, or alive."""
-    from llmtrain.config.binding import binding_values, changes
-    from llmtrain.config.binding import refused as not_accepted
-    from llmtrain.config.load import load_config
-    from llmtrain.rundir import lock
-
     assert case.config is not None
     try:
         contents.check(case.run_dir)
     except UserError as strange:
-        yield refused(strange.problems)
+        yield refusal(strange.problems)
         return
     holder = lock.read(case.run_dir / contents.LOCK)
-    alive = holder and holder.boot_id == lock.boot_id() and lock.start_time(holder.pid)
-    if holder and alive and alive == holder.started:
+    if holder and lock.lives_here(holder):
         found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
         yield warning(found, "wait for it, or stop it: touch STOP in its directory")
     began, record = case.run_dir / contents.CONFIG, case.run_dir / contents.METRICS
     if began.is_file() and record.is_file():
-        found_changes = changes(binding_values(load_config(began)), binding_values(case.config))
+        found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
         accepted = case.config.checkpoint.accept_changes
         if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
-            yield refused(problems)
+            yield refusal(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")
 
@@ -186,7 +160,7 @@ def clocks(case: Case) -> Verdict:
     verdicts = [_date(case.wall), _drift(drift)]
     if case.config is not None:
         verdicts.append(_skew(existing(case.run_dir)))
-    return joined(verdicts)
+    return join(verdicts)
 
 
 def _date(now: float) -> Verdict:

@@ -44,7 +44,7 @@ def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
         for rank in range(RANKS)
     ]
     try:
-        return _judged(ranks, backend, allowed_seconds)
+        return _verdict(ranks, backend, allowed_seconds)
     finally:
         for rank in ranks:
             rank.kill()
@@ -57,7 +57,7 @@ def _environment(case: Case) -> dict[str, str]:
     return {name: value for name, value in case.env.items() if name not in mine}
 
 
-def _judged(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: float) -> Verdict:
+def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: float) -> Verdict:
     until = time.monotonic() + allowed_seconds
     remedy = (
         "look for a firewall on loopback, a wrong GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "

@@ -14,15 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
+from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.data.remote.request import AttemptError, wait_for
+from llmtrain.data.survey import survey
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
+from llmtrain.tools.doctor.place import existing, room
+from llmtrain.types import Spec
 
 if TYPE_CHECKING:
     from llmtrain.model.tokenizer import SpecialTokens
-    from llmtrain.types import Spec
 
 ANSWER_SECONDS = 30.0
 _MODEL_SECONDS = 60.0  # transformers asks several times by itself, and imports take a while
@@ -35,8 +40,9 @@ _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 class Described:
     """A model without weights, and its tokenizer.
 
-    ends: ids that the model's own config takes for the end of a text · trained: the run makes its
-    tokenizer itself · spec: of its checkpoints.
+    ends: ids that the model's own config takes for the end of a text
+    trained: the run makes its tokenizer itself
+    spec: of its checkpoints
     """
 
     kind: str
@@ -48,7 +54,7 @@ class Described:
     spec: Spec
 
 
-# Made once; why there is no model, where there is none.
+# Called once; gives the model, or the reason why there is no model.
 Describe = Callable[[], tuple[Described | None, Verdict | None]]
 
 
@@ -71,14 +77,11 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     seconds: how long the Hub may stay silent. Raises UserError for what is wrong with a source,
     RunError if the Hub does not answer.
     """
-    from llmtrain.config.binding import data_settings
-    from llmtrain.data.survey import survey
-
     assert case.config is not None
     _quiet_hub()
     workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
     ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
-    with aside(case.run_dir) as folder, warned() as heard:
+    with aside(case.run_dir) as folder, collect_warnings() as heard:
         try:
             found = survey(data_settings(case.config), ranks, folder, stop=deadline)
         except RunError:
@@ -97,15 +100,15 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
 
 
 def _quiet_hub() -> None:
-    """For good: threads that were given up on go on talking."""
+    """Permanently: threads that were given up on continue to log."""
     from huggingface_hub.utils import logging as hub
 
     hub.set_verbosity(logging.CRITICAL)
 
 
 @contextmanager
-def warned() -> Iterator[list[str]]:
-    """What our own code warns of meanwhile, in place of showing it."""
+def collect_warnings() -> Iterator[list[str]]:
+    """Collect the warnings of our own code instead of showing them."""
     heard: list[str] = []
     logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -136,9 +139,7 @@ def model(describe: Describe) -> Verdict:
 
 def disk(case: Case, describe: Describe) -> Verdict:
     """Room for the checkpoints that the run keeps. Raises UserError if there is too little."""
-    from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
     from llmtrain.distributed.engines.state import bytes_of
-    from llmtrain.tools.doctor.place import existing, room
 
     assert case.config is not None
     there, _ = describe()
@@ -152,22 +153,22 @@ def disk(case: Case, describe: Describe) -> Verdict:
     needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:
-        remedy = f"reckon with {size(once)} for every {keep.keep_every} steps, or set steps"
-        return warning(f"{found}; training.epochs: how many are kept for ever is open", remedy)
+        remedy = f"allow {size(once)} for every {keep.keep_every} steps, or set steps"
+        return warning(f"{found}; training.epochs: how many are kept permanently is open", remedy)
     return ok(found)
 
 
 def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> Described:
     """The model on meta, checked against its tokenizer.
 
-    run_dir: of a run that may have begun, and has both then · seconds: how long it may take, as the
-    Hub may not answer. Raises UserError with what is wrong, RunError when the time is over.
-    """
-    from llmtrain.data.remote.request import AttemptError, wait_for
+    run_dir: of a run that may have begun, and has both then
+    seconds: how long it may take, as the Hub may not answer
 
+    Raises UserError with what is wrong, RunError when the time is over.
+    """
     _quiet_hub()
     try:
-        return wait_for(lambda: _described(config, run_dir), seconds, None)
+        return wait_for(lambda: _describe(config, run_dir), seconds, None)
     except UserError as wrong:
         raise UserError(*map(_with_remedy, wrong.problems)) from wrong
     except AttemptError as late:
@@ -180,7 +181,7 @@ def _with_remedy(problem: Problem) -> Problem:
     return replace(problem, remedy=_ABSENT) if absent else problem
 
 
-def _described(config: Config, run_dir: Path) -> Described:
+def _describe(config: Config, run_dir: Path) -> Described:
     from llmtrain.distributed.engines import state
     from llmtrain.model.build import model_config, resolve_revision
     from llmtrain.model.freeze import freeze

@@ -15,7 +15,11 @@ from llmtrain.errors import Problem, UserError
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a launcher is given. options: of `accelerate launch` · env: for it and its ranks."""
+    """How a launcher finds the other machines.
+
+    options: of `accelerate launch`
+    env: variables for it and its ranks
+    """
 
     options: tuple[str, ...]
     env: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a command says of the run that it starts: its config, its run directory, its secrets.
+"""What a command shows of the run that it starts: its config, its run directory, its secrets.
 
 accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
                                                         └ config └ override
@@ -67,7 +67,7 @@ def shown(command: Sequence[str]) -> str:
     """
     hide = hider(os.environ)  # before the shell's quotes stand within a secret
     words = [
-        HIDDEN if _asks_for_secret(before) else _masked(hide(word))
+        HIDDEN if _asks_for_secret(before) else _mask(hide(word))
         for before, word in zip(["", *command], command, strict=False)
     ]
     return shlex.join(words)
@@ -77,19 +77,19 @@ def _asks_for_secret(word: str) -> bool:
     return word.startswith("--") and "=" not in word and is_secret_name(word)
 
 
-def _masked(text: str) -> str:
+def _mask(text: str) -> str:
     name, equals, value = text.partition("=")
     if equals and _is_secret(name, value) and not re.search(r"\s", name):
         return f"{name}={HIDDEN}"
-    return _ASSIGNMENT.sub(lambda found: f"{found[1]}={_masked_value(found[1], found[2])}", text)
+    return _ASSIGNMENT.sub(lambda found: f"{found[1]}={_mask_value(found[1], found[2])}", text)
 
 
-def _masked_value(name: str, value: str) -> str:
-    return HIDDEN if _is_secret(name, value.strip("\"'")) else _masked(value)
+def _mask_value(name: str, value: str) -> str:
+    return HIDDEN if _is_secret(name, value.strip("\"'")) else _mask(value)
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """A key of a config may be a field of a model; a variable or a flag of that name is none."""
+    """A key of a config may be a field of a model; a variable or a flag cannot."""
     return is_secret(name, value) if "." in name else is_secret_name(name)
 
 

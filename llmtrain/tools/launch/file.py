@@ -13,9 +13,9 @@ from pathlib import Path
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch.environment import contradictions
-from llmtrain.distributed.launch.named import unsupported
+from llmtrain.distributed.launch.named import unsupported_problems
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools.launch.sections import check_sections, exported
+from llmtrain.tools.launch.sections import check_sections, variables_of
 
 _KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _SUPPORTED = (
@@ -25,7 +25,11 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchFile:
-    """What to start. path: None = not written yet · processes: over all machines."""
+    """What an accelerate file starts.
+
+    path: None = not written yet
+    processes: on all machines together
+    """
 
     path: Path | None
     processes: int
@@ -47,7 +51,7 @@ class LaunchFile:
     @property
     def environment(self) -> dict[str, str]:
         """What the launcher will tell a rank of it: the variables that decide something."""
-        return exported(self.values, self.processes)
+        return variables_of(self.values, self.processes)
 
     @property
     def has_port(self) -> bool:
@@ -84,8 +88,8 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
         expected = "a whole number ≥ 1: the processes of all machines together"
         problems.append(Problem("num_processes", asked, expected, "or --processes N"))
     else:
-        env = exported(values, asked)
-        problems += unsupported(env, asked)
+        env = variables_of(values, asked)
+        problems += unsupported_problems(env, asked)
         if config is not None:
             problems += contradictions(env, config.distributed, config.training)
     if problems or not isinstance(asked, int):

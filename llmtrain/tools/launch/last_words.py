@@ -1,7 +1,7 @@
-"""How a run tells the process that launched it how it ended: a file with a code and a message.
+"""How a run reports its end to the process that launched it: a file with a code and a message.
 
-Between them stands a launcher, whose exit code is 1 for everything and whose own tracebacks would
-come after our message. So rank 0 leaves both in a file named by LLMTRAIN_LAUNCHED.
+The launcher between them has exit code 1 for everything, and its own tracebacks would come after
+our message. So rank 0 leaves both in a file named by LLMTRAIN_LAUNCHED.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmtrain import durable
 from llmtrain.training.stop.signals import LAUNCHED
 
 
 def leave(env: Mapping[str, str], exit_code: int, message: str) -> bool:
-    """Leave the mark, if this is rank 0 and somebody waits for it. Whether it could be left."""
+    """Leave the mark, if this is rank 0 and a launcher waits for it; return whether that worked."""
     path = Path(env.get(LAUNCHED, ""))
     if not path.is_absolute() or env.get("RANK", "0") != "0":
         return False
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(json.dumps([exit_code, message]), encoding="utf-8")
-        partial.replace(path)
+        durable.write(path, json.dumps([exit_code, message]).encode())
     except OSError:
         return False  # the message is then printed, and the code is looked up in status.json
     return True

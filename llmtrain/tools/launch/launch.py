@@ -34,7 +34,7 @@ from llmtrain.distributed.launch.environment import (
     family,
     launcher_problems,
 )
-from llmtrain.distributed.launch.named import unsupported, with_variables
+from llmtrain.distributed.launch.named import unsupported_problems, with_variables
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.status import read_status
@@ -51,8 +51,8 @@ _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
 class Ended:
     """How a launched run ended: the code of the run itself, not of its launcher.
 
-    message: what is left to say to a person, "" if the run has said it all · asked_to_stop: a
-    signal of this process was passed on to it.
+    message: what is left to say to a person, "" if the run has said it all
+    asked_to_stop: a signal of this process was passed on to it
     """
 
     exit_code: int
@@ -70,9 +70,11 @@ def launch(
 ) -> Ended:
     """Train in several processes, and wait for them.
 
-    accelerate_file: a config of accelerate; None = this machine, GPUs if it has any · processes: in
-    place of the file's number · env: the environment of the ranks, None = this process's · output:
-    where all that they print goes, None = where this process's goes.
+    accelerate_file: a config of accelerate; None = this machine, GPUs if it has any
+    processes: in place of the file's number
+    env: the environment of the ranks, None = this process's
+    output: where all that they print goes, None = where this process's goes
+
     Raises UserError before anything is started.
     """
     env = dict(os.environ if env is None else env)
@@ -122,7 +124,7 @@ def _launch_file(
 
 
 def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
-    """Why a start of so many processes on this machine would be refused; nothing is started."""
+    """Why a start of this many processes on this machine would be refused; nothing is started."""
     if problems := launcher_problems(env):
         return problems
     found = _wrong_with(_of_this_machine(processes, env, config), env, config)
@@ -145,7 +147,7 @@ def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> lis
     told = file.environment
     there = {**env, **told}
     wrong = contradictions(there, config.distributed, config.training)
-    found = [*unsupported(there, file.processes), *wrong]
+    found = [*unsupported_problems(there, file.processes), *wrong]
     exported = {name: value for name, value in env.items() if name not in told}
     return list(with_variables(found, exported))
 
@@ -264,7 +266,7 @@ def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
 
 
 def follow_parent() -> None:
-    """In the child, before it becomes the launcher: if we are killed, it is told to stop."""
+    """In the child, before it becomes the launcher: if we are killed, it receives SIGTERM."""
     processes.signal_on_death_of_parent(signal.SIGTERM)
 
 
@@ -288,7 +290,7 @@ def children() -> set[int]:
 
 
 def identity(run_dir: Path) -> tuple[int, int] | None:
-    """Which version of `status.json` lies there."""
+    """Which version of `status.json` is there."""
     try:
         found = (run_dir / STATUS).stat()
     except OSError:

@@ -22,10 +22,11 @@ _FSDP1 = (
 )
 
 
-def exported(values: Mapping[str, object], processes: int) -> dict[str, str]:
+def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]:
     """What a rank finds in its environment, as far as it decides something.
 
-    values: of the file · processes: of all machines together.
+    values: of the file
+    processes: of all machines together
     """
     machines = values.get("num_machines", 1)
     on_a_node = processes // machines if isinstance(machines, int) and machines > 0 else processes

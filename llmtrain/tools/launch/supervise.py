@@ -2,9 +2,9 @@
 
     this process ── COMMAND, a launcher (its own session) ── rank 0, rank 1, …
 
-A launcher's exit code says nothing of the run: `status.json` decides, and where it is silent the
+A launcher's exit code does not tell how the run ended: `status.json` decides, and without it the
 marks of ranks that failed. The trap: ranks outlive their launcher while they save. A start at that
-moment would be refused, and what the old ranks say be taken for the new start's answer; so first
+moment would be refused, and the status of the old ranks be taken for the new start's; so first
 the lock of the run directory must be free.
 """
 
@@ -20,15 +20,19 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.checkpoint import format as form
 from llmtrain.config.secrets import hider
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
-from llmtrain.rundir import contents
+from llmtrain.rundir import contents, failures
+from llmtrain.rundir.failures import Mark
+from llmtrain.rundir.lock import RunLock, is_held, lives_here, read
+from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.command import checked_run_dir, shown
+from llmtrain.training.stop.signals import GRACE
 
 if TYPE_CHECKING:
     import psutil
 
-    from llmtrain.rundir.failures import Mark
     from llmtrain.tools.launch.launch import Forward
 
 RESTARTS = "LLMTRAIN_RESTARTS"  # how often the command was started before, in its environment
@@ -47,7 +51,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """How it ended. exit_code: that of the last start · starts: how often the command was run."""
+    """How a supervised command ended.
+
+    exit_code: of the last start
+    starts: how often the command was run
+    reason: how the last start ended, in words
+    """
 
     exit_code: int
     starts: int
@@ -67,7 +76,9 @@ class Outcome:
 class Tries:
     """What was tried since the last new checkpoint.
 
-    starts: that ended without one · restarts: made · defects: restarts after code 1.
+    starts: that ended without one
+    restarts: made
+    defects: restarts after code 1
     """
 
     starts: int = 0
@@ -103,30 +114,31 @@ def supervise(
 ) -> Supervised:
     """Run a command until it has finished, was stopped or cannot be helped.
 
-    run_dir: None = that of the config in the command · say: takes one line of text, which holds no
-    secret. A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group,
-    and nothing is started any more. Raises UserError before the first start if the config is wrong,
-    says another run directory, or that is in use.
+    run_dir: None = that of the config in the command
+    say: takes one line of text, which holds no secret
+
+    A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group, and
+    nothing more is started. Raises UserError before the first start if the config is wrong or names
+    another run directory, or if that is in use.
     """
-    from llmtrain.rundir.lock import RunLock
     from llmtrain.tools.launch.launch import passing_signals_on
 
     patience = patience or Patience(leave=_grace(os.environ) + 30.0)
     run_dir = checked_run_dir(command, run_dir)
     RunLock(run_dir, "").check()
-    known, tries, hide = _committed(run_dir), Tries(), hider(os.environ)
+    known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
     with passing_signals_on(to_group=True) as forward:
         for number in count(1):
             say(f"start {number}: {shown(command)}")
             outcome = _start(command, run_dir, forward, patience.leave, say, restarts=number - 1)
-            now = _committed(run_dir)
+            now = _complete_checkpoints(run_dir)
             progress, known = bool(now - known), known | now
             stopped = forward.asked is not None
             decision = decide(outcome, tries, patience, progress=progress, stopped=stopped)
             ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
             say(hide(ended))
             if decision.restart:
-                _pause(_spread(decision.seconds), forward)
+                _until(lambda: forward.asked is not None, _spread(decision.seconds))
             if not decision.restart or forward.asked is not None:
                 return Supervised(decision.code, number, outcome.reason)
             tries = decision.tries
@@ -163,17 +175,18 @@ def judge(
 ) -> Outcome:
     """How a start ended. launcher: the command's own code, negative for a signal.
 
-    changed: this start has written `status.json` · new_marks: what its ranks have left. Where no
-    rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's failure.
-    """
-    from llmtrain.rundir.failures import worst
+    changed: this start has written `status.json`
+    new_marks: what its ranks have left
 
+    Where no rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's
+    failure.
+    """
     state, reason = status.get("state"), status.get("reason")
     if changed and state in ("finished", "stopped", "failed"):
         said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
         lost = (state, reason) == ("stopped", "launcher_lost")
         return Outcome(int(status.get("exit_code") or 0), said, lost)
-    left = worst(new_marks)
+    left = failures.worst(new_marks)
     if left is not None and left.is_cause:
         return Outcome(left.code, f"failed on rank {left.rank} ({_line(left.reason)})")
     if changed and state == "running":
@@ -195,12 +208,9 @@ def _start(
     restarts: int,
 ) -> Outcome:
     """Run the command once, and say how it ended when no rank of it is left."""
-    from llmtrain.rundir import failures
-    from llmtrain.rundir.lock import RunLock
-    from llmtrain.rundir.status import read_status
     from llmtrain.tools.launch.launch import children, follow_parent, identity
 
-    status, left, others = identity(run_dir), failures.seen(run_dir), children()
+    status, left, others = identity(run_dir), failures.versions(run_dir), children()
     env = {**os.environ, RESTARTS: str(restarts)}
     try:
         forward.child = subprocess.Popen(
@@ -229,8 +239,6 @@ def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> 
     """
     import psutil
 
-    from llmtrain.rundir.lock import is_held
-
     def gone() -> bool:
         return not _ranks(run_dir, others) and not is_held(run_dir)
 
@@ -249,8 +257,6 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
     A run of one process has no RANK in its environment. Zombies are put to rest.
     """
     import psutil
-
-    from llmtrain.rundir.lock import lives_here, read
 
     holder = read(run_dir / contents.LOCK)
     locker = holder.pid if holder is not None and lives_here(holder) else None
@@ -285,27 +291,18 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _pause(seconds: float, forward: Forward) -> None:
-    """Wait, but not when the end is asked for."""
-    _until(lambda: forward.asked is not None, seconds)
-
-
 def _spread(seconds: float) -> float:
     """±20 %, so that many runs that one fault ended do not all start at once."""
     return seconds * (0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32)
 
 
-def _committed(run_dir: Path) -> frozenset[str]:
+def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
     """The names of all complete checkpoints."""
-    from llmtrain.checkpoint import format as form
-
     return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
 
 
 def _grace(environ: Mapping[str, str]) -> float:
     """What torch's launcher gives its ranks before it kills them."""
-    from llmtrain.training.stop.signals import GRACE
-
     said = environ.get(GRACE, "")
     return float(said) if said.isdigit() else 30.0
 

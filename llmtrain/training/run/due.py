@@ -4,59 +4,66 @@ that all ranks received.
 
 from __future__ import annotations
 
-from llmtrain.config.schema import Config
-from llmtrain.types import Flags, Numbers, Ranks
+from dataclasses import KW_ONLY, asdict, dataclass, field
 
-# A lost launcher comes first: ranks are reparented one after another, each with a signal.
-STOP_REASONS = ("launcher_lost", "signal", "stop_file", "stop_after")
+from llmtrain.types import STOPS, Flags, Numbers, Ranks
 
 
+@dataclass(slots=True)
 class Due:
-    """Answers for one start of a run; `step` always counts finished steps."""
+    """What is due in one start of a run; `step` always counts finished steps.
 
-    def __init__(
-        self, config: Config, first: int, evaluated: int | None, *, heldout: bool, ended: bool
-    ) -> None:
-        assert config.training.steps is not None
-        self._steps = config.training.steps
-        self._evaluate_every = config.evaluation.every_steps
-        self._save_every = config.checkpoint.every_steps
-        self._log_every = config.logging.every_steps
-        self._first = first + 1
-        self._evaluated = evaluated
-        self._saved = {first}
-        self._asked = False
-        self._in_flight = False
-        self._written = False
-        self._heldout = heldout
-        self.data_ended = ended
-        self.stop_reason: str | None = None
+    steps: of the whole run
+    first: steps that were finished when this start began
+    last_evaluation: its step, None before the first one
+    heldout: whether there are documents to evaluate on
+    data_ended: whether no block is left to train on
+    stop_reason: why the run shall stop, as all ranks agreed
+    """
+
+    _: KW_ONLY
+    steps: int
+    evaluate_every: int
+    save_every: int
+    log_every: int
+    first: int
+    last_evaluation: int | None
+    heldout: bool
+    data_ended: bool
+    stop_reason: str | None = None
+    _saved: set[int] = field(default_factory=set)
+    _asked: bool = False
+    _in_flight: bool = False
+    _written: bool = False
+
+    def __post_init__(self) -> None:
+        self._saved.add(self.first)
 
     def learn(self, numbers: Numbers) -> None:
-        """Hear what all ranks said at a step."""
+        """Note what all ranks agreed on at a step."""
         self.ask(numbers.stops)
         self.data_ended = self.data_ended or numbers.ended
         self._asked = self._asked or numbers.save
         self._written = numbers.written
 
     def ask(self, stops: tuple[str, ...]) -> None:
-        """Take up a stop that all ranks know of."""
-        for reason in STOP_REASONS:
+        """Note a stop that all ranks know of."""
+        for reason in STOPS:
             if reason in stops and self.stop_reason is None:
                 self.stop_reason = reason
 
-    def evaluated(self, step: int) -> None:
-        """An evaluation of `step` was completed."""
-        self._evaluated = step
+    def record_evaluation(self, step: int) -> None:
+        """Note that the evaluation of `step` is complete."""
+        self.last_evaluation = step
 
-    def begun(self, step: int) -> None:
-        """The state of `step` is being saved; what was asked for is served."""
+    def begin_save(self, step: int) -> None:
+        """Note that a save of `step` begins, which also serves whoever asked for one."""
         self._saved.add(step)
         self._asked = self._written = False
         self._in_flight = True
 
-    def ended(self, step: int, *, saved: bool) -> None:
-        """What was begun for `step` is on disk, or is not: then the next due step tries again."""
+    def end_save(self, step: int, *, saved: bool) -> None:
+        """Note that the save of `step` is over. saved: False = the next due step tries again."""
         self._in_flight = self._written = False
         if not saved:
             self._saved.remove(step)
@@ -66,9 +73,9 @@ class Due:
         return self.stop_reason is not None or self._last(step)
 
     def evaluation(self, step: int) -> bool:
-        """Whether to measure now: the base line, the period, the end, or one that was cut off."""
-        wanted = step % self._evaluate_every == 0 or self._last(step)
-        missing = self._heldout and self._evaluated != step
+        """Whether to evaluate now: the first time, at the period, the end, or after a cut."""
+        wanted = step % self.evaluate_every == 0 or self._last(step)
+        missing = self.heldout and self.last_evaluation != step
         return wanted and missing and self.stop_reason is None
 
     def checkpoint(self, step: int) -> bool:
@@ -76,15 +83,15 @@ class Due:
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save the state of `step`: period, wish, the end of this start."""
-        wanted = step % self._save_every == 0 or self._asked or self.stop(step)
+        """Whether to save the state of `step`: its period, a request, the end of this start."""
+        wanted = step % self.save_every == 0 or self._asked or self.stop(step)
         return wanted and self.unsaved(step)
 
     def reason(self, step: int) -> str:
-        """Why `step` is saved: its period, a wish, the end, or what stops the run."""
+        """Return why `step` is saved: its period, a request, the end, or what stops the run."""
         if self.stop(step):
             return self.stop_reason or "end"
-        return "period" if step % self._save_every == 0 else "asked"
+        return "period" if step % self.save_every == 0 else "asked"
 
     def unsaved(self, step: int) -> bool:
         """Whether the state of `step` is neither on disk nor on its way there."""
@@ -96,24 +103,19 @@ class Due:
 
     def line(self, step: int) -> bool:
         """Whether `step` gets a line of metrics."""
-        return self.stop(step) or step == self._first or step % self._log_every == 0
+        return self.stop(step) or step == self.first + 1 or step % self.log_every == 0
 
     def finished(self, step: int) -> bool:
         """Whether the run is complete: the last step is done and nothing is missing."""
-        return self._last(step) and not (self._heldout and self._evaluated != step)
+        return self._last(step) and not (self.heldout and self.last_evaluation != step)
 
     def _last(self, step: int) -> bool:
-        return step == self._steps or self.data_ended
+        return step == self.steps or self.data_ended
 
 
 def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
-    """Outside a step: the reason that outranks what any rank says, or nothing. Collective."""
-    said = {
-        "launcher_lost": flags.lost_launcher,
-        "signal": flags.signal,
-        "stop_file": flags.stop_file,
-        "stop_after": flags.stop_after,
-    }
-    levels = [len(STOP_REASONS) - k for k, reason in enumerate(STOP_REASONS) if said[reason]]
+    """Agree outside a step on the most important reason to stop, or on none. Collective."""
+    said = asdict(flags)
+    levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))
-    return (STOP_REASONS[-highest],) if highest else ()
+    return (STOPS[-highest],) if highest else ()

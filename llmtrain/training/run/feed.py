@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from llmtrain.agreement import attempt
 from llmtrain.data.stream import Stream
 from llmtrain.training.run import rng
-from llmtrain.types import Batch, Cursor
+from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Before:
-    """What a step changes on the host, as it was in front of `step`."""
+    """What a step changes on the host, as it was before `step`."""
 
     step: int
     cursors: dict[int, tuple[Cursor, ...]]
@@ -51,11 +52,6 @@ class Feed:
     error: Exception | None = None
     before: deque[Before] = field(default_factory=lambda: deque(maxlen=2))
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank's stream is broken."""
-        return self.error is not None
-
     def begin(self, step: int) -> None:
         """Keep the state to return to if the data of `step` fails."""
         counts = {label: Counter(met) for label, met in self.counts.items()}
@@ -63,35 +59,35 @@ class Feed:
         self.before.append(state)
 
     def next_batch(self) -> Batch:
-        """This rank's blocks of the next step.
+        """Return this rank's blocks of the next step.
 
-        A stream that fails cannot say so to peers that are already in the step. It is not asked
-        again: from then on this rank hands out padding, and its vector says that its data failed.
+        A rank whose stream fails cannot tell its peers, which are already in the step. It does not
+        ask again: from then on it returns padding, and its vector reports that its data failed.
         """
         if self.error is None:
-            try:
-                return next(self.stream)
-            except Exception as error:  # voted on when the step's vector arrives, see `start_run`
-                self.error = error
-                _log.warning("the data of this rank failed", exc_info=True)
+            outcome = attempt(lambda: next(self.stream))
+            if outcome.error is None:
+                return outcome.result()
+            self.error = outcome.error  # voted on when the step's vector arrives, see `start_run`
+            _log.warning("the data of this rank failed", exc_info=outcome.error)
         return self._padding()
 
     def _padding(self) -> Batch:
         ids = np.zeros((self.rows, self.seq_len + 1), dtype=np.int32)
-        labels = np.full((self.rows, self.seq_len), -100, dtype=np.int64)
+        labels = np.full((self.rows, self.seq_len), NOT_TRAINED, dtype=np.int64)
         return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
 
     def advance(self, step: int, batch: Batch) -> None:
-        """A step is done: its blocks count as consumed."""
+        """Count the blocks of a finished step as consumed."""
         self.step = step
         self.cursors.update(batch.cursors)
         for label, met in batch.counts.items():
             self.counts.setdefault(label, Counter()).update(met)
 
     def put_back(self, step: int) -> None:
-        """The state in front of `step`: neither it nor the one behind it was applied.
+        """Restore the state before `step`: neither it nor the one after it was applied.
 
-        Their vectors said that data failed, so weights, moments and counted tokens are untouched.
+        Their vectors reported failed data, so weights, moments and counted tokens are untouched.
         """
         before = next(one for one in self.before if one.step == step)
         self.step = step - 1

@@ -1,7 +1,7 @@
-"""What is said of a run that goes wrong numerically, and what ends it.
+"""What is reported of a run that goes wrong numerically, and what ends it.
 
-A loss is a spike where it is above the median of the last steps by six of their standard
-deviations, which are estimated from the median of the distances to that median, since spikes
+A loss is a spike if it is above the median of the last steps by more than six of their standard
+deviations. These are estimated from the median of the distances to that median, since the spikes
 themselves would widen any other measure.
 """
 
@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import assert_never
 
@@ -30,24 +31,26 @@ _LEAST_DEVIATION = 0.01  # nats: a loss that hardly moves has no noise to measur
 Tell = Callable[..., object]  # event, step, details
 
 
+@dataclass(slots=True)
 class Guards:
-    """Looks at every step's numbers; equal on all ranks, so all of them raise or none."""
+    """Looks at every step's numbers, which are equal on all ranks: all of them raise, or none.
 
-    def __init__(self, config: TrainingConfig, skipped_in_a_row: int, tell: Tell) -> None:
-        """tell: takes an event. Losses of an earlier start are not known: spikes begin anew."""
-        self._config = config
-        self._tell = tell
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
-        self._spiking = False
-        self.skipped_in_a_row = skipped_in_a_row
+    tell: takes an event. Losses of an earlier start are not known.
+    """
+
+    config: TrainingConfig
+    skipped_in_a_row: int
+    tell: Tell
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _spiking: bool = False
 
     def median_seconds(self) -> float:
-        """Of the last steps, from any thread; 0 before the first one."""
+        """Return the median time of the last steps (from any thread); 0 before the first one."""
         return median(tuple(self._seconds) or (0.0,))
 
     def check(self, numbers: Numbers) -> None:
-        """Count skipped updates; raise when there are too many, or none may be. Tell of spikes."""
+        """Count skipped updates, raise if there are too many or none is allowed; report spikes."""
         self._seconds.append(numbers.seconds)
         if numbers.step_tokens == 0 and (numbers.ended or numbers.padding_only):
             return  # nothing was left to train on: no sign of divergence
@@ -62,14 +65,14 @@ class Guards:
             self._look_for_a_spike(numbers)
             return
         self.skipped_in_a_row += 1
-        match self._config.on_nonfinite:
+        match self.config.on_nonfinite:
             case "stop":
-                raise _diverged(numbers, "training.on_nonfinite is stop")
+                raise _divergence(numbers, "training.on_nonfinite is stop")
             case "skip":
-                if self.skipped_in_a_row >= self._config.max_skipped_in_a_row:
-                    raise _diverged(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
+                if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
+                    raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
             case _:
-                assert_never(self._config.on_nonfinite)
+                assert_never(self.config.on_nonfinite)
 
     def _look_for_a_spike(self, numbers: Numbers) -> None:
         """Compare a loss with those before it; a loss that stays high is one spike."""
@@ -77,20 +80,20 @@ class Guards:
         above = numbers.loss > usual + _DEVIATIONS * sigma
         if above and not self._spiking:
             values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
-            self._tell("loss_spike", numbers.step, **values)
+            self.tell("loss_spike", numbers.step, **values)
         self._spiking = above
         self._losses.append(numbers.loss)
 
 
 def _spread(losses: Sequence[float]) -> tuple[float, float]:
-    """Median and standard deviation, both blind to a minority of outliers."""
+    """Return median and standard deviation, neither of which a minority of outliers changes."""
     middle = median(losses)
     distance = median(abs(loss - middle) for loss in losses)
     return middle, max(_NORMAL * distance, _LEAST_DEVIATION)
 
 
 def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:
-    """Raise RunError (75) where replicas came apart, so that neither of them is saved.
+    """Raise RunError (75) if replicas differ, so that neither of them is saved.
 
     differing: as of `Engine.unequal_replicas`, the same on all ranks · tell: takes an event.
     """
@@ -114,7 +117,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _diverged(numbers: Numbers, why: str) -> RunError:
+def _divergence(numbers: Numbers, why: str) -> RunError:
     return RunError(
         f"training diverged at step {numbers.step}: loss {numbers.loss}, gradient norm "
         f"{numbers.grad_norm} ({why})",

@@ -1,4 +1,4 @@
-"""What a run says of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
+"""What a run reports of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
 
 Only rank 0 has anything to write to; on the other ranks every call does nothing, so that no caller
 asks for its rank.
@@ -10,20 +10,18 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtrain import durable
-from llmtrain.config.binding import config_digest_values
-from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
-from llmtrain.metrics.trackers import Trackers, open_trackers
+from llmtrain.metrics.trackers import Name, Trackers, open_trackers
 from llmtrain.rundir import contents
 from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
@@ -39,7 +37,7 @@ _STATUS_SECONDS = 1.0
 
 
 class Journal:
-    """Lines, status and notes of one start; open from the claim of the run directory to the end."""
+    """Lines, status and progress of one start, from the claim of the run directory to its end."""
 
     def __init__(self, run_dir: Path, rank: int, lock: RunLock | None = None) -> None:
         """lock: of the run directory, at rank 0."""
@@ -51,21 +49,12 @@ class Journal:
         self._originals: Originals | None = None
         self._locks_made = 0  # how many of `lock.made_again` are events already
         self._lines = Lines(run_dir) if rank == 0 else None
-        self._progress = Progress(sys.stderr if rank == 0 else None)
+        self.progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
         self._started = time.perf_counter()
         self._told = 0.0
         self._untold: dict[str, object] = {}
         self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
-
-    @property
-    def note(self) -> Any:
-        """Show one line of text on the terminal."""
-        return self._progress.note
-
-    def expect(self, steps: int) -> None:
-        """Say how long the whole run is."""
-        self._progress.steps = steps
 
     def keep_files(self) -> None:
         """Keep what a later start needs, for `check_directory` (rank 0). Raises RunError (74)."""
@@ -73,42 +62,29 @@ class Journal:
             with needed_on_disk(self.run_dir):
                 self._originals = Originals(self.run_dir)
 
-    def track(self, config: Config, step: int) -> None:
-        """Open the trackers that the config asks for."""
-        if self._lines is not None and config.logging.trackers:
-            values = config_digest_values(config)
+    def track(self, names: Sequence[Name], config: Mapping[str, object]) -> None:
+        """Open the trackers of these names (rank 0). config: its values by key, for people."""
+        if self._lines is not None and names:
             self._trackers = open_trackers(
-                config.logging.trackers,
+                names,
                 self.run_dir / contents.TRACKERS,
-                values,
-                step,
+                config,
+                self.step,
                 lambda event, detail: self.event(event, self.step, **detail),
             )
 
     def write(self, kind: str, step: int, **fields: object) -> None:
-        """One line of `metrics.jsonl`, to the trackers too."""
+        """Write one line of `metrics.jsonl`, to the trackers too."""
         if self._lines is not None:
             self._lines.write(kind, step, **fields)
         if self._trackers is not None:
             self._trackers.log(kind, step, fields)
 
     def event(self, name: str, step: int, **detail: object) -> None:
-        """Something that a person may want to know of, in the record and in the log."""
+        """Write what a person may want to know into the record and into the log."""
         self.write("event", step, event=name, detail=detail)
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
         _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
-
-    def show(self, numbers: Numbers, *, line: bool, memory_gb: float | None) -> None:
-        """Move the progress line."""
-        self._progress.training(numbers, line=line, memory_gb=memory_gb)
-
-    def show_evaluation(self, fields: Mapping[str, object]) -> None:
-        """Show an `eval` line."""
-        self._progress.evaluation(fields)
-
-    def show_checkpoint(self, step: int) -> None:
-        """Show that a checkpoint is complete."""
-        self._progress.checkpoint(step)
 
     def check_lock(self) -> None:
         """Raise RunError (75) if another process has the run directory now (rank 0)."""
@@ -128,7 +104,7 @@ class Journal:
             self.event("lock_made_again", self.step)
 
     def check_directory(self) -> None:
-        """Before a save: write again what somebody has deleted of the run directory (rank 0).
+        """Write what somebody has deleted of the run directory again, before a save (rank 0).
 
         That is an event. Raises RunError: 75 if another process has the directory now, 74 if the
         disk refuses.
@@ -151,7 +127,9 @@ class Journal:
             self.event("files_restored", self.step, files=names)
 
     def status(self, **fields: object) -> None:
-        """Replace fields of `status.json`; a disk that refuses is an event, and told later."""
+        """Replace fields of `status.json`. If the disk refuses, that is an event, and the next
+        call writes them too.
+        """
         if self._lines is None or self._is_lost:
             return
         first = not self._untold
@@ -164,20 +142,20 @@ class Journal:
         else:
             self._untold = {}
 
-    def progressed(self, step: int) -> None:
-        """Say in `status.json` how far the run is; once a second at most: it costs two fsyncs."""
+    def report_progress(self, step: int) -> None:
+        """Write the step into `status.json`; once a second at most: it costs two fsyncs."""
         now = time.perf_counter()
         if now - self._told >= _STATUS_SECONDS:
             self._told = now
             self.status(step=step)
 
     def sync(self) -> None:
-        """Everything said so far is on the disk."""
+        """Make sure that every line so far is on the disk."""
         if self._lines is not None:
             self._lines.sync()
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
-        """The last line and status of this start; none where another process has the directory."""
+        """Write the last line and status, unless another process has the directory."""
         if self._lines is None:
             self.exit_code = exit_code
             return
@@ -190,7 +168,7 @@ class Journal:
         self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
         try:
             self.sync()
-        finally:  # a supervisor believes the status: where there is room for it, it must be there
+        finally:  # a supervisor relies on the status: it must be written if there is room for it
             write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
         self._close_trackers()
@@ -208,7 +186,7 @@ class Journal:
 
     def close(self) -> None:
         """Close files and terminal line."""
-        self._progress.close()
+        self.progress.close()
         if self._lines is not None:
             self._lines.close()
         if self._originals is not None:
@@ -217,113 +195,104 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """planned_bytes: of the device, None where it was not planned · held_before: the model."""
+    """What memory is compared with.
+
+    planned_bytes: of the device, None where it was not planned
+    held_before: bytes that were held before there was a model
+    compare_at: the step after which they are compared
+    """
 
     planned_bytes: int | None
     held_before: int
     compare_at: int
 
 
+@dataclass(slots=True)
 class RunLog:
     """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        due: Due,
-        device: torch.device,
-        evaluation: dict[str, Any] | None,
-        expected: Expected,
-    ) -> None:
-        self._journal = journal
-        self._due = due
-        self._device = device
-        self._expected = expected
-        self._span_seconds = 0.0
-        self._span_wait = 0.0
-        self._told_of_end = False
-        self.last_evaluation = evaluation
+    journal: Journal
+    due: Due
+    device: torch.device
+    last_evaluation: dict[str, Any] | None
+    expected: Expected
+    _span_seconds: float = 0.0
+    _span_wait: float = 0.0
+    _reported_end: bool = False
 
     def training(self, numbers: Numbers) -> None:
-        """A step's numbers: a line where one is due, an event where the update was skipped.
+        """Log a step's numbers: a line if one is due, an event if the update was skipped.
 
         Raises RunError (75) at rank 0 if another process has the run directory now.
         """
-        self._journal.step = numbers.step
-        self._journal.check_lock()
+        self.journal.step = numbers.step
+        self.journal.check_lock()
         self._span_seconds += numbers.seconds
         self._span_wait += numbers.data_wait_seconds
         over = numbers.padding_only or (numbers.ended and not numbers.step_tokens)
         if over:
-            self._nothing_left(numbers.step)
+            self._report_no_data(numbers.step)
         elif numbers.skipped:
-            self._journal.event(
+            self.journal.event(
                 "update_skipped",
                 numbers.step,
                 loss=numbers.loss,
                 grad_norm=numbers.grad_norm,
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
-        if numbers.step == self._expected.compare_at:
+        if numbers.step == self.expected.compare_at:
             self._compare_memory(numbers.step)
-        line = self._due.line(numbers.step) or (numbers.skipped and not over)
-        held = memory_gb(self._device) if line else None
-        self._journal.show(numbers, line=line, memory_gb=held)
+        line = self.due.line(numbers.step) or (numbers.skipped and not over)
+        held = memory_gb(self.device) if line else None
+        self.journal.progress.training(numbers, line=line, memory_gb=held)
         if line:
-            self._journal.write("train", numbers.step, **self._fields(numbers, held))
-            self._journal.progressed(numbers.step)
+            self.journal.write("train", numbers.step, **self._fields(numbers, held))
+            self.journal.report_progress(numbers.step)
             self._span_seconds = self._span_wait = 0.0
 
     def _compare_memory(self, step: int) -> None:
-        """Rank 0's peak since the model was built beside what was planned, without the reserve."""
-        measured = memory.peak_bytes(self._device) - self._expected.held_before
-        planned = self._expected.planned_bytes
+        """Report rank 0's peak since the model was built, and what was planned without reserve."""
+        measured = memory.peak_bytes(self.device) - self.expected.held_before
+        planned = self.expected.planned_bytes
         detail = {
             "planned_gb": None if planned is None else round(planned / 2**30, 3),
             "measured_gb": round(measured / 2**30, 3),
             "difference": round(measured / planned - 1, 3) if planned else None,
         }
-        if self._device.type == "cpu":  # resident memory holds much that is not the model's
-            self._journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
+        if self.device.type == "cpu":  # resident memory holds much that is not the model's
+            self.journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
         else:
-            self._journal.event("memory_compared", step, **detail)
+            self.journal.event("memory_compared", step, **detail)
 
-    def _nothing_left(self, step: int) -> None:
-        """All lanes of a step's blocks have ended: on the record each time, told once."""
-        if self._told_of_end:
-            self._journal.write("event", step, event="nothing_to_train", detail={})
-            return
-        self._told_of_end = True
-        self._journal.event("nothing_to_train", step, reason="the lanes of its blocks have ended")
+    def _report_no_data(self, step: int) -> None:
+        """Record that all lanes of a step's blocks have ended; log it once."""
+        if self._reported_end:
+            self.journal.write("event", step, event="nothing_to_train", detail={})
+        else:
+            self.journal.event(
+                "nothing_to_train", step, reason="the lanes of its blocks have ended"
+            )
+        self._reported_end = True
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:
-        """A completed evaluation; None was cut off by a stop and stays due."""
+        """Log a completed evaluation; None = a stop cut it off, and it stays due."""
         if found is None:
-            self._journal.event("evaluation_cut_off", step)
+            self.journal.event("evaluation_cut_off", step)
             return
-        fields = {
-            "split": "heldout",
-            "loss": found.loss,
-            "perplexity": found.perplexity,
-            "bits_per_byte": found.bits_per_byte,
-            "tokens": found.tokens,
-            "bytes": found.bytes,
-            "documents": found.documents,
-            "seconds": found.seconds,
-        }
-        self._due.evaluated(step)
+        fields = {"split": "heldout", **asdict(found)}
+        self.due.record_evaluation(step)
         loss = found.loss if math.isfinite(found.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
         best = min((one for one in (loss, before) if one is not None), default=None)
         self.last_evaluation = {"step": step, "loss": loss, "best": best}
-        self._journal.write("eval", step, **fields)
-        self._journal.show_evaluation({"step": step, **fields})
+        self.journal.write("eval", step, **fields)
+        self.journal.progress.evaluation({"step": step, **fields})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
-        """What the model wrote."""
+        """Log what the model wrote."""
         for sample in samples:
-            self._journal.write("sample", step, prompt=sample.prompt, text=sample.text)
-            self._journal.note(f"sample  {sample.prompt}{sample.text}")
+            self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
+            self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
 
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         return {
@@ -346,6 +315,6 @@ class RunLog:
 
 
 def memory_gb(device: torch.device) -> float:
-    """This process's peak on its device, or on a CPU its resident memory; GiB."""
+    """Return this process's peak on its device, or on a CPU its resident memory; in GiB."""
     held = memory.peak_bytes(device) if device.type == "cuda" else memory.resident_bytes()
     return held / 2**30

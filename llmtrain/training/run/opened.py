@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from llmtrain.config.binding import Bound
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a start takes. reason: of the layout · memory: None where it could not be planned.
+    """The plan of a start.
 
-    decided_anew: what an earlier start of this kind froze does not fit any more.
+    memory: None where it could not be planned
+    reason: of the layout
+    decided_anew: what an earlier start of this kind froze does not fit any more
     """
 
     layout: Layout
@@ -36,7 +39,7 @@ class Planned:
     decided_anew: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """For the `start` line."""
+        """Return it as the `start` line has it."""
         parts = dict(self.memory.parts) if self.memory else None
         total = self.memory.total_bytes if self.memory else None
         device = {"device_bytes": self.hardware.device_bytes}
@@ -52,6 +55,7 @@ class Processes:
     what does not fit any more.
     """
 
+    bound: Bound
     launched: Launched
     planned: Planned
     run_id: str
@@ -64,8 +68,9 @@ class Processes:
 class DataSide:
     """The data, opened where the last checkpoint left it.
 
-    heldout: None = nothing is held out · changed: parts of the fingerprint that differ from the
-    checkpoint's, as accepted · ended: there is no block left to train on.
+    heldout: None = nothing is held out
+    changed: parts of the fingerprint that differ from the checkpoint's, as accepted
+    ended: there is no block left to train on
     """
 
     manifest: Manifest
@@ -79,9 +84,10 @@ class DataSide:
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """The model, bare and as prepared for its strategy; spec: of its checkpoints.
+    """The model, bare and as prepared for its strategy.
 
-    held_before: bytes of the device, or of the process on a CPU, before there was a model.
+    spec: of its checkpoints
+    held_before: bytes of the device, or of the process on a CPU, before there was a model
     """
 
     bare: PreTrainedModel

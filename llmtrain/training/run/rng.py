@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import random  # noqa: TID251  # models and libraries may draw from it; its state is kept, not used
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.hashing import mix
 
@@ -26,7 +28,7 @@ def seed_rank(seed: int, rank: int, step: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """The generators of this process as they give them; device: None without a GPU."""
+    """The states of this process's generators. device: None without a GPU."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -34,7 +36,7 @@ class States:
     device: Tensor | None
 
     def to_json(self) -> dict[str, Any]:
-        """As `trainer_state.json` keeps them."""
+        """Return them as `trainer_state.json` keeps them."""
         version, numbers, following = self.python
         name, keys, position, has_gauss, gauss = self.numpy
         keys = np.asarray(keys).astype("<u4").tobytes()
@@ -49,7 +51,7 @@ class States:
 
     @staticmethod
     def from_json(kept: dict[str, Any]) -> States:
-        """The inverse of `to_json`."""
+        """Make them from what `to_json` returned."""
         version, numbers, following = kept["python"]
         name, keys, *rest = kept["numpy"]
         numpy = (name, np.frombuffer(_bytes(keys), dtype="<u4"), *rest)
@@ -58,7 +60,7 @@ class States:
 
 
 def capture(device: torch.device) -> States:
-    """The states now; costs some microseconds and waits for no device."""
+    """Return the states now; takes some microseconds and waits for no device."""
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return States(random.getstate(), np.random.get_state(), torch.get_rng_state(), there)
 
@@ -70,6 +72,19 @@ def restore(states: States, device: torch.device) -> None:
     torch.set_rng_state(states.torch)
     if device.type == "cuda" and states.device is not None:
         torch.cuda.set_rng_state(states.device, device)
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the buffers of a model and the random states after the block."""
+    states = capture(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        restore(states, device)
 
 
 def _text(data: bytes) -> str:

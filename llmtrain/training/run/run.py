@@ -65,17 +65,17 @@ class Run:
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to it."""
+        """The norm to which gradients are scaled down."""
         return self.config.training.max_grad_norm
 
     @property
     def run_dir(self) -> Path:
-        """Where the run lives."""
+        """The run directory."""
         return self.config.run_dir
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """The device of this rank."""
         return self.processes.launched.device
 
     @property

@@ -1,4 +1,4 @@
-"""What a start says of the run once it is open: the `start` line, the summary, what has changed."""
+"""What a start reports once the run is open: the `start` line, the summary, what has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import torch
 
 from llmtrain.agreement import on_rank_zero
-from llmtrain.config.binding import binding_values, changes
+from llmtrain.config.binding import bind, changes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate_factor
@@ -18,12 +18,13 @@ _log = logging.getLogger(__name__)
 
 
 def announce(run: Run, seconds: float) -> None:
-    """The start's line, and the same for people."""
+    """Record the start of the run, and log it for people."""
     processes, journal, first = run.processes, run.journal, run.first_step
     resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
-    on_rank_zero(run.ranks, lambda: journal.track(run.config, first))
+    values = bind(run.config).values  # with the length of the run in steps
+    on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
     strategy = processes.launched.strategy
     shape = processes.planned.shape  # the model's own tensors may be a part of theirs
@@ -49,8 +50,8 @@ def announce(run: Run, seconds: float) -> None:
         _log.info(line)
 
 
-def tell_what_changed(run: Run, place: Place | None, *, same_randomness: bool) -> None:
-    """Events for what is not as it was when the run began, or not as one would expect."""
+def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> None:
+    """Report what is not as it was when the run began, or not as one would expect."""
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None
     if place is not None and place.lock.takeover is not None:
@@ -64,20 +65,20 @@ def tell_what_changed(run: Run, place: Place | None, *, same_randomness: bool) -
     now, before = processes.versions, saved["versions"] if saved else {}
     if other := {key: now[key] for key in before if now.get(key) != before[key]}:
         event("other_versions", first, **other)
-    bound = binding_values(run.config)
+    bound = processes.bound.binding
     keys = [change.key for change in changes(saved["config"] if saved else bound, bound)]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
     if place is not None and place.steps not in (None, run.steps):
-        _tell_other_length(run, place.steps)
+        _report_length(run, place.steps)
     if run.data.heldout is None:
         event("nothing_held_out", first)
     if run.config.checkpoint.background is True and run.checkpoints.writer is None:
         event("saving_in_line", first, reason="rank 0 writes what all ranks hold parts of")
 
 
-def _tell_other_length(run: Run, before: int) -> None:
-    """Most schedules follow the length of the run: the next step has another learning rate."""
+def _report_length(run: Run, before: int) -> None:
+    """Report another length of the run, which most schedules follow."""
     config, step = run.config.optimizer, run.first_step + 1
     old, new = (
         config.learning_rate * learning_rate_factor(config, steps, min(step, steps))
@@ -98,7 +99,7 @@ def _tell_other_length(run: Run, before: int) -> None:
 
 
 def _accumulation(run: Run) -> int:
-    """Micro-batches of a step on one rank."""
+    """Return the micro-batches of a step on one rank."""
     return run.feed.rows // run.built.micro_batch_size
 
 
@@ -126,7 +127,7 @@ def _memory(run: Run) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """What a person calls the device."""
+    """Return the name of the device, for people."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return platform.processor() or platform.machine()

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
-from llmtrain.config.binding import binding_values, changes, dump, refused
+from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
@@ -32,10 +32,14 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """lock: held for as long as the run lives · checkpoint: the newest that the record names.
+    """The claimed run directory, and what it records of earlier starts.
 
-    begun: an earlier start came as far as the first step · steps: how long it said that the run is
-    · pace: seconds of the last save and the last step, None before there are both.
+    step: the last one that is known to be finished
+    checkpoint: the newest that the record names
+    lock: held for as long as the run lives
+    begun: an earlier start came as far as the first step
+    steps: the length of the run, as the last start recorded it
+    pace: seconds of the last save and the last step, None before there are both
     """
 
     run_dir: Path
@@ -50,50 +54,49 @@ class Place:
 
 @contextmanager
 def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Place]:
-    """Make or reopen `run.dir`, take its lock, compare configs, say that the run is starting.
+    """Make or reopen `run.dir`, take its lock, compare configs, record that the run is starting.
 
     For rank 0. Raises UserError when the directory cannot be written, holds what no run leaves
     there, is in use by a live process or belongs to another config; nothing of it is changed then.
     """
     run_dir = config.run_dir
     _make_writable(run_dir)
-    known, run_id = read_status(run_dir), _run_of(run_dir) or uuid.uuid4().hex
+    known, run_id = read_status(run_dir), _find_run(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
         filesystem.probe(run_dir)
         record = jsonl.record(run_dir)
         started = [line for line in record if line["kind"] == "start"]
         newest = known.get("checkpoint") or _last_saved(record)
-        stored = _stored(run_dir)
-        if asked_resume(config, os.environ) == "never":
+        stored = _list_checkpoints(run_dir)
+        if asked_resume(config.checkpoint.resume, os.environ) == "never":
             _refuse_used(run_dir, bool(started), newest, stored)
-        _belongs(run_dir, config, begun=_has_begun(run_dir, record))
+        _settle_config(run_dir, config, begun=_has_begun(run_dir, record))
         failures.clear(run_dir, 0, world_size)
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         steps = started[-1].get("steps") if started else None
         steps = steps if isinstance(steps, int) else None
-        step = known.get("step", 0)
-        begun, pace = bool(started), _pace(record)
-        yield Place(run_dir, run_id, step, newest, lock, begun, steps, pace)
+        step, pace = known.get("step", 0), _pace(record)
+        yield Place(run_dir, run_id, step, newest, lock, bool(started), steps, pace)
 
 
-def asked_resume(config: Config, environ: Mapping[str, str]) -> str:
-    """`checkpoint.resume`, which is for the first start of a launch: a restart goes on from there.
+def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
+    """Return what to resume from: `checkpoint.resume` (asked) at the first start of a launch.
 
-    A supervisor or the launcher gives the same command again after a crash. Doing again what it
-    says would throw away, each time, what was trained since.
+    A restart continues from the newest checkpoint: a supervisor or the launcher gives the same
+    command again after a crash, and going back each time would throw away what was trained since.
     """
     restarts = (environ.get(name, "0") for name in _RESTARTS)
-    return config.checkpoint.resume if all(count == "0" for count in restarts) else "auto"
+    return asked if all(count == "0" for count in restarts) else "auto"
 
 
-def _run_of(run_dir: Path) -> str | None:
-    """The run that lives here, from what says so first: its status, its record, a checkpoint."""
+def _find_run(run_dir: Path) -> str | None:
+    """Return the run's id from its status, else from its record, else from a checkpoint."""
     if known := read_status(run_dir).get("run_id"):
         return str(known)
     for line in reversed(jsonl.record(run_dir)):
         if line["kind"] == "start" and line.get("run_id"):
             return str(line["run_id"])
-    return _run_of_checkpoints(run_dir)
+    return _find_saved_run(run_dir)
 
 
 def _last_saved(record: list[dict[str, Any]]) -> str | None:
@@ -111,7 +114,7 @@ def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
 def check(config: Config) -> None:
     """Raise UserError if `run.dir` belongs to another config, or holds what no run leaves there.
 
-    For who starts the ranks of a run.
+    For a command that starts the ranks of a run.
     """
     run_dir = config.run_dir
     contents.check(run_dir)
@@ -121,27 +124,27 @@ def check(config: Config) -> None:
 
 
 def _has_begun(run_dir: Path, record: list[dict[str, Any]]) -> bool:
-    return any(line["kind"] == "start" for line in record) or bool(_run_of_checkpoints(run_dir))
+    return any(line["kind"] == "start" for line in record) or bool(_find_saved_run(run_dir))
 
 
-def _run_of_checkpoints(run_dir: Path) -> str | None:
-    """The run that the newest intact manifest names, for when `status.json` is lost."""
+def _find_saved_run(run_dir: Path) -> str | None:
+    """Return the run that the newest intact manifest names, for when `status.json` is lost."""
     root = run_dir / contents.CHECKPOINTS
     for name in form.complete_names(root):
         try:
             return form.load(root / name).run_id
         except (form.DamagedError, form.OtherFormatError):
-            continue  # the search for a checkpoint says what is wrong with it
+            continue  # the search for a checkpoint reports what is wrong with it
     return None
 
 
-def _stored(run_dir: Path) -> list[str]:
-    """Checkpoints of any kind: complete ones and those that were set aside."""
+def _list_checkpoints(run_dir: Path) -> list[str]:
+    """Return the names of all checkpoints, the quarantined ones too."""
     return [name for name in form.names(run_dir / contents.CHECKPOINTS) if name.startswith("step-")]
 
 
 def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[str]) -> None:
-    """`checkpoint.resume: never` is for a directory in which nothing was trained."""
+    """Refuse `checkpoint.resume: never` in a directory in which something was trained."""
     there = newest or (stored[-1] if stored else "its metrics.jsonl" if begun else None)
     if there:
         expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
@@ -150,15 +153,12 @@ def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[st
 
 
 def _make_writable(run_dir: Path) -> None:
-    """Make the directory if need be, look what is in it, write a file there. Raises UserError."""
+    """Make the directory if need be, check what is in it, write a file. Raises UserError."""
     probe = run_dir / f".probe-{os.getpid()}"
     try:
         if run_dir.exists() and not run_dir.is_dir():
-            expected, remedy = (
-                "a directory; there is a file of that name",
-                "move it, or use another",
-            )
-            raise UserError(Problem("run.dir", run_dir, expected, remedy))
+            expected = "a directory; there is a file of that name"
+            raise UserError(Problem("run.dir", run_dir, expected, "move it, or use another"))
         contents.check(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
@@ -175,13 +175,14 @@ def _unwritable(run_dir: Path, error: OSError) -> Problem:
     parents = reversed(run_dir.absolute().parents)
     above = [path for path in parents if not os.path.isdir(path)]  # noqa: PTH112  # never raises
     if above:  # the first of them is what is in the way
-        expected = f"a directory that can be made; {above[0]} is none and cannot be made ({said})"
+        path = above[0]
+        expected = f"a directory that can be made; {path} is not one and cannot be made ({said})"
         return Problem("run.dir", run_dir, expected, "make it, or set run.dir to another place")
     remedy = "change its permissions, or set run.dir to another directory"
     return Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
 
 
-def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
+def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
     """Write the config that begins the run, or compare with the one that began it.
 
     A start that was refused has begun nothing: the config of this one takes its place, and what
@@ -189,24 +190,23 @@ def _belongs(run_dir: Path, config: Config, *, begun: bool) -> None:
     """
     path = run_dir / contents.CONFIG
     if not begun:
-        _forget_decisions(run_dir)
+        _delete_decisions(run_dir)
+    if not (begun and path.exists()):
         contents.write_atomically(path, dump(config).encode())
-        return
-    if not path.exists():
-        contents.write_atomically(path, dump(config).encode())
-    _compare(run_dir, config)
+    if begun:
+        _compare(run_dir, config)
 
 
 def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
-    changed = changes(binding_values(began_with), binding_values(config))
-    if problems := refused(
+    changed = changes(bind(began_with).binding, bind(config).binding)
+    if problems := refusals(
         changed, config.checkpoint.accept_changes, f"with which {run_dir} began"
     ):
         raise UserError(*problems)
 
 
-def _forget_decisions(run_dir: Path) -> None:
+def _delete_decisions(run_dir: Path) -> None:
     for name in (contents.TOKENIZER, contents.ANEW):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):

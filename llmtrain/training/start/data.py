@@ -42,7 +42,7 @@ def open_data(
     stack: ExitStack,
     stop: Stopping,
 ) -> DataSide:
-    """Let rank 0 decide what a run decides once; check it everywhere; start reading ahead.
+    """Let rank 0 decide what is decided once for a run, check it everywhere, start reading ahead.
 
     stop: ends the waiting for the Hub, on all ranks (RunError, 75).
     """
@@ -53,22 +53,16 @@ def open_data(
     saved = DataState.from_json(found.state["data"]) if found else None
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
-    state = saved or DataState.fresh(manifest)
-    agreed(ranks, lambda: check(state, manifest, config.checkpoint.accept_changes))
-    changed = differing(state, manifest)
-    if changed:
-        state = carry_over(state, manifest)
+    before = saved or DataState.fresh(manifest)
+    agreed(ranks, lambda: check(before, manifest, config.checkpoint.accept_changes))
+    changed = tuple(differing(before, manifest))
+    state = carry_over(before, manifest) if changed else before
     if found:
-        state = replace(state, next_block=found.step * config.training.global_batch_size)
-    if found and tuple(found.state["weights"]) != manifest.weights:
-        state = replace(state, weights_from=state.next_block)
-    ended = bool(found and found.state["ended"] and not changed)
+        state = _at_step(state, manifest, found, config.training.global_batch_size)
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
-    path = run_dir / HELDOUT
     reading = reading_of(data_settings(config), run_dir, stop)
-    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
-    held = _same_heldout(ranks, path)
+    held = _open_heldout(config, manifest, tokenizer, ranks, reading)
     stream = open_stream(
         manifest,
         run_dir / TOKENIZER,
@@ -81,16 +75,26 @@ def open_data(
         reading=replace(reading, stop=None),
     )
     stack.enter_context(closing(stream))
-    return DataSide(manifest, tokenizer, held, stream, state, tuple(changed), ended)
+    ended = bool(found and found.state["ended"] and not changed)
+    return DataSide(manifest, tokenizer, held, stream, state, changed, ended)
+
+
+def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) -> DataState:
+    """Return the state at the step of a checkpoint. blocks: of a step."""
+    state = replace(state, next_block=found.step * blocks)
+    if tuple(found.state["weights"]) == manifest.weights:
+        return state
+    return replace(state, weights_from=state.next_block)
 
 
 def with_steps(
     config: Config, processes: Processes, data: DataSide, found: Found | None, stop: Stopping
 ) -> Config:
-    """The config with its length in steps: `training.epochs` is reckoned once for the run.
+    """Return the config with its length in steps: `training.epochs` is converted once for the run.
 
-    What an epoch of this data is stands in `auto.json`, so that another number of epochs is another
-    length of the same run. stop: as for `open_data`. Raises UserError if the run is further along.
+    The size of an epoch of this data is kept in `auto.json`, so that another number of epochs is
+    another length of the same run. stop: as for `open_data`. Raises UserError if the run is
+    further along.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
@@ -122,7 +126,7 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
 
 
 def _workers(config: Config, device: torch.device) -> int:
-    """On a CPU the rank reads in its own process; beside a GPU one worker reads ahead."""
+    """Return the number of workers: by default none on a CPU, and one beside a GPU."""
     if config.data.workers == "auto":
         return 1 if device.type == "cuda" else 0
     return config.data.workers
@@ -136,7 +140,7 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
 
 
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
-    """Where `max_epochs` ends lanes of very different length, the last steps are mostly padding."""
+    """Warn where `max_epochs` ends lanes of very different length: the last steps are padding."""
     for source in manifest.sources:
         count, lanes = len(source.units), manifest.lanes
         if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:
@@ -157,6 +161,25 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
         )
 
 
+def _open_heldout(
+    config: Config, manifest: Manifest, tokenizer: Tokenizer, ranks: Ranks, reading: Reading
+) -> HeldOut | None:
+    """Let rank 0 make the held-out file, and load the same one on every rank."""
+    path = config.run_dir / HELDOUT
+    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
+    held = agreed(ranks, lambda: heldout.load(path))
+    tokens = len(held.ids) if held else 0
+    wanted = from_rank_zero(ranks, lambda: tokens)
+
+    def compare() -> None:
+        if tokens != wanted:  # evaluation is collective
+            expected = "the same file on every rank: the run directory must be shared"
+            raise UserError(Problem(str(path), None, expected))
+
+    agreed(ranks, compare)
+    return held
+
+
 def _prepare_heldout(
     config: Config, manifest: Manifest, tokenizer: Tokenizer, path: Path, reading: Reading
 ) -> None:
@@ -171,18 +194,3 @@ def _prepare_heldout(
     own = survey.evaluation_sources(data_settings(config), reading)
     limit = config.evaluation.max_documents
     heldout.prepare(manifest, tokenizer, path, limit, reading, own)
-
-
-def _same_heldout(ranks: Ranks, path: Path) -> HeldOut | None:
-    """What rank 0 prepared, on every rank: evaluation is collective."""
-    held = agreed(ranks, lambda: heldout.load(path))
-    tokens = len(held.ids) if held else 0
-
-    def compare() -> None:
-        if there != tokens:
-            expected = "the same file on every rank: the run directory must be shared"
-            raise UserError(Problem(str(path), None, expected))
-
-    there = from_rank_zero(ranks, lambda: tokens)
-    agreed(ranks, compare)
-    return held

@@ -1,8 +1,8 @@
 """Are documents really hidden from each other? Asked of the loaded model, before it is trained.
 
-Attention that is asked to keep documents apart may do nothing of the kind, and say nothing: a model
-may ignore positions, carry a state along the row, or lose the keywords on the way. So a few rows
-are packed of small documents, and their logits compared with those of each document alone, and with
+Attention that is asked to keep documents apart may not do it, and raise no error: a model may
+ignore positions, carry a state along the row, or lose the keywords on the way. So a few rows are
+packed of small documents, and their logits compared with those of each document alone, and with
 those beside other documents: the second comparison is the sharper one, because it is one of equal
 shapes, which no rounding blurs.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.agreement import agreed
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import DataConfig
 from llmtrain.data.survey import packing_of
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
@@ -27,7 +27,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import made_up_batch
-from llmtrain.training.run import rng
+from llmtrain.training.run.rng import leaving_no_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,17 +43,21 @@ _TOKENS = 16
 
 
 def hiding_attention(
-    model: PreTrainedModel, prepared: nn.Module, config: Config, precision: str, launched: Launched
+    model: PreTrainedModel,
+    prepared: nn.Module,
+    data: DataConfig,
+    precision: str,
+    launched: Launched,
 ) -> str | None:
-    """The attention that hides documents in this run, once every rank has seen that it does.
+    """Return the attention that hides documents in this run, after a check on every rank.
 
     None where documents see each other. model: the bare one · prepared: what the engine made of it.
     Raises UserError as `check_documents_apart` does.
     """
-    _, document_mask = packing_of(config.data)
+    _, document_mask = packing_of(data)
     if not document_mask:
         return None
-    device, seq_len = launched.device, config.data.seq_len
+    device = launched.device
     if family(launched.strategy) == "ddp":
         forward = bare_forward(model, device, precision)
     else:
@@ -61,14 +65,14 @@ def hiding_attention(
 
     def check() -> None:
         with launched.engine.evaluating():
-            check_documents_apart(model, forward, device, precision, seq_len)
+            check_documents_apart(model, forward, device, precision, data.seq_len)
 
     agreed(launched.ranks, check)
     return backend(model)
 
 
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
-    """The forward of a whole model without its wrapper; keywords as of `LossModule.forward`."""
+    """Return the forward of a whole model without its wrapper, called like `LossModule`."""
 
     def forward(input_ids: Tensor, **documents: Any) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -96,7 +100,7 @@ def check_documents_apart(
     for row, first in enumerate(starts):
         others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
     documents = document_tensors(starts, size, name, device)
-    with _leaving_no_trace(model, device), torch.no_grad():
+    with leaving_no_trace(model, device), _evaluating(model), torch.no_grad():
         packed, changed = (forward(rows, **documents) for rows in (ids, others))
         alone = [
             torch.cat([forward(part[None])[0] for part in parts])
@@ -128,16 +132,11 @@ def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> 
 
 
 @contextmanager
-def _leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode; afterwards training mode, buffers and random states are as before."""
-    states = rng.capture(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and back into its own mode afterwards."""
     training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        rng.restore(states, device)

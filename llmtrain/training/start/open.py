@@ -12,22 +12,24 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.retry import Patience
+from llmtrain.config.binding import Bound, bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.rundir import contents, failures
 from llmtrain.training.ending import (
-    asked_to_stop,
     end_without_data,
     record_end,
+    stop_alone,
+    stop_reason_of,
     stoppable,
-    stopped_alone,
 )
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
@@ -38,7 +40,7 @@ from llmtrain.training.run.run import Run
 from llmtrain.training.saving import open_saves
 from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.start import resuming
-from llmtrain.training.start.announce import announce, tell_what_changed
+from llmtrain.training.start.announce import announce, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
 from llmtrain.training.start.processes import start_processes
@@ -56,37 +58,38 @@ _OPENING_SECONDS = 1.0  # before the first step there is nothing that more patie
 
 @contextmanager
 def start_run(config: Config) -> Iterator[Run]:
-    """Open everything, resume the state, and close it all behind the loop.
+    """Open everything, resume the state, and close everything after the loop.
 
     Raises UserError or RunError, the same on all ranks where they can still talk; `status.json`
-    then says so.
+    has the reason then.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
         here = _open_run_dir(config, stack)
         signals, journal = here.signals, here.journal
-        with record_end(journal, failures.digest(config)):
-            processes = _start_processes(config, here, stack)
+        bound = bind(config)
+        with record_end(journal, bound.digest):
+            processes = _start_processes(config, bound, here, stack)
             stage = partial(stoppable, processes.launched.ranks, signals, journal)
-            asked = partial(asked_to_stop, signals)
+            patience = Patience(partial(stop_reason_of, signals))
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
-                found = resuming.find_checkpoint(config, processes, here.place, journal, asked)
+                found = resuming.find_checkpoint(config, processes, here.place, journal, patience)
             with stage():
                 revision = base_revision(config, processes, found)
                 data = open_data(config, processes, found, revision, stack, stopping)
                 config = with_steps(config, processes, data, found, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
-            journal.expect(config.total_steps)
+            journal.progress.steps = config.total_steps
             with stage():
                 model = build_model(config, processes, found, revision)
             with stage():
-                same = not found or resuming.fill_state(config, processes, model, found, asked)
+                same = not found or resuming.fill_state(config, processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run, time.perf_counter() - started)
-            tell_what_changed(run, here.place, same_randomness=same)
+            report_changes(run, here.place, same_randomness=same)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
             try:
                 yield run
@@ -110,13 +113,15 @@ class Here:
 
 
 def _open_run_dir(config: Config, stack: ExitStack) -> Here:
-    """Signals, the claim of the run directory (rank 0), and everything that reports."""
+    """Catch signals, claim the run directory (rank 0), and open everything that reports."""
     rank = int(os.environ.get("RANK", "0"))  # until there is a group, the environment's
     signals = stop.install()
     logfile = stack.enter_context(closing(LogFile()))
     place, run_dir = None, config.run_dir
     if rank == 0:
-        place = stack.enter_context(_claim(config))
+        asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
+        strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
+        place = stack.enter_context(claim(config, processes, strategy))
     else:  # rank 0 has its own removed with the lock held
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
@@ -126,14 +131,8 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     if place is not None:
         journal.step = place.step
         _open_log(here, stack)
-        logfile.show(journal.note)
+        logfile.show(journal.progress.note)
     return here
-
-
-def _claim(config: Config) -> AbstractContextManager[Place]:
-    asked = config.distributed.strategy
-    strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
-    return claim(config, int(os.environ.get("WORLD_SIZE", "1")), strategy)
 
 
 def _open_log(here: Here, stack: ExitStack) -> None:
@@ -141,9 +140,9 @@ def _open_log(here: Here, stack: ExitStack) -> None:
     stack.enter_context(here.signals.stacks_in(here.logfile.descriptor))
 
 
-def _start_processes(config: Config, here: Here, stack: ExitStack) -> Processes:
-    alone = here.signals.alone(partial(stopped_alone, here.journal))
-    processes = start_processes(config, here.place, alone, stack)
+def _start_processes(config: Config, bound: Bound, here: Here, stack: ExitStack) -> Processes:
+    alone = here.signals.alone(partial(stop_alone, here.journal))
+    processes = start_processes(config, bound, here.place, alone, stack)
     if here.place is None:
         _open_log(here, stack)
     return processes
@@ -159,10 +158,18 @@ def _assemble(
 ) -> Run:
     saved, first = (found.state, found.step) if found else ({}, 0)
     launched, journal, evaluation = processes.launched, here.journal, saved.get("evaluation")
-    evaluated = evaluation["step"] if evaluation else None
-    due = Due(config, first, evaluated, heldout=data.heldout is not None, ended=data.ended)
+    due = Due(
+        steps=config.total_steps,
+        evaluate_every=config.evaluation.every_steps,
+        save_every=config.checkpoint.every_steps,
+        log_every=config.logging.every_steps,
+        first=first,
+        last_evaluation=evaluation["step"] if evaluation else None,
+        heldout=data.heldout is not None,
+        data_ended=data.ended,
+    )
     rows = config.training.global_batch_size // launched.ranks.world_size
-    expected = _expected(processes, model, first)
+    expected = _expect_memory(processes, model, first)
     started = here.signals.started
     return Run(
         config=config,
@@ -179,11 +186,11 @@ def _assemble(
         due=due,
         signals=here.signals,
         requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
-        checkpoints=open_saves(config, launched, config.run_dir),
+        checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
     )
 
 
-def _expected(processes: Processes, model: ModelSide, first: int) -> Expected:
+def _expect_memory(processes: Processes, model: ModelSide, first: int) -> Expected:
     plan = processes.planned.memory
     planned = plan.total_bytes - plan.parts["reserve"] if plan else None
     return Expected(planned, model.held_before, first + _COMPARE_AFTER)

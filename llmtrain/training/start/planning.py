@@ -2,8 +2,8 @@
 
     config ─► model on paper ─► bytes by strategy ─► the fastest that fits this machine
 
-Every rank reckons by itself, from the config, the run directory and its own device; they compare
-once they can talk. The same functions serve `llmtrain plan`, for machines that are not there.
+Every rank plans by itself, from the config, the run directory and its own device; they compare
+their plans once they can talk. The same functions serve `llmtrain plan`, for other machines.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from llmtrain.distributed.plan.memory import (
     memory,
 )
 from llmtrain.distributed.plan.remedies import gib, missing
-from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy
-from llmtrain.distributed.plan.strategy import described as layout_in_words
+from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, layout_in_words
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.build import model_config, stored_config
-from llmtrain.model.count import CannotCountError, count_saved, shortened
+from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
@@ -59,15 +58,15 @@ FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """A model on paper. count: bytes that a forward keeps; raises CannotCountError."""
+class PaperModel:
+    """A model without weights. count: bytes that a forward keeps; raises CannotCountError."""
 
     shape: ModelShape
     count: Count
 
 
-def described(config: Config, hardware: Hardware, run_dir: Path | None = None) -> Described:
-    """The model that a config asks for, without its weights.
+def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) -> PaperModel:
+    """Return the model that a config asks for, without its weights.
 
     run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
     model or tokenizer that cannot be read, and for far more blocks than `hardware` could hold.
@@ -86,18 +85,19 @@ def described(config: Config, hardware: Hardware, run_dir: Path | None = None) -
             )
         return counted[key]
 
-    return Described(census(found, config.model.freeze), count)
+    return PaperModel(census(found, config.model.freeze), count)
 
 
 def _check_depth(model_config: Any, hardware: Hardware) -> None:
-    """Refuse very many blocks by what one of them weighs: to build them all takes minutes.
+    """Refuse very many blocks by the size of one of them: to build them all takes minutes.
 
     A host whose memory is not known counts as one without any.
     """
-    number = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
+    described = model_config.get_text_config()
+    number = getattr(described, "num_hidden_layers", 0)
     if number <= _MANY_BLOCKS:
         return
-    one = census(shortened(model_config, number, 1))
+    one = census(shorten(model_config, number, 1))
     block = sum(math.prod(each.shape) for each in one.parameters if each.block == 0)
     needed = number * block * _BYTES_OF_FP32
     host = hardware.nodes * (hardware.host_bytes or 0)
@@ -109,11 +109,12 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
         )
         most = there // (block * _BYTES_OF_FP32)
         remedy = f"fewer blocks; the weights of {most:,} would fill all of the memory"
-        raise UserError(Problem("model.config.num_hidden_layers", number, expected, remedy))
+        name = described.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        raise UserError(Problem(f"model.config.{name}", number, expected, remedy))
 
 
 def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
-    """The devices that this start was given, or as `distributed.device_memory_gb` says."""
+    """Return the devices of this start, or what `distributed.device_memory_gb` sets."""
     world = int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
     host = host_bytes()
@@ -129,7 +130,7 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
 
 
 def work(config: Config, precision: str, *, cpu: bool) -> Work:
-    """What a step of the config computes. precision: bf16 or fp32."""
+    """Return what a step of the config computes. precision: bf16 or fp32."""
     training = config.training
     recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
     return Work(
@@ -145,13 +146,13 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
 
 
 def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
-    """The layout of this start. Raises UserError when no allowed strategy fits the device.
+    """Return the plan of this start. Raises UserError when no allowed strategy fits the device.
 
-    Offloading, which is the last resort, is reckoned only where nothing else fits: what it would
-    keep costs as much to count as the rest of the plan, and at each start.
+    Offloading, which is the last resort, is planned only where nothing else fits: counting what it
+    would keep takes as long as the rest of the plan, at each start.
     """
     hardware = this_machine(config, os.environ)
-    model = described(config, hardware, run_dir)
+    model = describe(config, hardware, run_dir)
     asked = work(config, precision, cpu=hardware.cpu)
     allowed, without = _possible(
         allowed_strategies(os.environ, config.distributed.strategy), cpu=hardware.cpu
@@ -162,16 +163,18 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
         if choice.chosen is None and resident != allowed:
             choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
     except CannotCountError as error:
-        return _unplanned(model.shape, asked, hardware, allowed, str(error))
+        layout = layout_by_tokens(allowed[0], asked, hardware)
+        reason = f"memory was not planned: {error}"
+        return Planned(layout, model.shape, hardware, None, reason)
     if choice.chosen is None:
         raise does_not_fit(choice, hardware, without)
-    return _as_frozen(choice.chosen, choice.reason, model, asked, hardware, run_dir)
+    return _prefer_frozen(choice.chosen, choice.reason, model, asked, hardware, run_dir)
 
 
 def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:
-    """What DeepSpeed cannot do on this machine is no step of a ladder; why not.
+    """Return the strategies that work on this machine, and why each of the others does not.
 
-    A strategy that somebody named stays: the start refuses it with the same words.
+    A strategy that somebody named stays: the start refuses it with the same message.
     """
     if len(allowed) == 1:
         return allowed, {}
@@ -183,9 +186,9 @@ def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], 
 def does_not_fit(
     choice: Choice, hardware: Hardware, without: Mapping[str, Problem] = MappingProxyType({})
 ) -> UserError:
-    """What a person reads when nothing fits: what each strategy needs and what would help it.
+    """Return the error when nothing fits: what each strategy needs and what would help it.
 
-    without: strategies that this machine cannot do, and the first reason.
+    without: strategies that do not work on this machine, and the first reason.
     """
     width = max(len(one.layout.strategy) for one in choice.candidates)
     rows = [
@@ -203,17 +206,17 @@ def does_not_fit(
     return UserError(problem, where=f"the memory plan: {choice.reason}")
 
 
-def _as_frozen(
+def _prefer_frozen(
     chosen: Candidate,
     reason: str,
-    model: Described,
+    model: PaperModel,
     asked: Work,
     hardware: Hardware,
     run_dir: Path,
 ) -> Planned:
-    """What an earlier start of this kind froze counts if it fits, where the config is silent."""
-    layout = chosen.layout
-    kind = launch_kind(layout.strategy, "cpu" if hardware.cpu else "cuda", hardware.devices)
+    """Keep what an earlier start of this kind froze, if it fits and the config does not set it."""
+    device = "cpu" if hardware.cpu else "cuda"
+    kind = launch_kind(chosen.layout.strategy, device, hardware.devices)
     known = Auto(run_dir, kind).launch
     open_now = {
         "micro_batch_size": asked.micro_batch_size is None,
@@ -221,37 +224,29 @@ def _as_frozen(
         "fsdp_sync": asked.fsdp_sync is None,
     }
     frozen = {key: known[key] for key in FROZEN if open_now[key] and key in known}
-    if all(getattr(layout, key) == value for key, value in frozen.items()):
+    layout = replace(chosen.layout, **frozen)
+    if layout == chosen.layout:
         return Planned(layout, model.shape, hardware, chosen.memory, reason)
-    layout = replace(layout, **frozen)
     share = asked.global_batch_size // hardware.devices
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
     saved = model.count(
         arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
     )
-    reckoned = memory(model.shape, saved, asked, layout, hardware)
+    needed = memory(model.shape, saved, asked, layout, hardware)
     before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
-    if lacking := missing(reckoned, hardware):
+    if lacking := missing(needed, hardware):
         reason = f"{reason}; {before}, misses {gib(lacking)}"
         return Planned(chosen.layout, model.shape, hardware, chosen.memory, reason, True)
-    return Planned(layout, model.shape, hardware, reckoned, before)
+    return Planned(layout, model.shape, hardware, needed, before)
 
 
 def launch_kind(strategy: str, device: str, world_size: int) -> str:
-    """Under which name `auto.json` freezes what belongs to a launch of one kind."""
+    """Return the name under which `auto.json` freezes the choices for one kind of launch."""
     return f"{strategy}/{device}/{world_size}"
 
 
-def _unplanned(
-    shape: ModelShape, asked: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
-) -> Planned:
-    """The first strategy that is allowed, with the micro-batch by tokens alone."""
-    layout = layout_by_tokens(allowed[0], asked, hardware)
-    return Planned(layout, shape, hardware, None, f"memory was not planned: {why}")
-
-
 def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
-    """What a start takes where nobody knows how much a forward keeps."""
+    """Return the layout of a start where the memory of a forward is not known."""
     share = asked.global_batch_size // hardware.devices
     most = max(1, asked.most_tokens // asked.seq_len)
     fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
@@ -266,9 +261,10 @@ def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
 
 
 def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
-    """Of a run that began with weights from elsewhere, which may be gone by now; else None.
+    """Return the model's config of a run that began with weights from elsewhere; else None.
 
-    A config that cannot be read is passed over: its checkpoint is verified and set aside later.
+    The place where those were may be gone by now. A config that cannot be read is skipped: its
+    checkpoint is verified and quarantined later.
     """
     if run_dir is None or config.model.from_ is None:
         return None
@@ -287,7 +283,7 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
 
 
 def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
-    """Whether a checkpoint says so itself; one that cannot be read is looked at later."""
+    """Whether a checkpoint names another run; one that cannot be read is checked later."""
     try:
         found = form.state(checkpoint).get("run_id")
     except (form.DamagedError, OSError):
@@ -296,7 +292,10 @@ def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
 
 
 def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
-    """Of the tokenizer that the run has, will train, or finds in this package; else None."""
+    """Return those of the tokenizer that the run has, will train, or finds in this package.
+
+    None where its tokenizer is elsewhere.
+    """
     asked = config.model.tokenizer
     # Only then is it final: what a refused start left behind is deleted while ranks look.
     if run_dir is not None and (run_dir / contents.AUTO).exists():
@@ -311,10 +310,10 @@ def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
 
 
 def _tokens(config: Config, run_dir: Path | None) -> SpecialTokens:
-    """The tokenizer's length and special tokens; only the length decides anything here."""
+    """Return the tokenizer's length and special tokens; only the length matters here."""
     asked = config.model.tokenizer
     if own := own_tokens(config, run_dir):
         return own
-    if asked == "auto":  # of model.from, whose config says how long it is
+    if asked == "auto":  # of model.from, whose config has its length
         return SpecialTokens(0, None, 0, None)
     return special_tokens(str(asked))

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from llmtrain.config.checks import check_batch, check_micro_batch
-from llmtrain.config.load import Rule
+from llmtrain.config.checks import Rule, check_batch, check_micro_batch
 from llmtrain.config.schema import (
     DataConfig,
     DocumentsConfig,
@@ -28,7 +27,7 @@ from llmtrain.rundir import contents
 
 
 def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule]:
-    """The rules for a process that trains, as its launcher started it.
+    """Return the rules for a process that trains, as its launcher started it.
 
     Of several machines not all may have a file that is missing on this one: their ranks find that
     out together.
@@ -41,7 +40,7 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
 
 
 def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
-    """The rules for a launch on this machine. processes: None where a file has the number."""
+    """Return the rules for a launch on this machine. processes: None = the file has the number."""
     return [_batch(processes or 1), *_on_disk(config_file)]
 
 
@@ -58,7 +57,7 @@ def _on_disk(config_file: str) -> list[Rule]:
 
 
 def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
-    """The batch over the processes, where it can be split over one."""
+    """Check that the batch can be split over the processes, if it can be split over one."""
     return [] if check_micro_batch(training) else check_batch(training, processes)
 
 
@@ -74,7 +73,7 @@ def _source_problems(
 
 
 def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
-    """Paths on this machine where nothing is."""
+    """Check that the paths on this machine exist."""
     for index, source in enumerate(sources):
         if source.path == SAMPLE or on_hub(source.path):
             continue
@@ -88,7 +87,7 @@ def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
 
 
 def _model_problems(default: str, run: RunConfig, model: ModelConfig) -> Iterator[Problem]:
-    """The tokenizer's directory, and that of weights to start from."""
+    """Check the tokenizer's directory, and that of the weights to start from."""
     if _has_begun(run, default):
         return
     path = model.tokenizer

@@ -43,18 +43,20 @@ def prepare(
 ) -> None:
     """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
 
-    processes: ranks times data workers, which the number of lanes should be a multiple of ·
-    revision: the commit of `model.from` · saved: the checkpoint's state, which what is made anew
-    must go with · stop: ends the waiting for the Hub (RunError, 75). Raises UserError for what is
-    wrong with the data.
+    processes: ranks times data workers; the number of lanes should be a multiple of it
+    revision: the commit of `model.from`
+    saved: the checkpoint's state, which must fit what is made again
+    stop: ends the wait for the Hub (RunError, 75)
+
+    Raises UserError for what is wrong with the data.
     """
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
         found = survey(data_settings(config), processes, run_dir, stop=stop)
         _write(config, found, run_dir, revision)
     elif changed := accepted_changes(config, run_dir):
-        _log.info("made anew, as checkpoint.accept_changes asks: %s", ", ".join(changed))
-        _make_anew(config, run_dir, processes, revision, saved, changed, stop)
+        _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
+        _make_again(config, run_dir, processes, revision, saved, changed, stop)
 
 
 def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
@@ -64,7 +66,7 @@ def _write(config: Config, found: Survey, directory: Path, revision: str | None)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
-def _make_anew(
+def _make_again(
     config: Config,
     run_dir: Path,
     processes: int,
@@ -73,7 +75,7 @@ def _make_anew(
     changed: Sequence[str],
     stop: Stopping | None,
 ) -> None:
-    """Beside what the run has, which stays as it is until the new is whole and accepted."""
+    """Make tokenizer and manifest again; the old ones stay until the new are accepted."""
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
@@ -91,21 +93,21 @@ def _make_anew(
 
 
 def _take_over(run_dir: Path) -> None:
-    """Put what was made anew in the place of the old; after a kill, the next start goes on here."""
-    anew = run_dir / ANEW
-    if not anew.exists():
+    """Replace the old by what was made again; after a kill, the next start continues here."""
+    new = run_dir / ANEW
+    if not new.exists():
         return
     (run_dir / HELDOUT).unlink(missing_ok=True)
-    if (anew / TOKENIZER).exists():
+    if (new / TOKENIZER).exists():
         shutil.rmtree(run_dir / TOKENIZER, ignore_errors=True)
-        (anew / TOKENIZER).rename(run_dir / TOKENIZER)
-    if (anew / MANIFEST).exists():
-        (anew / MANIFEST).replace(run_dir / MANIFEST)
-    anew.rmdir()
+        (new / TOKENIZER).rename(run_dir / TOKENIZER)
+    if (new / MANIFEST).exists():
+        (new / MANIFEST).replace(run_dir / MANIFEST)
+    new.rmdir()
 
 
 def accepted_changes(config: Config, run_dir: Path) -> list[str]:
-    """Keys that say something else than when the manifest was made, if all of them may.
+    """Return the keys that have changed since the manifest was made, if all of them may.
 
     Nothing if one of them may not: the check that follows on every rank refuses it.
     """
@@ -120,12 +122,12 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
 
 
 def load_manifest(config: Config, run_dir: Path) -> Manifest:
-    """What rank 0 wrote, its sources where this config says they lie."""
+    """Load what rank 0 wrote, with its sources at the paths of this config."""
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
 def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
-    """Write the run's tokenizer directory, whole or not at all."""
+    """Write the run's tokenizer directory, completely or not at all."""
     if directory.exists():
         return
     partial = directory.with_name(f"{directory.name}.partial")

@@ -15,7 +15,7 @@ import torch
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, gathered
-from llmtrain.config.binding import config_digest_values
+from llmtrain.config.binding import Bound
 from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import accelerator as launching
@@ -40,7 +40,11 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 
 
 def start_processes(
-    config: Config, place: Place | None, alone: AbstractContextManager[None], stack: ExitStack
+    config: Config,
+    bound: Bound,
+    place: Place | None,
+    alone: AbstractContextManager[None],
+    stack: ExitStack,
 ) -> Processes:
     """Join the other ranks and check that all came, with the same config and versions.
 
@@ -49,13 +53,15 @@ def start_processes(
     heartbeat.beat("joining the other processes")
     # Read before the group is there; rank 0 writes it only at the end of the start.
     frozen = Auto(config.run_dir, "").run.get("precision")
-    precision, why = (frozen, "as this run began") if frozen else _precision(config)
+    asked = config.training.precision
+    resolved = (frozen, "as this run began") if frozen else launching.resolve_precision(asked)
+    precision, why = resolved
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
-        planned = agreed(meeting, lambda: _planned(config, precision, meeting.rank))
-        _same_everywhere(config, meeting, planned, {"precision": precision, **versions})
-        launched = _launched(config, planned, precision)
+        planned = agreed(meeting, lambda: _plan_here(config, precision, meeting.rank))
+        _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
+        launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config, launched))
@@ -63,20 +69,21 @@ def start_processes(
     run_id = from_rank_zero(ranks, lambda: place.run_id if place else "")
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(config.run_dir, kind)
-    anew = planned.decided_anew or (bool(auto.launches) and kind not in auto.launches)
+    again = planned.decided_anew or (bool(auto.launches) and kind not in auto.launches)
     for key in FROZEN if planned.decided_anew else ():
         auto.launch.pop(key, None)
     auto.run.setdefault("precision", precision)
+    layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # the micro-batch is tried on the device first
-        auto.launch.setdefault(key, getattr(planned.layout, key))
+        auto.launch.setdefault(key, layout[key])
     torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
-    return Processes(launched, planned, run_id, auto, versions, anew)
+    return Processes(bound, launched, planned, run_id, auto, versions, again)
 
 
-def _launched(config: Config, planned: Planned, precision: str) -> Launched:
+def _launch(config: Config, planned: Planned, precision: str) -> Launched:
     layout = planned.layout
     return launching.make_accelerator(
         layout.strategy,
@@ -86,10 +93,6 @@ def _launched(config: Config, planned: Planned, precision: str) -> Launched:
         largest_block=largest_block(planned.shape),
         fsdp_sync=layout.fsdp_sync,
     )
-
-
-def _precision(config: Config) -> tuple[str, str]:
-    return launching.resolve_precision(config.training.precision)
 
 
 def _verify(config: Config, launched: Launched) -> None:
@@ -102,8 +105,8 @@ def _verify(config: Config, launched: Launched) -> None:
         raise UserError(*problems)
 
 
-def _planned(config: Config, precision: str, rank: int) -> Planned:
-    """What this machine can do: another rank's may have less memory, or no DeepSpeed."""
+def _plan_here(config: Config, precision: str, rank: int) -> Planned:
+    """Plan for this machine: that of another rank may have less memory, or no DeepSpeed."""
     try:
         planned = plan_start(config, config.run_dir, precision)
         strategy = planned.layout.strategy
@@ -118,11 +121,11 @@ def _planned(config: Config, precision: str, rank: int) -> Planned:
 
 
 def _same_everywhere(
-    config: Config, ranks: Ranks, planned: Planned, versions: Mapping[str, str]
+    bound: Bound, ranks: Ranks, planned: Planned, versions: Mapping[str, str]
 ) -> None:
     """Refuse ranks with another config, other versions, another device or another plan."""
     layout = {key: str(value) for key, value in asdict(planned.layout).items()}
-    values = {key: str(value) for key, value in config_digest_values(config).items()}
+    values = {key: str(value) for key, value in bound.values.items()}
     mine = {**values, **layout, **versions, "device": planned.hardware.device or "cpu"}
     heard = gathered(ranks, mine)
 
@@ -145,5 +148,5 @@ def _same_everywhere(
 
 
 def _threads() -> int:
-    """This machine's cores, shared by its ranks (the launcher would give each rank one)."""
+    """Return this rank's share of the machine's cores (the launcher would give each rank one)."""
     return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

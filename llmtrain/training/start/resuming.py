@@ -1,4 +1,4 @@
-"""What a start goes on from: which checkpoint, whether it is this run's, its state put in place.
+"""What a start resumes from: find the checkpoint, check that it is this run's, load its state.
 
     retention.clean → read.find → (the model is built) → read.fill → random states
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, on_rank_zero
@@ -19,7 +19,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
-from llmtrain.config.binding import binding_values, changes, refused
+from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents
@@ -29,7 +29,6 @@ from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.run.rng import States
 from llmtrain.training.start.claim import Place, asked_resume
 
-Stopping = Callable[[], str | None]  # why this start shall end, or None
 _log = logging.getLogger(__name__)
 
 
@@ -38,18 +37,18 @@ def find_checkpoint(
     processes: Processes,
     place: Place | None,
     journal: Journal,
-    stopping: Stopping,
+    patience: Patience,
 ) -> Found | None:
-    """The checkpoint to go on from, the same on all ranks; None in a new run.
+    """Return the checkpoint to resume from, the same on all ranks; None in a new run.
 
-    What is set aside or cleared away on the way is told by events. Raises UserError where a person
+    Events report what is quarantined or removed on the way. Raises UserError where a person
     must decide, RunError 74 if the disk does not answer, StoppedError.
     """
     heartbeat.beat("looking for a checkpoint")
     root = config.run_dir / contents.CHECKPOINTS
     asked, ranks = config.checkpoint, processes.launched.ranks
-    on_rank_zero(ranks, lambda: _clear_away(config, journal))
-    resume = asked_resume(config, os.environ)
+    on_rank_zero(ranks, lambda: _clear_away(root, journal))
+    resume = asked_resume(asked.resume, os.environ)
     if resume == "never":  # the claim has seen that nothing is there
         return None
     start = time.perf_counter()
@@ -61,11 +60,11 @@ def find_checkpoint(
         verify=asked.verify,
         supersede=asked.supersede,
         log=lambda event, detail: journal.event(event, 0, **detail),
-        patience=Patience(stopping),
+        patience=patience,
     )
-    agreed(ranks, lambda: _refuse_silent_restart(config, found, place))
-    agreed(ranks, lambda: _refuse_other_run(found, config) if found else None)
-    _tell_what_is_missing(found, place, journal, resume)
+    agreed(ranks, lambda: _refuse_silent_restart(root, found, place))
+    agreed(ranks, lambda: _refuse_other_run(found, config, processes.bound) if found else None)
+    _report_missing(found, place, journal, resume)
     if found is None:
         _log.info("a new run in %s", config.run_dir)
         return None
@@ -75,9 +74,9 @@ def find_checkpoint(
 
 
 def fill_state(
-    config: Config, processes: Processes, model: ModelSide, found: Found, stopping: Stopping
+    config: Config, processes: Processes, model: ModelSide, found: Found, patience: Patience
 ) -> bool:
-    """Weights, optimizer state and random states of the checkpoint.
+    """Load weights, optimizer state and random states of the checkpoint.
 
     Returns whether the random states continue (same number of processes, same kind of device).
     Raises as `find_checkpoint`.
@@ -86,8 +85,8 @@ def fill_state(
     ranks, device = processes.launched.ranks, processes.launched.device
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
-    read.fill(found, model.spec, pieces, ranks, patience=Patience(stopping))
-    engine.filled(found.state["optimizer_steps"])
+    read.fill(found, model.spec, pieces, ranks, patience=patience)
+    engine.finish_loading(found.state["optimizer_steps"])
     same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
     if same:
         rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)
@@ -96,36 +95,35 @@ def fill_state(
     return same
 
 
-def _clear_away(config: Config, journal: Journal) -> None:
-    """What a killed start has left: saves that were cut off, deletions that were not finished."""
-    gone = retention.clean(config.run_dir / contents.CHECKPOINTS)
-    if gone:
+def _clear_away(root: Path, journal: Journal) -> None:
+    """Remove what a killed start has left: saves and deletions that were cut off."""
+    if gone := retention.clean(root):
         journal.event("leftovers_removed", 0, names=gone)
 
 
-def _refuse_silent_restart(config: Config, found: Found | None, place: Place | None) -> None:
+def _refuse_silent_restart(root: Path, found: Found | None, place: Place | None) -> None:
     if found is None and place is not None and place.checkpoint is not None:
         raise UserError(
             Problem(
-                str(config.run_dir / contents.CHECKPOINTS),
+                str(root),
                 "no checkpoint",
                 f"{place.checkpoint}, which the record of the run names",
-                "put it back, or begin anew in another run.dir",
+                "put it back, or begin again in another run.dir",
             )
         )
 
 
-def _refuse_other_run(found: Found, config: Config) -> None:
-    """The checkpoint must be one of this config, whatever became of config.yaml."""
-    changed = changes(found.state["config"], binding_values(config))
-    if problems := refused(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
+def _refuse_other_run(found: Found, config: Config, bound: Bound) -> None:
+    """Refuse a checkpoint of another config, whatever became of config.yaml."""
+    changed = changes(found.state["config"], bound.binding)
+    if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
         raise UserError(*problems)
 
 
-def _tell_what_is_missing(
+def _report_missing(
     found: Found | None, place: Place | None, journal: Journal, resume: str
 ) -> None:
-    """Events where a start goes on from less than the record of the run led one to expect."""
+    """Report where a start resumes from less than the record of the run names."""
     if place is None:
         return
     if found is None and place.begun:

@@ -22,11 +22,11 @@ from llmtrain.types import Ranks
 
 _LOOKS = 40
 _BETWEEN_SECONDS = 0.25
-_NOT_YET = (errno.ENOENT, errno.ESTALE)  # what a network file system may say for a while
+_NOT_YET = (errno.ENOENT, errno.ESTALE)  # what a network file system may answer for a while
 
 
 def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = time.sleep) -> None:
-    """Every rank reads what rank 0 has just written into `run_dir`, and may write there itself.
+    """Check that every rank reads what rank 0 has just written into `run_dir`, and may write there.
 
     On all ranks. Where one does not, UserError on rank 0, which names the ranks and their hosts,
     and PeerError with the same code on the others.
@@ -36,7 +36,9 @@ def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = 
     token = from_rank_zero(ranks, lambda: _write_token(run_dir / SHARED))
     seen = {"host": socket.gethostname(), "trouble": _trouble(run_dir, token, wait)}
     heard = gathered(ranks, seen)
-    on_rank_zero(ranks, lambda: _judge(run_dir, [(one["host"], one["trouble"]) for one in heard]))
+    on_rank_zero(
+        ranks, lambda: _refuse_other(run_dir, [(one["host"], one["trouble"]) for one in heard])
+    )
 
 
 def _write_token(path: Path) -> str:
@@ -46,32 +48,32 @@ def _write_token(path: Path) -> str:
 
 
 def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str | None:
-    """Why rank 0's directory is not the one that this rank has; None if it is."""
+    """Return why rank 0's directory is not the one that this rank has; None if it is."""
     said = None
     for _ in range(_LOOKS):
         try:
             if (run_dir / SHARED).read_bytes() == token.encode():
                 writable = os.access(run_dir, os.W_OK | os.X_OK)
                 return None if writable else "it cannot be written there"
-            said = "another file of that name lies there"
+            said = "another file of that name is there"
         except OSError as error:
             said = error.strerror or str(error)
             if error.errno not in _NOT_YET:
                 return said
-        _look_anew(run_dir)
+        _refresh(run_dir)
         wait(_BETWEEN_SECONDS)
     return said
 
 
-def _look_anew(run_dir: Path) -> None:
-    """Opening a directory makes NFS ask its server, which it else does only every half minute."""
+def _refresh(run_dir: Path) -> None:
+    """Open the directories: NFS asks its server then, and otherwise every half minute only."""
     for directory in (*reversed(run_dir.absolute().parents), run_dir):
         with contextlib.suppress(OSError):
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def _judge(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
-    """heard: the host of each rank, and what its trouble is."""
+def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
+    """Refuse ranks that see another directory. heard: the host and the trouble of each rank."""
     (run_dir / SHARED).unlink(missing_ok=True)
     troubled: dict[tuple[str, str], list[int]] = {}
     for rank, (host, trouble) in enumerate(heard):

@@ -7,8 +7,6 @@ bits from three processes on. And memory that does not suffice shows before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +19,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import made_up_batch
-from llmtrain.training.run import rng
+from llmtrain.training.run.rng import leaving_no_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +37,20 @@ class Trial:
 
 
 def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
-    """Forward and backward with gradient synchronisation; leaves no trace.
+    """Make a forward and backward with gradient synchronisation, which leaves no trace.
 
     Buffers, random states and gradients are put back.
     """
-    with _put_back(trial):
+    with leaving_no_trace(trial.model, trial.launched.device):
         _pass(trial, micro_batch_size, last=True)
+        trial.launched.engine.clear()
 
 
 def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
-    """The first of `candidates` (falling) whose forward and backward fit every device's memory.
+    """Return the first of `candidates` (falling) that fits the memory of every device.
 
     Each rank tries alone, two micro-batches without synchronisation, and then all vote: a rank that
-    ran out of memory inside a collective would leave the others hanging. A CPU does not say when
+    ran out of memory inside a collective would leave the others hanging. A CPU does not report when
     memory runs out, so nothing is tried there. Raises UserError when none fits. Leaves no trace, as
     `discarded_pass` does; what did not fit does not count in the run's peak of memory.
     """
@@ -61,12 +60,13 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
     for micro_batch_size in candidates:
         heartbeat.beat("trying a micro-batch")
         failed = 0
-        with _put_back(trial):
+        with leaving_no_trace(trial.model, device):
             try:
                 for _ in range(2):
                     _pass(trial, micro_batch_size, last=False)
             except torch.cuda.OutOfMemoryError:
                 failed = 1
+            trial.launched.engine.clear()
         torch.cuda.empty_cache()
         if not trial.launched.ranks.highest(failed):
             return micro_batch_size
@@ -79,19 +79,6 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
             "a smaller model, a shorter data.seq_len or a device with more memory",
         )
     )
-
-
-@contextmanager
-def _put_back(trial: Trial) -> Iterator[None]:
-    """Restore buffers, random states and gradients afterwards."""
-    device = trial.launched.device
-    states = rng.capture(device)
-    buffers = [(buffer, buffer.clone()) for buffer in trial.model.buffers()]
-    yield
-    trial.launched.engine.clear()
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    rng.restore(states, device)
 
 
 def _pass(trial: Trial, rows: int, *, last: bool) -> None:

@@ -19,7 +19,7 @@ from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint import retention
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retention import Policy
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
@@ -52,7 +52,11 @@ _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """bare: what is trained · apart: it is on meta, and rank 0 has it `whole` with its weights."""
+    """A model before it is prepared.
+
+    bare: what is trained
+    apart: it is on meta, and rank 0 has it `whole` with its weights
+    """
 
     bare: PreTrainedModel
     apart: bool
@@ -62,7 +66,7 @@ class Built:
 def build_model(
     config: Config, processes: Processes, found: Found | None, revision: str | None
 ) -> ModelSide:
-    """The model from one seed on every rank, an optimizer with empty state, a discarded pass."""
+    """Build the model from one seed, an optimizer with empty state, and make a discarded pass."""
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
@@ -74,15 +78,18 @@ def build_model(
     prepared = _prepare(built, launched, optimizer)
     rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
-    trial = _trial(config, processes, built.bare, prepared)
-    micro_batch_size = _micro_batch_size(config, processes, trial)
+    precision = processes.auto.run["precision"]
+    hiding = hiding_attention(built.bare, prepared, config.data, precision, launched)
+    vocabulary = built.bare.config.get_text_config().vocab_size
+    trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
+    micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's own buffers
         discarded_pass(trial, micro_batch_size)
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
 
 
 def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
-    """The commit of `model.from`, resolved and written down once for the run."""
+    """Return the commit of `model.from`, resolved and written down once for the run."""
     path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
     if path is None or found:
         return None
@@ -95,7 +102,7 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
 
 
 def _build(config: Config, launched: Launched, found: Found | None, revision: str | None) -> Built:
-    """The model from the run's seed, from `model.from`, or of a checkpoint, to be filled later.
+    """Build the model from the seed, from `model.from`, or as a checkpoint has it (filled later).
 
     Collective. Raises UserError for a model that cannot be had.
     """
@@ -124,9 +131,9 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
 
 
 def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The module whose forward is called, spread out by the engine, with its weights. Collective.
+    """Return the module whose forward is called, prepared by the engine. Collective.
 
-    `model.whole` has none afterwards.
+    Its weights are loaded; `model.whole` has none afterwards.
     """
     module: nn.Module = LossModule(model.bare)
     if model.apart:
@@ -139,7 +146,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
 
 
 def _describe(config: Config, found: Found | None) -> Any:
-    """The transformers config of the model."""
+    """Return the transformers config of the model."""
     if found and config.model.from_:
         return stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
@@ -147,32 +154,22 @@ def _describe(config: Config, found: Found | None) -> Any:
 
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:
-    """Refuse to start what the disk cannot hold."""
+    """Refuse a run whose checkpoints the disk cannot hold."""
     root, policy = config.run_dir / contents.CHECKPOINTS, Policy.of(config.checkpoint)
     size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
     retention.check_space(root, policy, config.total_steps, size, files, run_id)
 
 
-def _trial(
-    config: Config, processes: Processes, bare: PreTrainedModel, prepared: nn.Module
-) -> Trial:
-    """What is tried on the prepared model, which has shown by then that it hides documents."""
-    launched, precision = processes.launched, processes.auto.run["precision"]
-    hiding = hiding_attention(bare, prepared, config, precision, launched)
-    vocabulary = bare.config.get_text_config().vocab_size
-    return Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
-
-
-def _micro_batch_size(config: Config, processes: Processes, trial: Trial) -> int:
-    """As planned; where it is `auto` and each rank can try alone, the device has the last word."""
+def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:
+    """Return the planned one, or the largest that fits where `auto` can be tried by each rank."""
     planned, launched = processes.planned.layout.micro_batch_size, processes.launched
-    if config.training.micro_batch_size != "auto":
+    if config.micro_batch_size != "auto":
         return planned
     frozen = processes.auto.launch
     if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
         frozen["micro_batch_size"] = planned
     if "micro_batch_size" not in frozen:
-        rows = config.training.global_batch_size // launched.ranks.world_size
+        rows = config.global_batch_size // launched.ranks.world_size
         fitting = [n for n in range(planned, 0, -1) if rows % n == 0]
         frozen["micro_batch_size"] = fitting_micro_batch(trial, fitting)
     size: int = frozen["micro_batch_size"]

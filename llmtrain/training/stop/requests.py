@@ -1,8 +1,8 @@
 """What a run is asked for from outside between two steps, as this rank's part of the step's vector.
 
-    a signal, a launcher that is gone      said by every rank
-    RUN/STOP, `checkpoint.stop_after`      said by rank 0 alone: end with a checkpoint
-    RUN/SAVE, `checkpoint.every_minutes`   said by rank 0 alone: save and go on
+    a signal, a launcher that is gone      reported by every rank
+    RUN/STOP, `checkpoint.stop_after`      reported by rank 0 alone: end with a checkpoint
+    RUN/SAVE, `checkpoint.every_minutes`   reported by rank 0 alone: save and continue
 
 Each file is looked at once a call. A file is deleted when what it asks for is served, so one that
 cannot be deleted is served once only.
@@ -11,6 +11,7 @@ cannot be deleted is served once only.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +35,13 @@ class Requests:
         started: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to listen. started: what `clock` said when this process began."""
+        """started: what `clock` returned when this process began."""
         self._run_dir = run_dir
         self._decides = rank == 0
         self._clock = clock
         self._started = started
-        self._stop_after = _seconds(checkpoint.stop_after)
-        self._every = 60 * checkpoint.every_minutes if checkpoint.every_minutes else None
+        self._stop_after = duration.seconds(checkpoint.stop_after or "")
+        self._every = 60 * (checkpoint.every_minutes or math.inf)
         self._begun = clock()
         self._longest_save = 0.0
         self._served: set[str] = set()
@@ -52,46 +53,47 @@ class Requests:
             )
 
     def flags(self, reason: str | None) -> Flags:
-        """What this rank says now. reason: that of `Signals`."""
+        """Return what this rank reports now. reason: that of `Signals`."""
         lost = reason == "launcher_lost"
         signalled = reason is not None and not lost
         if not self._decides:
-            return Flags(signal=signalled, lost_launcher=lost)
+            return Flags(signal=signalled, launcher_lost=lost)
         now = self._clock()
         return Flags(
             signal=signalled,
-            lost_launcher=lost,
+            launcher_lost=lost,
             stop_file=self._is_there(STOP),
-            stop_after=self._stop_after is not None and now - self._started >= self._latest(),
-            minutes_due=self._every is not None and now - self._begun >= self._every,
+            stop_after=now - self._started >= self._latest(),
+            minutes_due=now - self._begun >= self._every,
             save_file=self._is_there(SAVE),
         )
 
-    def save_begins(self) -> None:
-        """Whoever asked for a save gets this one; the minutes count from here."""
+    def begin_save(self) -> None:
+        """Serve all requests with this save; the minutes count from here."""
         self._begun = self._clock()
         if self._decides:
             self._delete(SAVE)
 
-    def saved(self, seconds: float) -> None:
-        """A save took so long, from its begin to its commit."""
+    def end_save(self, seconds: float) -> None:
+        """Note how long a save took, from its begin to its commit."""
         self._longest_save = max(self._longest_save, seconds)
 
-    def stopped(self) -> None:
-        """The stop has come to its end, whatever had asked for it."""
+    def end_stop(self) -> None:
+        """Delete the request, now that the run has stopped, whatever had asked for it."""
         if self._decides:
             self._delete(STOP)
 
     def _latest(self) -> float:
-        """Seconds after the start at which stopping must begin: the last save may be slower."""
-        assert self._stop_after is not None
+        """Return after how many seconds stopping must begin: the last save may be slower."""
+        if self._stop_after is None:
+            return math.inf
         return self._stop_after - 2 * self._longest_save
 
     def _is_there(self, name: str) -> bool:
         try:
             there = (self._run_dir / name).exists()
         except OSError as error:
-            # A file system that does not answer asks for nothing; the next step looks again.
+            # No answer of a file system is no request; the next step looks again.
             if name not in self._unseen:
                 _log.warning("%s could not be looked for: %s", name, error)
             self._unseen.add(name)
@@ -107,11 +109,3 @@ class Requests:
         except OSError as error:
             self._served.add(name)
             _log.warning("%s could not be deleted, and counts no more: %s", name, error)
-
-
-def _seconds(text: str | None) -> float | None:
-    if text is None:
-        return None
-    found = duration.seconds(text)
-    assert found is not None, "checked with the config"
-    return found

@@ -1,4 +1,4 @@
-"""Signals as an agreed stop: a handler only raises a flag, the step's reduction carries it on.
+"""Signals as an agreed stop: a handler only sets a flag, which the step's reduction shares.
 
 Standard library only, and installed before torch is imported: the imports take seconds, in which a
 signal must not kill a rank and leave its peers waiting.
@@ -35,8 +35,9 @@ _LOOK, _LEAVE = 0, 255  # no signal has such a number
 class Signals:
     """Which stop was asked for, and by what. The only state is what the handlers write.
 
-    started: what `time.monotonic` said when this process began to listen, before it imported torch
-    · before_exit: called with a code and a reason where the process ends at once.
+    started: what `time.monotonic` returned when this process began to listen, before it imported
+        torch
+    before_exit: called with a code and a reason where the process ends at once
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class Signals:
         self._training = False
         self._old: dict[int, object] = {}
         self._late: tuple[float, Callable[[], None]] | None = None
-        self._ear: _Ear | None = None
+        self._listener: _Listener | None = None
         self.before_exit: Callable[[int, str], None] = lambda _code, _reason: None
 
     @property
@@ -71,29 +72,29 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in processes.stop_signals():
-            self._old[number] = signal.signal(number, self._note)
-        self._ear = _Ear(self)
+            self._old[number] = signal.signal(number, self._handle)
+        self._listener = _Listener(self)
         _write_stacks_to(_STDERR)
         self._follow_launcher()
 
     def restore(self) -> None:
         """Put the old handlers back."""
-        if self._ear is None:
+        if self._listener is None:
             return
         faulthandler.unregister(signal.SIGUSR2)
         for number, old in self._old.items():
             signal.signal(number, old)  # type: ignore[arg-type]  # what signal.signal returned
         self._old.clear()
-        self._ear.close()
-        self._ear = None
+        self._listener.close()
+        self._listener = None
 
     @contextmanager
     def stacks_in(self, descriptor: int) -> Iterator[None]:
-        """SIGUSR2 writes the stacks of all threads into this open file, and to stderr elsewhere.
+        """Have SIGUSR2 write the stacks of all threads into this open file; to stderr elsewhere.
 
         No line of Python has to run for it, so it works whatever the threads are stuck in.
         """
-        if self._ear is None:
+        if self._listener is None:
             yield
             return
         _write_stacks_to(descriptor)
@@ -104,36 +105,36 @@ class Signals:
 
     @contextmanager
     def alone(self, on_stop: Callable[[str], int]) -> Iterator[None]:
-        """While ranks cannot talk yet: on a stop, end with the code that `on_stop(reason)` gives.
+        """End the process at a stop, with the code of `on_stop(reason)`: ranks cannot talk yet.
 
         A rank that waited here for peers which are gone would wait until the rendezvous times out.
         """
-        if self._ear is None:
+        if self._listener is None:
             yield
             return
-        self._ear.answer(on_stop)
+        self._listener.answer(on_stop)
         try:
             yield
         finally:
-            self._ear.answer(None)
+            self._listener.answer(None)
 
-    def cut_short(self, seconds: float, wait: Callable[[], None]) -> None:
-        """So long after the first signal call `wait`, which ends what is waited for.
+    def cut_short(self, seconds: float, end_wait: Callable[[], None]) -> None:
+        """Call `end_wait` this many seconds after the first signal.
 
-        The newest pair counts when the signal comes.
+        The last call of `cut_short` before the signal counts.
         """
-        self._late = (seconds, wait)
+        self._late = (seconds, end_wait)
 
     def begin(self) -> None:
-        """From now on there is always a step under way."""
+        """Note that from now on a step is always under way."""
         self._training = True
 
     def end(self) -> None:
-        """The run is over and on disk: there is nothing left to stop."""
+        """Note that the run is over and on disk: there is nothing left to stop."""
         self._ended = True
 
-    def hear(self, number: int) -> bool:
-        """Take up the number of a signal. Whether it asks for a stop of what still runs."""
+    def receive(self, number: int) -> bool:
+        """Note a signal. Returns whether it asks for a stop of what still runs."""
         if self._ended or number not in self._old:
             return False
         if self._signal is None:
@@ -141,12 +142,12 @@ class Signals:
             self._signal = signal.Signals(number).name
         return True
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        if not self.hear(number) or self._noted:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if not self.receive(number) or self._noted:
             return
         self._noted = True
         if os.environ.get("RANK", "0") == "0":
-            _say(self._announcement(interrupted=number == signal.SIGINT))
+            _write_line(self._announcement(interrupted=number == signal.SIGINT))
         self._call_late()
 
     def _announcement(self, *, interrupted: bool) -> bytes:
@@ -166,17 +167,17 @@ class Signals:
         return self._parent is not None and os.getppid() != self._parent
 
     def _follow_launcher(self) -> None:
-        """Under a launcher: its death reaches this process as a SIGTERM, however it died."""
+        """Have the death of a launcher, of whatever kind, reach this process as a SIGTERM."""
         if not _has_launcher(os.environ):
             return
         self._parent = os.getppid()
         processes.signal_on_death_of_parent(signal.SIGTERM)
 
 
-class _Ear:
-    """A thread that hears what the main thread cannot.
+class _Listener:
+    """A thread that receives signals while the main thread cannot.
 
-    A handler runs only once the main thread is back in Python, and that thread may sit in a
+    A handler runs only once the main thread is back in Python, and that thread may wait in a
     rendezvous, or in a reduction whose peer hangs. A signal's number comes through a pipe at once.
     """
 
@@ -192,13 +193,13 @@ class _Ear:
         self._thread.start()
 
     def answer(self, on_stop: Callable[[str], int] | None) -> None:
-        """From now on end the process at a stop, with the code of `on_stop`; None: do not."""
+        """End the process at a stop from now on, with the code of `on_stop`; None: do not."""
         with self._lock:
             self._on_stop = on_stop
         os.write(self._wake, bytes([_LOOK]))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         signal.set_wakeup_fd(self._before)
         os.write(self._wake, bytes([_LEAVE]))
         self._thread.join()
@@ -212,7 +213,7 @@ class _Ear:
             heard = select.select([self._numbers], [], [], seconds)[0]
             numbers = os.read(self._numbers, 256) if heard else b""
             for number in numbers:
-                if self._signals.hear(number) and number == signal.SIGINT:
+                if self._signals.receive(number) and number == signal.SIGINT:
                     self._interrupt()
             with self._lock:
                 if self._on_stop and (reason := self._signals.reason):
@@ -223,7 +224,7 @@ class _Ear:
         if self._interrupted is None:
             self._interrupted = now
         elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
-            _say(b"interrupted again: ending without a checkpoint\n")
+            _write_line(b"interrupted again: ending without a checkpoint\n")
             self._signals.before_exit(75, "interrupted again")
             os._exit(75)
 
@@ -231,13 +232,13 @@ class _Ear:
 def _leave(on_stop: Callable[[str], int], reason: str) -> NoReturn:
     try:
         code = on_stop(reason)
-    except Exception:  # the edge of the process: it must end, and nobody else would say why
+    except Exception:  # the edge of the process: it must end, and nothing else would show why
         traceback.print_exc()
         code = 1
     os._exit(code)
 
 
-def _say(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     # From a handler an error would come up in the midst of whatever runs, and end the run without
     # a checkpoint: in `train | tee log`, Ctrl-C has ended tee by now.
     with suppress(OSError):
@@ -255,9 +256,9 @@ def _has_launcher(environ: Mapping[str, str]) -> bool:
 def grace_warning(
     save_seconds: float, step_seconds: float, environ: Mapping[str, str]
 ) -> str | None:
-    """What to say if a stop may take longer than the launcher waits; None if there is time enough.
+    """Return a warning if a stop may take longer than the launcher waits; None if it does not.
 
-    The launcher kills its processes so long after it has passed a signal on to them. They need a
+    The launcher passes a signal on to its processes, and kills them after that time. They need a
     step or two until all have agreed, and a save.
     """
     if not _has_launcher(environ):
@@ -288,7 +289,7 @@ def install() -> Signals:
 
 @contextmanager
 def catching() -> Iterator[Signals]:
-    """Handlers for as long as a run lives; where they stand already, they stay."""
+    """Install handlers for as long as a run lives; if they are installed already, they stay."""
     already = bool(_installed)
     try:
         yield install()

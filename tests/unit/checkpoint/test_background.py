@@ -8,9 +8,10 @@ from helpers.checkpoints import RUN, SPEC, on_ranks, save, tensors, whole
 from safetensors.torch import load_file
 
 from llmtrain import faults
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import background, read, write
 from llmtrain.checkpoint.background import Writer
-from llmtrain.types import Alone, TensorSpec
+from llmtrain.types import TensorSpec
 
 LARGE = {"model.safetensors": {"a": TensorSpec("F32", (1000, 7)), "b": TensorSpec("BF16", (33,))}}
 

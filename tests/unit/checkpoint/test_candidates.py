@@ -8,11 +8,11 @@ import pytest
 from helpers.checkpoints import RUN, on_ranks, save
 from xxhash import xxh3_128_hexdigest
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import candidates, check, read
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import RunError, UserError
-from llmtrain.types import Alone
 
 MODEL = "model.safetensors"
 
@@ -53,7 +53,7 @@ def test_bad_input_01_a_checkpoint_that_is_not_there_is_answered_with_those_that
 
 def test_bad_input_01_without_any_checkpoint_it_says_so(tmp_path):
     (problem,) = refusal(tmp_path, resume="step-00000400").problems
-    assert "there is none" in problem.expected
+    assert "which has no checkpoint" in problem.expected
 
 
 def test_bad_input_03_all_damaged_is_refused_with_the_reason_of_each(root):
@@ -169,7 +169,7 @@ def test_bad_input_32_a_manifest_that_names_a_file_outside_is_refused(root, name
     files = json.loads((directory / form.MANIFEST).read_bytes())["files"]
     sign(directory, files={**files, name: {"size": 0, "extents": []}})
     (problem,) = refusal(root, resume="step-00000012").problems
-    assert f"{name!r} is no plain path inside the directory" in problem.expected
+    assert f"{name!r} is not a plain path inside the directory" in problem.expected
 
 
 def test_bad_input_32_a_link_out_of_a_checkpoint_is_refused(root):

@@ -43,8 +43,10 @@ def parted(ranks, values):
 
 def test_rank_0_alone_opens_files(tmp_path, monkeypatch):
     opened = []
-    real = files.opened
-    monkeypatch.setattr(files, "opened", lambda path: opened.append(path.name) or real(path))
+    real = files.open_when_visible
+    monkeypatch.setattr(
+        files, "open_when_visible", lambda path: opened.append(path.name) or real(path)
+    )
 
     def work(ranks):
         begun = write.begin(tmp_path, 4, SPEC, {}, ranks, RUN)
@@ -94,7 +96,7 @@ def test_a_disk_that_is_full_at_rank_0_fails_the_save_on_all(tmp_path, monkeypat
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(files, "opened", full)
+    monkeypatch.setattr(files, "open_when_visible", full)
 
     def work(own):
         pieces = parted(own, tensors(SPEC, 4))

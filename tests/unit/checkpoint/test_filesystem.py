@@ -1,6 +1,7 @@
 import errno
 import itertools
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_what_lies_on_nfs_is_known_by_what_is_mounted(tmp_path, monkeypatch, pat
     assert filesystem.network(Path(path)) is expected
 
 
+def test_the_innermost_mount_says_what_a_directory_is_on(tmp_path, monkeypatch):
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
+    assert filesystem.kind(Path("/people/runs")) == "nfs4"
+    assert filesystem.kind(Path("/people/local disk/runs")) == "xfs"
+    assert filesystem.kind(Path("/runs")) == "ext4"
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "absent")
+    assert filesystem.kind(Path("/runs")) == ""
+
+
+def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
+    said = subprocess.run(
+        ["df", "--output=fstype", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    if said.returncode:
+        pytest.skip("df does not say it here")
+    assert filesystem.kind(tmp_path) == said.stdout.split()[-1]
+
+
 def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing_is(
     tmp_path, monkeypatch
 ):
@@ -84,6 +104,6 @@ def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing
 )
 def test_auto_is_rank_0_under_ddp_and_over_several_nodes_on_nfs(family, nodes, network):
     expected = "rank0" if family == "ddp" or (nodes == 4 and network) else "all"
-    assert filesystem.resolved("auto", family, nodes, network) == expected
-    assert filesystem.resolved("rank0", family, nodes, network) == "rank0"
-    assert filesystem.resolved("all", family, nodes, network) == "all"
+    assert filesystem.choose_writers("auto", family, nodes, network) == expected
+    assert filesystem.choose_writers("rank0", family, nodes, network) == "rank0"
+    assert filesystem.choose_writers("all", family, nodes, network) == "all"

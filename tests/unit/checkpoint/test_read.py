@@ -13,11 +13,12 @@ import torch
 from helpers.checkpoints import RUN, SPEC, on_ranks, save, tensors, whole
 from xxhash import xxh3_128_hexdigest
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import check, read
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.retry import Patience
 from llmtrain.errors import RunError, UserError
-from llmtrain.types import Alone, Piece, TensorSpec
+from llmtrain.types import Piece, TensorSpec
 
 PACKAGE = Path(form.__file__).parents[1]
 NEWEST = "step-00000008"
@@ -385,7 +386,7 @@ import sys
 from pathlib import Path
 from llmtrain.checkpoint import format, read, retention
 from llmtrain.rundir import lock
-from llmtrain.types import Alone
+from llmtrain.agreement import Alone
 root = Path(sys.argv[1])
 assert read.verify(root / "step-00000008") == []
 assert read.find(root, None, Alone()).step == 8
@@ -409,7 +410,7 @@ from llmtrain.checkpoint import read
 from llmtrain.config.schema import ModelConfig
 from llmtrain.model.build import build, model_config
 from llmtrain.model.tokenizer import SpecialTokens
-from llmtrain.types import Alone
+from llmtrain.agreement import Alone
 root, base = map(Path, sys.argv[1:])
 shape = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 config = transformers.LlamaConfig(vocab_size=300, **shape)

@@ -27,10 +27,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmtrain import faults, heartbeat
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, write
-from llmtrain.types import Alone, Piece, TensorSpec
+from llmtrain.types import Piece, TensorSpec
 
 MODEL = "model.safetensors"
 

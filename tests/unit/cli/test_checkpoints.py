@@ -109,7 +109,7 @@ def test_a_verification_names_a_format_that_this_llmtrain_does_not_read(run, sho
     assert below == [
         "    format 2, written by llmtrain 0.9\\x1b[31m; this needs format 1, the newest that this "
         "llmtrain reads",
-        "    try: use llmtrain 0.9\\x1b[31m, or move it away to go on from an older one",
+        "    try: use llmtrain 0.9\\x1b[31m, or move it away to resume from an older one",
     ]
     (one,) = json.loads(shown("verify", run, "step-00000024", "--json")[1])["checkpoints"]
     assert (one["valid"], len(one["problems"])) == (False, 1)
@@ -150,7 +150,7 @@ def test_pruning_where_nothing_valid_is_left_warns_and_has_code_2(run, shown):
     assert stays.endswith("  unreadable")
     assert why.startswith("    manifest.json: ")
     assert out.splitlines()[-2:] == [
-        "warning: no checkpoint of this run is valid; what was set aside stays",
+        "warning: no checkpoint of this run is valid; what was renamed stays",
         "nothing to delete",
     ]
     code, out, _ = shown("prune", run, "--yes", "--json")

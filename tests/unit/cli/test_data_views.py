@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from llmtrain.cli.data_views import inspection, step_documents
-from llmtrain.cli.escapes import clipped, columns, show, wrapped
+from llmtrain.cli.escapes import clip, columns, show, wrap
 from llmtrain.cli.main import main
 from llmtrain.errors import harmless
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
@@ -181,15 +181,15 @@ def test_only_a_few_documents_of_a_block_are_shown():
 
 @pytest.mark.parametrize("text", ["", "a", "word " * 40, "x" * 200, "中" * 99, "e\u0301" * 90])
 def test_wrapping_keeps_every_character_and_the_width(text):
-    lines = list(wrapped(text, 30))
+    lines = list(wrap(text, 30))
     assert all(columns(line) <= 30 for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
 def test_clipping_says_that_something_is_missing():
-    assert clipped("short", 10) == "short"
-    assert clipped("x" * 11, 10) == "xxxxxxx..."
-    assert columns(clipped("中" * 11, 10)) <= 10
+    assert clip("short", 10) == "short"
+    assert clip("x" * 11, 10) == "xxxxxxx..."
+    assert columns(clip("中" * 11, 10)) <= 10
 
 
 def test_what_is_harmless_stays_as_it_is():

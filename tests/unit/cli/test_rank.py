@@ -8,7 +8,7 @@ from helpers.config import written
 
 import llmtrain
 from llmtrain.cli import rank as module
-from llmtrain.cli.rank import described, train_here
+from llmtrain.cli.rank import describe, train_here
 from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.report import page
 from llmtrain.training.stop import signals
@@ -96,14 +96,14 @@ def test_a_defect_is_a_traceback_and_code_1(tmp_path, ends, capsys):
 def test_a_defect_names_the_log_file_if_there_is_one(tmp_path):
     log = tmp_path / "rank-0.log"
     log.write_text("")
-    assert str(log) in described(ValueError(), log)[1]
+    assert str(log) in describe(ValueError(), log)[1]
 
 
 def test_other_ranks_say_only_what_rank_0_may_not_know(monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    assert described(UserError(Problem("a", 1, "b"))) == (2, "")
-    assert described(RunError("what another rank refused", 2, "")) == (2, "")
-    assert described(RunError("gone", 75, "again"))[1].startswith("rank 3: error: gone")
+    assert describe(UserError(Problem("a", 1, "b"))) == (2, "")
+    assert describe(RunError("what another rank refused", 2, "")) == (2, "")
+    assert describe(RunError("gone", 75, "again"))[1].startswith("rank 3: error: gone")
 
 
 def test_under_our_own_launch_the_message_is_left_to_the_launcher(

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.config.binding import (
-    binding_values,
+    bind,
     changes,
-    config_digest_values,
     dump,
     is_accepted,
-    refused,
+    refusals,
 )
 from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.load import load_config
@@ -20,17 +19,23 @@ from llmtrain.config.schema import Config
 
 
 def differences(old: Config, new: Config):
-    return changes(binding_values(old), binding_values(new))
+    return changes(bind(old).binding, bind(new).binding)
 
 
 def test_every_key_has_its_value(tmp_path):
-    values = config_digest_values(loaded(tmp_path, "evaluation.sources=[{path: sample}]"))
+    values = bind(loaded(tmp_path, "evaluation.sources=[{path: sample}]")).values
     listed = {"data.sources", "evaluation.sources", "model.config"}
     names = {key.name.replace(ITEM, "0") for key in all_keys()} - listed
     assert names <= values.keys()
     assert json.loads(json.dumps(values)) == values
     assert values["model.config.hidden_size"] == 8
     assert values["optimizer.betas"] == [0.9, 0.95]
+
+
+def test_equal_configs_have_one_digest(tmp_path):
+    config = loaded(tmp_path)
+    assert bind(config).digest == bind(loaded(tmp_path)).digest
+    assert bind(config).digest != bind(loaded(tmp_path, "logging.every_steps=7")).digest
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,7 @@ def test_what_accept_changes_names_is_not_refused(tmp_path):
         "model.config.hidden_size",
         "run.seed",
     }
-    (problem,) = refused(found, new.checkpoint.accept_changes, "as before")
+    (problem,) = refusals(found, new.checkpoint.accept_changes, "as before")
     assert problem.key == "run.seed"
     assert "accept_changes=[run.seed]" in str(problem)
 

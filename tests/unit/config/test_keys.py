@@ -1,28 +1,32 @@
 import ast
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from llmtrain.config.keys import all_keys, golden, reference
+from llmtrain.config.keys import all_keys
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "config_keys.txt"
-COMMAND = (
-    "python -c 'from llmtrain.config.keys import golden; print(golden(), end=\"\")' "
-    "> tests/golden/config_keys.txt"
-)
+SCRIPT = "scripts/config_keys.py"
 
 
-def test_keys_types_and_defaults_are_the_agreed_ones():
-    assert golden() == GOLDEN.read_text(encoding="utf-8"), f"if this is meant: {COMMAND}"
+@pytest.fixture(scope="module")
+def script() -> dict:
+    return runpy.run_path(str(ROOT / SCRIPT))
 
 
-def test_the_reference_page_is_the_schema():
-    command = "python -c 'from llmtrain.config.keys import reference; print(reference(), end=\"\")'"
+def test_keys_types_and_defaults_are_the_agreed_ones(script):
+    command = f"python {SCRIPT} golden > tests/golden/config_keys.txt"
+    assert script["golden"]() == GOLDEN.read_text(encoding="utf-8"), f"if this is meant: {command}"
+
+
+def test_the_reference_page_is_the_schema(script):
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert reference() == page, f"if this is meant: {command} > docs/config.md"
+    command = f"python {SCRIPT} reference > docs/config.md"
+    assert script["reference"]() == page, f"if this is meant: {command}"
 
 
 def test_every_key_is_explained():

@@ -10,7 +10,7 @@ from helpers import corpus
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.lines import MIB
-from llmtrain.data.file_parts import Part, cut
+from llmtrain.data.file_parts import Part, cut, missing_column
 from llmtrain.data.manifest import Unit
 from llmtrain.data.survey import survey
 from llmtrain.errors import UserError
@@ -156,3 +156,10 @@ def test_where_only_a_later_line_lacks_the_text_column_that_line_is_named(tmp_pa
     rows = [*corpus.articles(9), {"body": "x"}]
     told = message(corpus.write_jsonl(tmp_path / "a.jsonl", rows))
     assert "a.jsonl, line 10 = its keys are 'body'" in told
+
+
+def test_a_missing_column_names_file_and_columns_on_one_line():
+    columns = ["text\nerror: all is lost", "id"]
+    problem = missing_column("data.sources.0.text_column", "body", "x\x1b[2J\ny.parquet", columns)
+    expected = r"a column of x\x1b[2J\ny.parquet, which has: text\nerror: all is lost, id"
+    assert problem.expected == expected

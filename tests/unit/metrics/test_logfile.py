@@ -1,4 +1,6 @@
 import logging
+import os
+import shutil
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -54,3 +56,22 @@ def test_the_level_of_our_lines_is_in_the_environment(
         logfile.open(tmp_path / "logs" / "rank-0.log")
         logging.getLogger("llmtrain.x").info("quiet")
     assert "quiet" not in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_a_deleted_log_is_made_again_once_its_run_directory_is_there(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    path = run_dir / "logs" / "rank-0.log"
+    with closing(LogFile()) as logfile:
+        logfile.open(path)
+        descriptor = logfile.descriptor
+        shutil.rmtree(run_dir)
+        logging.getLogger("llmtrain.x").info("while it is gone")
+        assert not run_dir.exists()
+        run_dir.mkdir()
+        logging.getLogger("llmtrain.x").info("back again")
+        assert logfile.descriptor == descriptor
+        os.write(descriptor, b"a stack\n")
+        logging.getLogger("llmtrain.x").info("and more")
+    text = path.read_text()
+    assert "while it is gone" not in text
+    assert [word in text for word in ("back again", "a stack", "and more")] == [True] * 3

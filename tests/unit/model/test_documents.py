@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llmtrain.model.attention import NAME
-from llmtrain.model.documents import document_tensors, rounded
+from llmtrain.model.documents import document_tensors, round_up
 
 STARTS = [np.array([0, 3], np.int32), np.array([0], np.int32)]
 
@@ -30,7 +30,7 @@ def test_borders_run_through_the_rows() -> None:
 
 
 def test_max_length_takes_few_values_and_covers_the_longest_document() -> None:
-    found = {longest: rounded(longest, 100) for longest in range(1, 101)}
+    found = {longest: round_up(longest, 100) for longest in range(1, 101)}
     assert all(value >= longest for longest, value in found.items())
     assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 100}
     assert type(tensors(NAME)["max_length"]) is int

@@ -112,7 +112,7 @@ def test_bad_input_32_an_index_that_leads_out_of_the_directory_is_refused(
 ) -> None:
     shutil.copy(base / "model.safetensors", base.parent / "outside.safetensors")
     sharded(base, {"a": name})
-    assert f"{name!r} is no plain path inside the directory" in refusal(base)
+    assert f"{name!r} is not a plain path inside the directory" in refusal(base)
 
 
 def test_bad_input_32_a_link_that_leads_out_of_the_directory_is_refused(base: Path) -> None:
@@ -124,7 +124,7 @@ def test_bad_input_32_a_link_that_leads_out_of_the_directory_is_refused(base: Pa
 def test_bad_input_32_what_is_no_regular_file_is_not_opened(base: Path) -> None:
     (base / "model.safetensors").unlink()
     os.mkfifo(base / "model.safetensors")
-    assert "model.safetensors is no regular file" in refusal(base)
+    assert "model.safetensors is not a regular file" in refusal(base)
 
 
 def test_bad_input_32_a_weight_that_stands_twice_in_an_index_is_refused(base: Path) -> None:

@@ -91,9 +91,15 @@ def test_the_report_goes_where_it_is_asked_to(tmp_path):
     ("state", "sentence"),
     [
         ("finished", "Finished at step 300 of 300 (all steps are done)."),
-        ("stopped", "Stopped at step 300 of 300 (all steps are done). The same command goes on."),
+        (
+            "stopped",
+            "Stopped at step 300 of 300 (all steps are done). The same command resumes the run.",
+        ),
         ("failed", "Failed at step 300 of 300 with exit code 75 (all steps are done)."),
-        ("running", "Running, or cut off without a word: the last news is of step 300 of 300."),
+        (
+            "running",
+            "Running, or ended without writing its end: the last line is of step 300 of 300.",
+        ),
         (None, "The run directory has no status; the last line is of step 300 of 300."),
     ],
 )

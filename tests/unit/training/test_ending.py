@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from helpers.tiny import lines
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.errors import RESTARTABLE, RunError
-from llmtrain.training.ending import StoppedEarlyError, stoppable, tell_of_documents
+from llmtrain.training.ending import StoppedEarlyError, report_documents, stoppable
 from llmtrain.training.run.journal import Journal
 from llmtrain.training.stop.signals import Signals
-from llmtrain.types import Alone
 
 
 class Asked(Signals):
@@ -60,7 +60,7 @@ def test_without_a_stop_the_error_of_a_stage_is_its_own(journal: Journal, code: 
 def told(folder, **met: int) -> dict[str, dict[str, Any]]:
     """Name of each event → its detail."""
     with closing(Journal(folder, 0)) as journal:
-        tell_of_documents(journal, 8, "notes", met)
+        report_documents(journal, 8, "notes", met)
     return {line["event"]: line["detail"] for line in lines(folder, "event")}
 
 

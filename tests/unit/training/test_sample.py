@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.tiny import tiny_config
 
-from llmtrain.config.schema import Config
 from llmtrain.training.run.due import Due
 from llmtrain.training.sample import sample
 
@@ -46,8 +44,10 @@ class Written:
 
 def due(*, steps: int = 100) -> Due:
     """What is due in a run of so many steps."""
-    config = Config.model_validate(tiny_config("run", training__steps=steps))
-    return Due(config, 0, None, heldout=True, ended=False)
+    periods = {"evaluate_every": 20, "save_every": 20, "log_every": 1}
+    return Due(
+        steps=steps, first=0, last_evaluation=None, heldout=True, data_ended=False, **periods
+    )
 
 
 def run_of(model: Any, ranks: Written, what_is_due: Due) -> Any:

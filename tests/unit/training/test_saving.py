@@ -11,6 +11,7 @@ from helpers.checkpoints import RUN, save
 from helpers.tiny import tiny_config
 
 from llmtrain.checkpoint import retention
+from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.schema import Config
 from llmtrain.training.saving import Saves, _retain, short_of_memory
 
@@ -41,10 +42,10 @@ def test_f33_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -
     events: list[tuple[str, int, str]] = []
     root = tmp_path / "checkpoints"
     root.mkdir()
+    config = Config.model_validate(tiny_config(tmp_path / "run", checkpoint__keep_last=2))
     run = SimpleNamespace(
-        checkpoints=Saves(None, False, False),
+        checkpoints=Saves(Policy.of(config.checkpoint), None, False, False),
         run_dir=tmp_path,
-        config=Config.model_validate(tiny_config(tmp_path / "run", checkpoint__keep_last=2)),
         processes=SimpleNamespace(run_id=RUN),
         found=None,
         journal=SimpleNamespace(
@@ -69,14 +70,14 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> No
     def refused(*_: object) -> list[str]:
         raise OSError(errno.EIO, "Input/output error")
 
+    policy = Policy.of(Config.model_validate(tiny_config(tmp_path)).checkpoint)
     monkeypatch.setattr(retention, "apply", refused)
     events: list[tuple[str, int]] = []
     run = SimpleNamespace(
-        config=Config.model_validate(tiny_config(tmp_path)),
         processes=SimpleNamespace(run_id="one"),
         found=None,
         run_dir=tmp_path,
-        checkpoints=Saves(None, sent=False, dealt=False),
+        checkpoints=Saves(policy, None, sent=False, dealt=False),
         journal=SimpleNamespace(event=lambda name, step, **_: events.append((name, step))),
     )
     _retain(run, 8, "step-00000008")

@@ -377,3 +377,9 @@ def test_without_a_run_directory_skips_are_remembered_in_the_process(tmp_path, t
     assert len(reader.rows(source, source.units[5], 0)) == 0
     path.write_bytes(whole)
     assert len(reader.rows(source, source.units[5], 0)) == 0
+
+
+def test_a_file_with_a_line_end_in_its_name_takes_one_line_of_the_log(tmp_path, caplog):
+    part = LeftOut("s", "a\nerror: all is lost", "file", -1, 0, 1, None)
+    Skipped(tmp_path / FILE_NAME).add([(part, "it is damaged")])
+    assert caplog.messages == [r"skipped a\nerror: all is lost of s: it is damaged"]

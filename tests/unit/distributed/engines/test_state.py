@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
 from llmtrain.distributed.engines import state
-from llmtrain.types import Alone, Piece, TensorSpec
+from llmtrain.types import Piece, TensorSpec
 
 LLAMA = LlamaConfig(
     vocab_size=61,
@@ -310,7 +311,7 @@ def test_what_all_ranks_hold_is_dealt_once_and_evenly(shapes, ranks, data):
         for i, (count, dtype) in enumerate(shapes)
     ]
     names = data.draw(st.sets(st.sampled_from([piece.name for piece in held]))) if held else set()
-    shares = [list(state.dealt(held, names, rank, ranks)) for rank in range(ranks)]
+    shares = [list(state.share_out(held, names, rank, ranks)) for rank in range(ranks)]
     for piece in held:
         parts = [part for share in shares for part in share if part.name == piece.name]
         if piece.name not in names:

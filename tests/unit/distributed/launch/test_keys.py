@@ -6,7 +6,7 @@ from helpers.on_paper import gpus
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.keys import SECTIONS, STRATEGIES, has_values, value, variable
 from llmtrain.distributed.launch.named import named_strategy
-from llmtrain.tools.launch.sections import exported
+from llmtrain.tools.launch.sections import variables_of
 from llmtrain.tools.plan_file import launch_values
 
 NAMED = [name for strategies in STRATEGIES.values() for name in strategies]
@@ -15,7 +15,7 @@ NAMED = [name for strategies in STRATEGIES.values() for name in strategies]
 @pytest.mark.parametrize("strategy", NAMED)
 def test_the_strategy_that_a_plan_writes_is_the_one_that_a_rank_reads(strategy):
     values = launch_values(strategy, gpus(8, 80, nodes=2), "bf16")
-    env = exported(values, 16)
+    env = variables_of(values, 16)
     assert named_strategy(env) == strategy
     assert has_values(env, STRATEGIES[family(strategy)][strategy])
 

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from llmtrain.distributed.launch import environment, named
-from llmtrain.distributed.launch.named import named_family, named_mesh, named_strategy, unsupported
+from llmtrain.distributed.launch.named import (
+    named_family,
+    named_mesh,
+    named_strategy,
+    unsupported_problems,
+)
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
@@ -93,25 +98,25 @@ REFUSED = {
 def test_a_launch_names_one_strategy_or_none(how):
     env, strategy = FINE[how]
     assert named_strategy(env) == strategy
-    assert list(unsupported(env, 4)) == []
+    assert list(unsupported_problems(env, 4)) == []
 
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_is_not_offered_is_refused(how):
     env, keys = REFUSED[how]
-    problems = list(unsupported(env, 4))
+    problems = list(unsupported_problems(env, 4))
     assert [problem.key for problem in problems] == list(dict.fromkeys(p.key for p in problems))
     assert {problem.key for problem in problems} == keys
 
 
 def test_fsdp1_is_told_why():
-    text = str(next(iter(unsupported(FSDP | {"FSDP_VERSION": "1"}, 2))))
+    text = str(next(iter(unsupported_problems(FSDP | {"FSDP_VERSION": "1"}, 2))))
     assert "flat tensor" in text
     assert "fsdp_version: 2" in text
 
 
 def test_a_mesh_without_shards_is_told_what_it_is():
-    text = str(next(iter(unsupported(FSDP | mesh(4, 1), 4))))
+    text = str(next(iter(unsupported_problems(FSDP | mesh(4, 1), 4))))
     assert "ddp" in text
 
 

@@ -8,13 +8,13 @@ from helpers.checkpoints import CONFIG, RUN, flip, save, saved_run
 from helpers.ranks import ROOT
 from helpers.runs import start_line, status, write_run
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints import look as module
 from llmtrain.tools.checkpoints.look import look, verify
-from llmtrain.types import Alone
 
 MODEL = "model.safetensors"
 
@@ -172,7 +172,7 @@ def test_the_run_its_checkpoints_and_one_of_them_are_told_apart(run, tmp_path, m
 def test_a_run_that_has_saved_nothing_has_no_rows(tmp_path):
     run_dir = write_run(tmp_path / "run", [start_line(0)], status(run_id=RUN), CONFIG)
     assert look(run_dir).rows == ()
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="it has none"):
         list(verify(run_dir))
 
 

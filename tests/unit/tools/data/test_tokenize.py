@@ -183,7 +183,7 @@ def test_an_interrupt_of_all_processes_is_one_line_and_code_75(tmp_path, number)
     os.killpg(first.pid, number)
     _, said = first.communicate()
     assert first.returncode == 75, said
-    assert said.splitlines()[-1] == "interrupted; the same command goes on"
+    assert said.splitlines()[-1] == "interrupted; the same command continues"
     assert all(line.startswith("tokenized 0 of") for line in said.splitlines()[:-1])
     until(lambda: not processes_of(first.pid), "its processes end")
     subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)

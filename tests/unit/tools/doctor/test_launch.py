@@ -74,7 +74,7 @@ def test_di_06_a_default_config_that_nobody_named_is_a_warning(tmp_path, monkeyp
 
 
 def test_what_a_file_starts_is_said():
-    looked = launches.launched(case(launch={"num_processes": 2}).launch)
+    looked = launches.describe_launch(case(launch={"num_processes": 2}).launch)
     assert looked.state == "ok"
     assert looked.found == "accelerate.yaml: 2 processes on this machine, NO"
 
@@ -86,13 +86,13 @@ def test_a_free_port_is_found_and_answers():
 
 
 def test_a_machine_without_ports_is_an_error(monkeypatch):
-    from llmtrain.tools.doctor.case import tried
+    from llmtrain.tools.doctor.case import attempt
 
     def refuse(address, *rest):
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    _, broken = tried(lambda: launches.rendezvous(case()))
+    _, broken = attempt(lambda: launches.rendezvous(case()))
     assert broken.state == "error"
     assert "Cannot assign requested address" in broken.found
 

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 from helpers.cases import case
 
+from llmtrain.checkpoint import filesystem
 from llmtrain.tools.doctor import place
-
-
-def table(tmp_path: Path, kind: str, mount: Path) -> Path:
-    path = tmp_path / "mountinfo"
-    root = "21 1 8:1 / / rw,relatime - ext4 /dev/root rw\n"
-    escaped = str(mount).replace(" ", "\\040")
-    path.write_text(f"{root}36 21 0:31 / {escaped} rw shared:1 - {kind} server:/data rw\n")
-    return path
 
 
 @pytest.fixture
@@ -22,8 +15,7 @@ def on(tmp_path, monkeypatch):
     """The run directory lies on a file system of this kind, as far as the system says."""
 
     def lie(kind: str) -> None:
-        found = place.FileSystem(str(tmp_path), kind)
-        monkeypatch.setattr(place, "file_system", lambda where: found)
+        monkeypatch.setattr(filesystem, "kind", lambda where: kind)
 
     return lie
 
@@ -33,24 +25,6 @@ def test_a_directory_that_is_not_there_is_looked_at_above_and_nothing_is_left(tm
     assert looked.found.startswith(f"{tmp_path} on ")
     assert "locks hold" in looked.found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.yaml"]
-
-
-def test_the_innermost_mount_says_what_a_directory_lies_on(tmp_path):
-    inner = tmp_path / "with blank" / "run"
-    inner.mkdir(parents=True)
-    written = table(tmp_path, "nfs4", tmp_path / "with blank")
-    assert place.file_system(inner, written).kind == "nfs4"
-    assert place.file_system(tmp_path, written).kind == "ext4"
-    assert place.file_system(tmp_path, tmp_path / "none").kind == ""
-
-
-def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
-    said = subprocess.run(
-        ["df", "--output=fstype", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    if said.returncode:
-        pytest.skip("df does not say it here")
-    assert place.file_system(tmp_path).kind == said.stdout.split()[-1]
 
 
 @pytest.mark.parametrize(

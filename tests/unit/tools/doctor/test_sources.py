@@ -13,11 +13,13 @@ from helpers.hub import ID, SHA, serving, stand_in
 from llmtrain.distributed.engines.state import bytes_of
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.doctor import sources
-from llmtrain.tools.doctor.case import tried
+from llmtrain.tools.doctor.case import attempt
 
 
 def described(made):
-    return functools.partial(tried, functools.partial(sources.describe, made.config, made.run_dir))
+    return functools.partial(
+        attempt, functools.partial(sources.describe, made.config, made.run_dir)
+    )
 
 
 def from_hub(*overrides: str) -> list[str]:
@@ -76,7 +78,7 @@ def test_another_failure_of_reading_passes(tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise RunError("the disk is gone", 75, "look")
 
-    monkeypatch.setattr("llmtrain.data.survey.survey", fail)
+    monkeypatch.setattr(sources, "survey", fail)
     with pytest.raises(RunError, match="the disk is gone"):
         sources.data(case(tmp_path))
 
@@ -146,7 +148,7 @@ def test_a_run_that_began_has_its_tokenizer_whatever_the_hub_says(tmp_path, hub)
 def test_a_model_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     import threading
 
-    monkeypatch.setattr(sources, "_described", lambda config, run_dir: threading.Event().wait(30))
+    monkeypatch.setattr(sources, "_describe", lambda config, run_dir: threading.Event().wait(30))
     with pytest.raises(RunError, match="no complete answer"):
         sources.describe(case(tmp_path).config, tmp_path / "run", seconds=0.3)
 

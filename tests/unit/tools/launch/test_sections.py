@@ -7,7 +7,7 @@ from accelerate.commands import launch as accelerates
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from llmtrain.config.yaml12 import parse
-from llmtrain.tools.launch.sections import check_sections, exported
+from llmtrain.tools.launch.sections import check_sections, variables_of
 
 FILES = Path(__file__).parents[4] / "accelerate_configs"
 OFTEN = {"distributed_type": "FSDP", "num_processes": 4}
@@ -33,7 +33,7 @@ def values(path: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_rank_is_told_what_accelerate_tells_it(path, monkeypatch):
-    ours = exported(values(path), 8)
+    ours = variables_of(values(path), 8)
     switches = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
     made = theirs(path, monkeypatch)
     for name in (*switches, "ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -53,7 +53,7 @@ def test_other_values_are_told_as_accelerate_tells_them(tmp_path, monkeypatch):
         "  fsdp_activation_checkpointing: true\n  fsdp_reshard_after_forward: false\n"
         "dynamo_config: {dynamo_backend: inductor}\n"
     )
-    ours, made = exported(values(path), 4), theirs(path, monkeypatch)
+    ours, made = variables_of(values(path), 4), theirs(path, monkeypatch)
     assert ours["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
     assert ours["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
     for name in ours.keys() - {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}:
@@ -61,7 +61,7 @@ def test_other_values_are_told_as_accelerate_tells_them(tmp_path, monkeypatch):
 
 
 def test_processes_of_a_machine_are_its_share():
-    found = exported({"num_machines": 2}, 8)
+    found = variables_of({"num_machines": 2}, 8)
     assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("8", "4")
     assert not [name for name in found if "_USE_" in name]
 

@@ -1,23 +1,23 @@
 from dataclasses import replace
 
-from helpers.tiny import tiny_config
-
-from llmtrain.config.schema import Config
+from llmtrain.agreement import Alone
 from llmtrain.training.run.due import Due, agreed_stop
-from llmtrain.types import Alone, Flags, Numbers
+from llmtrain.types import Flags, Numbers
 
 
 def due(
     first: int = 0, evaluated: int | None = None, *, heldout: bool = True, ended: bool = False
 ) -> Due:
-    config = tiny_config(
-        "run",
-        training__steps=50,
-        evaluation__every_steps=20,
-        checkpoint__every_steps=15,
-        logging__every_steps=10,
+    return Due(
+        steps=50,
+        evaluate_every=20,
+        save_every=15,
+        log_every=10,
+        first=first,
+        last_evaluation=evaluated,
+        heldout=heldout,
+        data_ended=ended,
     )
-    return Due(Config.model_validate(config), first, evaluated, heldout=heldout, ended=ended)
 
 
 def numbers(step: int, *stops: str) -> Numbers:
@@ -27,7 +27,7 @@ def numbers(step: int, *stops: str) -> Numbers:
 def test_the_base_line_the_period_and_the_end_are_evaluated() -> None:
     one = due()
     assert [step for step in range(51) if one.evaluation(step)] == [0, 20, 40, 50]
-    one.evaluated(20)
+    one.record_evaluation(20)
     assert not one.evaluation(20)
     assert not any(due(heldout=False).evaluation(step) for step in range(51))
 
@@ -40,8 +40,8 @@ def test_what_a_stop_cut_off_is_evaluated_by_the_next_start() -> None:
 def test_a_checkpoint_is_due_at_the_period_the_end_and_a_stop_but_never_twice() -> None:
     one = due()
     assert [step for step in range(51) if one.checkpoint(step)] == [15, 30, 45, 50]
-    one.begun(30)
-    one.ended(30, saved=True)
+    one.begin_save(30)
+    one.end_save(30, saved=True)
     assert not one.checkpoint(30)
     assert not due(first=30).checkpoint(30)
     one.learn(numbers(36, "signal"))
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_due_at_the_period_the_end_and_a_stop_but_never_twice() 
 
 def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written() -> None:
     one = due()
-    one.begun(15)
+    one.begin_save(15)
     one.learn(numbers(16))
     assert not one.checkpoint(17)
     assert not one.anything(17)
@@ -59,7 +59,7 @@ def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written() 
     assert one.checkpoint(18)
     assert one.anything(18), "the vector of this step still says that it was written"
     assert not one.begins(18)
-    one.ended(15, saved=True)
+    one.end_save(15, saved=True)
     assert not one.checkpoint(18)
 
 
@@ -71,9 +71,9 @@ def test_nothing_is_committed_that_is_not_in_flight() -> None:
 
 def test_a_save_that_failed_leaves_its_step_unsaved() -> None:
     one = due(first=12)
-    one.begun(15)
+    one.begin_save(15)
     assert not one.unsaved(15)
-    one.ended(15, saved=False)
+    one.end_save(15, saved=False)
     assert one.unsaved(15)
     assert not one.unsaved(12), "this start resumed from it"
     assert not one.checkpoint(16)
@@ -85,8 +85,8 @@ def test_a_wish_is_served_once_at_the_next_boundary() -> None:
     one.learn(replace(numbers(6), save=True))
     assert one.checkpoint(7)
     assert one.reason(7) == "asked"
-    one.begun(7)
-    one.ended(7, saved=True)
+    one.begin_save(7)
+    one.end_save(7, saved=True)
     assert not one.checkpoint(8)
     assert not one.stop(8)
 
@@ -123,7 +123,7 @@ def test_lines_come_at_the_period_the_first_step_of_a_start_and_the_last() -> No
 def test_a_run_is_finished_when_nothing_is_missing() -> None:
     one = due()
     assert not one.finished(50)
-    one.evaluated(50)
+    one.record_evaluation(50)
     assert one.finished(50)
     assert not one.finished(49)
 
@@ -131,7 +131,7 @@ def test_a_run_is_finished_when_nothing_is_missing() -> None:
 def test_outside_a_step_ranks_agree_on_the_reason_that_outranks_others() -> None:
     assert agreed_stop(Alone(), Flags()) == ()
     assert agreed_stop(Alone(), Flags(signal=True, stop_file=True)) == ("signal",)
-    assert agreed_stop(Alone(), Flags(signal=True, lost_launcher=True)) == ("launcher_lost",)
+    assert agreed_stop(Alone(), Flags(signal=True, launcher_lost=True)) == ("launcher_lost",)
 
 
 def test_the_end_of_the_data_ends_a_run_like_its_last_step() -> None:
@@ -143,7 +143,7 @@ def test_the_end_of_the_data_ends_a_run_like_its_last_step() -> None:
     assert one.checkpoint(37)
     assert one.line(37)
     assert not one.finished(37)
-    one.evaluated(37)
+    one.record_evaluation(37)
     assert one.finished(37)
     assert one.stop_reason is None
 

@@ -46,13 +46,13 @@ def test_only_a_step_that_is_done_counts_as_consumed() -> None:
 def test_a_broken_stream_is_asked_once_and_padding_is_handed_out_from_then_on() -> None:
     one = feed(blocks(2))
     one.advance(1, one.next_batch())
-    assert not one.failed
+    assert one.error is None
     for _ in range(2):
         padding = one.next_batch()
         assert padding.ids.shape == (ROWS, SEQ_LEN + 1)
         assert (padding.labels == -100).all()
         assert (padding.trained_tokens, padding.sources, padding.cursors) == (0, {}, {})
-    assert one.failed
+    assert one.error is not None
     assert str(one.error) == "the disk is gone"
 
 

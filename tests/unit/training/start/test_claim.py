@@ -202,7 +202,7 @@ def test_bad_input_21_a_parent_that_cannot_be_made_is_named(tmp_path: Path, pare
     if parent == "a file":
         place.touch()
     said = refusal(config(place / "deep" / "run"))
-    assert f"{place} is none and cannot be made (" in said
+    assert f"{place} is not one and cannot be made (" in said
 
 
 FILES = [

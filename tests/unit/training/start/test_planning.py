@@ -234,3 +234,12 @@ def test_ten_million_blocks_are_refused_by_one_of_them(
     assert built == [1]
     (problem,) = refused.value.problems
     assert (problem.key, problem.value) == ("model.config.num_hidden_layers", 10_000_000)
+
+
+def test_very_many_blocks_are_refused_under_the_name_that_the_architecture_has(
+    tmp_path: Path,
+) -> None:
+    deep = {"model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 10_000_000}
+    with pytest.raises(UserError) as refused:
+        planned(config(tmp_path, model__config=deep))
+    assert [problem.key for problem in refused.value.problems] == ["model.config.n_layer"]

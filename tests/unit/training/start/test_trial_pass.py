@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.distributed.ranks import Single as Alone
+from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.metrics import memory
 from llmtrain.training.run import rng

@@ -41,7 +41,7 @@ def test_nothing_is_asked_of_a_run_that_is_left_alone(tmp_path: Path) -> None:
 def test_every_rank_says_what_it_was_signalled(tmp_path: Path, rank: int) -> None:
     asked = requests(tmp_path, rank=rank)
     assert asked.flags("SIGTERM") == Flags(signal=True)
-    assert asked.flags("launcher_lost") == Flags(lost_launcher=True)
+    assert asked.flags("launcher_lost") == Flags(launcher_lost=True)
 
 
 def test_files_and_clocks_are_rank_0s_alone(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_files_and_clocks_are_rank_0s_alone(tmp_path: Path) -> None:
         stop_file=True, stop_after=True, minutes_due=True, save_file=True
     )
     assert second.flags(None) == Flags()
-    second.save_begins()
-    second.stopped()
+    second.begin_save()
+    second.end_stop()
     assert {path.name for path in tmp_path.iterdir()} == {"STOP", "SAVE"}
 
 
@@ -64,7 +64,7 @@ def test_a_save_serves_the_file_and_a_new_one_asks_again(tmp_path: Path) -> None
     asked = requests(tmp_path)
     (tmp_path / "SAVE").touch()
     assert asked.flags(None) == Flags(save_file=True)
-    asked.save_begins()
+    asked.begin_save()
     assert asked.flags(None) == Flags()
     assert not (tmp_path / "SAVE").exists()
     (tmp_path / "SAVE").touch()
@@ -83,8 +83,8 @@ def test_the_minutes_count_from_the_begin_of_the_last_save(tmp_path: Path) -> No
     assert not asked.flags(None).minutes_due
     clock.now += 1
     assert asked.flags(None).minutes_due
-    asked.save_begins()
-    asked.saved(20.0)
+    asked.begin_save()
+    asked.end_save(20.0)
     clock.now += 149
     assert not asked.flags(None).minutes_due
     clock.now += 1
@@ -97,7 +97,7 @@ def test_stop_after_leaves_time_for_twice_the_longest_save(tmp_path: Path) -> No
     due_at = {7600.0: (), 7540.0: (30.0,), 7500.0: (50.0, 10.0)}
     for moment, saves in due_at.items():
         for seconds in saves:
-            asked.saved(seconds)
+            asked.end_save(seconds)
         clock.now = moment - 0.5
         assert not asked.flags(None).stop_after
         clock.now = moment
@@ -108,11 +108,11 @@ def test_a_stop_is_deleted_when_it_has_come_to_its_end(tmp_path: Path) -> None:
     asked = requests(tmp_path)
     (tmp_path / "STOP").touch()
     assert asked.flags(None) == Flags(stop_file=True)
-    asked.save_begins()
+    asked.begin_save()
     assert (tmp_path / "STOP").exists()
-    asked.stopped()
+    asked.end_stop()
     assert not (tmp_path / "STOP").exists()
-    asked.stopped()
+    asked.end_stop()
 
 
 def test_a_stop_that_was_left_over_is_said_by_rank_0(
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_deleted_is_served_once(
     (tmp_path / "SAVE").touch()
     with monkeypatch.context() as broken:
         broken.setattr(Path, "unlink", refused)
-        asked.save_begins()
+        asked.begin_save()
     assert "SAVE could not be deleted" in caplog.text
     assert asked.flags(None) == Flags()
     (tmp_path / "SAVE").unlink()

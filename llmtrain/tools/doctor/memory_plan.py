@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def plan(case: Case) -> Verdict:
     """Strategy, micro-batch and bytes. Raises UserError for what cannot be planned."""
-    from llmtrain.tools.plan import plan as reckon
+    from llmtrain.tools.plan import plan as make_plan
 
     local = case.processes // case.machines if case.launch else None
-    found = reckon(_as_launched(case), local, case.machines)
+    found = make_plan(_as_launched(case), local, case.machines)
     if found.chosen is None:
         near = found.choice.nearest_miss
         remedy = near.remedy if near else "llmtrain plan CONFIG tells more"

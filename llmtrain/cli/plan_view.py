@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, show, wrapped
+from llmtrain.cli.escapes import WIDTH, show, wrap
 from llmtrain.distributed.plan.remedies import gib
 from llmtrain.errors import UserError
 
@@ -38,12 +38,17 @@ def show_plan(
     *,
     as_json: bool,
 ) -> int:
-    """Reckon, print, write; the exit code. asked: devices, nodes, GiB of a device and of a host."""
-    from llmtrain.config.load import load_config
-    from llmtrain.tools.plan import launch_file, plan
+    """Plan, print and write; return the exit code.
 
-    found = plan(load_config(config, overrides), *asked)
-    show([json.dumps(found.to_json())] if as_json else planned(found))
+    asked: devices, nodes, GiB of a device and of a host
+    """
+    from llmtrain.config.load import load_config
+
+    loaded = load_config(config, overrides)
+    from llmtrain.tools.plan import launch_file, plan  # imports torch
+
+    found = plan(loaded, *asked)
+    show([json.dumps(found.to_json())] if as_json else plan_lines(found))
     if found.chosen is None:
         print(f"error: {found.choice.reason}", file=sys.stderr)
         return UserError.exit_code
@@ -52,17 +57,17 @@ def show_plan(
     return 0
 
 
-def planned(found: Plan) -> Iterator[str]:
+def plan_lines(found: Plan) -> Iterator[str]:
     """The table, the choice and its reason, what it takes besides, and how fast it is on paper."""
-    yield from _asked(found)
+    yield from _request(found)
     yield ""
     yield from _memory(found)
     yield ""
     yield from _layouts(found)
     yield ""
-    yield from _labelled("choice", found.choice.reason)
+    yield from _label("choice", found.choice.reason)
     yield from _outcome(found)
-    yield from _labelled("disk", _disk(found))
+    yield from _label("disk", _disk(found))
     yield from _speeds(found)
     yield from _rates(found)
 
@@ -73,7 +78,7 @@ def written(path: Path, replaced: bool) -> str:
     return f"{'written':<{_LABEL}}{path}{notes}"
 
 
-def _asked(found: Plan) -> Iterator[str]:
+def _request(found: Plan) -> Iterator[str]:
     shape, hardware, work = found.shape, found.hardware, found.work
     trained = "" if shape.trainable == shape.count else f", {_count(shape.trainable)} trained"
     yield f"{'model':<{_LABEL}}{_count(shape.count)} parameters{trained}"
@@ -83,8 +88,8 @@ def _asked(found: Plan) -> Iterator[str]:
         kind = "process on the CPU" if hardware.cpu else "device"
     each = f"{hardware.device_bytes / 2**30:.1f} GiB"
     named = f", {hardware.device}" if hardware.device else ""
-    yield from _labelled("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
-    yield from _labelled(
+    yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
+    yield from _label(
         "work",
         f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step, {work.precision}",
     )
@@ -105,7 +110,7 @@ def _memory(found: Plan) -> Iterator[str]:
             names = [*_PARTS, "total"]
             shown = ["?" if n in UNCOUNTED else s for n, s in zip(names, shown, strict=True)]
             shown[-1] = f">{shown[-1]}"
-        yield _marked(found, one) + "".join(f"{word:>8}" for word in shown)
+        yield _mark(found, one) + "".join(f"{word:>8}" for word in shown)
 
 
 def _layouts(found: Plan) -> Iterator[str]:
@@ -115,17 +120,17 @@ def _layouts(found: Plan) -> Iterator[str]:
     for one in found.choice.candidates:
         layout, speed = one.layout, one.tokens_per_second
         yield (
-            _marked(found, one)
+            _mark(found, one)
             + f"{layout.activation_checkpointing:<12}{layout.micro_batch_size:>6,}"
             + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
             + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {fits if one.fits else 'no'}"
         )
     misses = [one for one in found.choice.candidates if not one.fits]
     for one in misses:
-        yield from _labelled("would fit", f"{one.layout.strategy}: {one.remedy}")
+        yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
 
 
-def _marked(found: Plan, one: Candidate) -> str:
+def _mark(found: Plan, one: Candidate) -> str:
     mark = "*" if one is found.chosen else " "
     return f"{mark} {one.layout.strategy:<{_NAME - 2}}"
 
@@ -134,12 +139,12 @@ def _outcome(found: Plan) -> Iterator[str]:
     chosen = found.chosen
     if chosen is None:
         for one in found.suggestions:
-            yield from _labelled("try", one)
+            yield from _label("try", one)
         return
-    yield from _labelled("keys", _keys(chosen.layout))
+    yield from _label("keys", _keys(chosen.layout))
     host, there = chosen.memory.host_bytes, found.hardware.host_bytes
     known = "" if there is None else f", of {gib(there)}"
-    yield from _labelled("host", f"{gib(host)} of memory on each node{known}")
+    yield from _label("host", f"{gib(host)} of memory on each node{known}")
 
 
 def _keys(layout: Layout) -> str:
@@ -161,10 +166,10 @@ def _speeds(found: Plan) -> Iterator[str]:
     if not found.speeds:
         why = "a CPU" if found.hardware.cpu else "this device"
         why = "a model that cannot be counted" if found.uncounted else why
-        yield from _labelled("speed", f"not predicted for {why}")
+        yield from _label("speed", f"not predicted for {why}")
         return
     assumed = f", as of an {found.hardware.device}" if found.assumed else ""
-    yield from _labelled("speed", f"on paper{assumed}, at this global batch, where it fits")
+    yield from _label("speed", f"on paper{assumed}, at this global batch, where it fits")
     yield f"{'devices':>17}{'nodes':>7}{'accum':>7}" + "".join(
         f"{word:>12}" for word in ("tokens/s", "a device", "efficiency")
     )
@@ -178,15 +183,15 @@ def _speeds(found: Plan) -> Iterator[str]:
 
 def _rates(found: Plan) -> Iterator[str]:
     if found.rates:
-        yield from _labelled("rates", "learning rate at another training.global_batch_size")
+        yield from _label("rates", "learning rate at another training.global_batch_size")
         yield f"{'batch':>17}{'linear rule':>14}{'root rule':>12}"
     for one in found.rates:
         yield f"{one.global_batch_size:>17,}{one.linear:>14.2e}{one.root:>12.2e}"
 
 
-def _labelled(label: str, text: str) -> Iterator[str]:
+def _label(label: str, text: str) -> Iterator[str]:
     """The label once, the text behind it, wrapped."""
-    lines: Sequence[str] = list(wrapped(text, WIDTH - _LABEL))
+    lines: Sequence[str] = list(wrap(text, WIDTH - _LABEL))
     for number, line in enumerate(lines):
         yield f"{label if number == 0 else '':<{_LABEL}}{line}"
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.config import written
 
 from llmtrain.cli.escapes import columns
-from llmtrain.cli.plan import show_plan
+from llmtrain.cli.plan_view import show_plan
 from llmtrain.model.count import CannotCountError
 from llmtrain.training.start import planning
 

@@ -6,8 +6,8 @@ from helpers.cases import SMALL, case
 from llmtrain.checkpoint.retention import size
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
-from llmtrain.tools.doctor.plan import plan
-from llmtrain.tools.plan import plan as reckon
+from llmtrain.tools.doctor.memory_plan import plan
+from llmtrain.tools.plan import plan as make_plan
 from llmtrain.training.start import planning
 
 
@@ -21,7 +21,7 @@ def test_a_plan_that_fits_is_said_with_its_bytes(tmp_path):
     looked = plan(made)
     assert looked.state == "ok"
     assert re.match(r"ddp on 1 process, micro-batch \d+ × \d+, activation", looked.found)
-    expected = reckon(made.config)
+    expected = make_plan(made.config)
     assert size(expected.chosen.memory.total_bytes) in looked.found
     assert f"{size(expected.disk_bytes)} of checkpoints at most" in looked.found
 

@@ -1,0 +1,14 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
