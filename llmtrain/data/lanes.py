@@ -328,7 +328,7 @@ def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterat
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
     """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
 
-    The rotation gives the surplus of an uneven deal to other lanes in every epoch.
+    Where units do not divide evenly, some lanes get one more: in each epoch others, by a rotation.
     """
     order = _order(source_units, mix(seed, 1, k, epoch))
     return order[(lane + mix(seed, 6, k, epoch)) % lanes :: lanes]
