@@ -123,7 +123,7 @@ def run_of(case: Case, launched: Launched, sent: list[tuple[float, float]]) -> A
         data=SimpleNamespace(manifest=manifest),
         built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size),
         max_grad_norm=1.0,
-        feed=SimpleNamespace(failed=False),
+        feed=SimpleNamespace(error=None),
         signals=SimpleNamespace(reason=None),
         requests=SimpleNamespace(flags=lambda reason: Flags()),
         meter=SimpleNamespace(send=send),

@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if asked.steps <= WARM:
+        parser.error(f"--steps {asked.steps}: more than {WARM}; the first {WARM} are not counted")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@
 Three models (124 M, 350 M, 1 B) of Llama's kind for four steps of two micro-batches on the built-in
 sample, one process: unwrapped (`ddp`), `fsdp2` and `fsdp2_offload`. What torch allocated at most is
 compared with the plan less its reserve, which stands for what torch does not see. Without a GPU it
-says so and ends: resident memory of a process on a CPU is no measure of it.
+says so and ends with 2: resident memory of a process on a CPU is no measure of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from llmtrain.rundir import record as jsonl
+from llmtrain.rundir import contents, record
 
 MODELS = {
     "124M": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
@@ -62,9 +62,9 @@ def measured(name: str, strategy: str, folder: Path) -> dict[str, Any]:
     ended = subprocess.run([sys.executable, "-m", "llmtrain", "train", str(path)], check=False)
     if ended.returncode:
         return {"model": name, "strategy": strategy, "exit_code": ended.returncode}
-    record = jsonl.read(run_dir / jsonl.FILE_NAME)
-    start = next(line for line in record if line["kind"] == "start")
-    compared = next(line for line in record if line.get("event") == "memory_compared")
+    lines = record.read(run_dir / contents.METRICS)
+    start = next(line for line in lines if line["kind"] == "start")
+    compared = next(line for line in lines if line.get("event") == "memory_compared")
     recompute = start["plan"]["activation_checkpointing"]
     return {"model": name, "strategy": strategy, "recompute": recompute, **compared["detail"]}
 
@@ -75,8 +75,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
-        print("not measured: no GPU")
-        return
+        print("not measured: no GPU", file=sys.stderr)
+        sys.exit(2)
     with tempfile.TemporaryDirectory() as name:
         found = [measured(model, one, Path(name)) for model in MODELS for one in STRATEGIES]
     for one in found:

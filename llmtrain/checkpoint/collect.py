@@ -61,7 +61,7 @@ def _by_name(begun: Begun, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
 def _exchange(
     begun: Begun, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
 ) -> Iterator[Block]:
-    """Yield all ranks' bytes at rank 0, each round in the order of the file; elsewhere nothing."""
+    """Send bytes to rank 0 in rounds. Rank 0 yields them, each round in the order of the file."""
     room = -(-ROUND_BYTES // ranks.world_size)
     for name, place in begun.places.items():
         heartbeat.beat(f"sending {name} to rank 0")

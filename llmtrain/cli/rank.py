@@ -57,7 +57,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
 
 
 def _end_again(run_dir: Path, digest: str) -> None:
-    """End at once where the launcher's attempt before ended for this config, whose files it is."""
+    """Raise the refusal again if an earlier attempt of this launcher refused this very config."""
     from llmtrain.rundir import failures
 
     mark = failures.refused_before(run_dir, digest)

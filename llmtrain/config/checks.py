@@ -77,9 +77,10 @@ def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
 
 
 def check_packing(data: DataConfig) -> list[Problem]:
-    """A packing that needs the document mask."""
-    if data.packing == "bestfit" and data.document_mask is False:
-        expected = "true or auto with data.packing bestfit: the end of a long document overlaps"
+    """Each packing but `concat` needs the document mask."""
+    if data.packing not in ("auto", "concat") and data.document_mask is False:
+        with_packing = f"true or auto with data.packing {data.packing}"
+        expected = f"{with_packing}: the end of a long document overlaps"
         return [Problem("data.document_mask", False, expected, "true, or data.packing=concat")]
     return []
 
@@ -167,7 +168,7 @@ def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
-    """The name of a checkpoint of this run, and no other place to take weights from."""
+    """Refuse a path to other weights: only a checkpoint of this run can be resumed."""
     value = checkpoint.resume
     if value in ("auto", "never") or re.fullmatch(r"step-\d{8,18}", value):
         return []
@@ -198,7 +199,7 @@ def _nearest(value: int, unit: int) -> str:
 
 
 def _not_finite(key: str, value: object) -> Iterator[Problem]:
-    """Numbers that JSON, and so the model's own config file, cannot hold."""
+    """Report numbers that are not finite: JSON, so the model's own config file, has none."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _not_finite(f"{key}.{name}", inner)

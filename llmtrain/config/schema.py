@@ -93,6 +93,9 @@ class SourceConfig(DocumentsConfig):
     )
 
 
+PackingName = Literal["concat", "bestfit"]
+
+
 class DataConfig(Section):
     """What is trained on, and in which order."""
 
@@ -100,7 +103,7 @@ class DataConfig(Section):
         description="Where the documents come from."
     )
     seq_len: Annotated[int, Field(ge=2)] = Field(1024, description="Trained positions of a block.")
-    packing: Literal["auto", "concat", "bestfit"] = Field(
+    packing: Literal["auto", PackingName] = Field(
         "auto",
         description="concat: one stream of documents, cut; bestfit: a document that fits a block "
         "is never cut. auto = concat.",

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
-from llmtrain.data.packing import START, Document, Packed, Packing, Span, bestfit, concat
+from llmtrain.data.packing import START, Document, Packed, Packing, Span, open_packing
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
@@ -164,17 +164,11 @@ class Lane:
                 return walk_tokens(manifest, *place)
             return walk(manifest, self._tokenizer, self._reader, *place, again=again)
 
-        match manifest.packing:
-            case "concat" if cached:
-                return token_cache.blocks(manifest, k, self._index, cursor)
-            case "concat":
-                return concat(documents(cursor, False), manifest.seq_len, cursor)
-            case "bestfit":
-                order = (manifest.seed, 4, k, self._index)
-                pad = self._tokenizer.pad
-                return bestfit(documents, manifest.seq_len, cursor, pad=pad, order=order)
-            case _:
-                assert_never(manifest.packing)
+        if cached and manifest.packing == "concat":
+            return token_cache.blocks(manifest, k, self._index, cursor)
+        order, pad = (manifest.seed, 4, k, self._index), self._tokenizer.pad
+        packing, seq_len = manifest.packing, manifest.seq_len
+        return open_packing(packing, documents, seq_len, cursor, pad=pad, order=order)
 
     def _padding(self, counts: Mapping[int, Mapping[str, int]]) -> Block:
         seq_len = self._manifest.seq_len
@@ -334,7 +328,7 @@ def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterat
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
     """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
 
-    The rotation gives the surplus of an uneven deal to other lanes in every epoch.
+    Where units do not divide evenly, some lanes get one more: in each epoch others, by a rotation.
     """
     order = _order(source_units, mix(seed, 1, k, epoch))
     return order[(lane + mix(seed, 6, k, epoch)) % lanes :: lanes]

@@ -13,12 +13,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
 from llmtrain.config.binding import DataSettings, changes, way_out
-from llmtrain.config.schema import SourceConfig
+from llmtrain.config.schema import PackingName, SourceConfig
 from llmtrain.data.sources.local import SAMPLE, File, is_index, is_local, locate, resolve
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
@@ -28,9 +28,6 @@ _PLAIN = (
     *("seq_len", "packing", "document_mask", "own_evaluation"),
     *("seed", "lanes", "made_with"),
 )
-
-
-Packing = Literal["concat", "bestfit"]
 
 
 class Unit(NamedTuple):
@@ -108,7 +105,7 @@ class Manifest:
     sources: tuple[Source, ...]
     tokenizer: TokenizerFacts
     seq_len: int
-    packing: Packing
+    packing: PackingName
     document_mask: bool
     own_evaluation: bool
     seed: int

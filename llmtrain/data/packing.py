@@ -23,10 +23,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
+from llmtrain.config.schema import PackingName
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
@@ -89,6 +90,25 @@ Walk = Callable[[Cursor, bool], Iterator[Document]]
 
 # Blocks; where documents end, what was met behind the last one or fills no block is returned.
 Packing = Generator[Packed, None, Counter[str]]
+
+
+def open_packing(
+    packing: PackingName,
+    walk: Walk,
+    seq_len: int,
+    cursor: Cursor,
+    *,
+    pad: int,
+    order: Sequence[int],
+) -> Packing:
+    """Return the blocks of `walk` from `cursor` on, in the packing of that name."""
+    match packing:
+        case "concat":
+            return concat(walk(cursor, False), seq_len, cursor)
+        case "bestfit":
+            return bestfit(walk, seq_len, cursor, pad=pad, order=order)
+        case _:
+            assert_never(packing)
 
 
 def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packing:

@@ -20,12 +20,12 @@ from typing import TypeVar
 
 from llmtrain import heartbeat
 from llmtrain.config.binding import DataSettings, changes, refusals, way_out
-from llmtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
+from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.file_parts import Part, cut, inspect, missing_column
 from llmtrain.data.lanes import default_lanes
-from llmtrain.data.manifest import Manifest, Packing, Source, TokenizerFacts, load
+from llmtrain.data.manifest import Manifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
@@ -46,7 +46,7 @@ class Survey:
 
     sources: tuple[Source, ...]
     seq_len: int
-    packing: Packing
+    packing: PackingName
     document_mask: bool
     own_evaluation: bool
     seed: int
@@ -229,11 +229,11 @@ def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Proble
     ]
 
 
-def packing_of(data: DataConfig) -> tuple[Packing, bool]:
+def packing_of(data: DataConfig) -> tuple[PackingName, bool]:
     """Return what `auto` means for packing and document mask."""
-    packing: Packing = "concat" if data.packing == "auto" else data.packing
+    packing: PackingName = "concat" if data.packing == "auto" else data.packing
     asked = data.document_mask
-    return packing, packing == "bestfit" if asked == "auto" else asked
+    return packing, packing != "concat" if asked == "auto" else asked
 
 
 def _warn_of_shared_files(sources: Sequence[Source]) -> None:

@@ -120,7 +120,7 @@ def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
-    """Divide a column into buckets of equally many points; one that fits is not changed."""
+    """Reduce points to at most `buckets`, each of as many points; few points stay as they are."""
     size = -(-len(points) // buckets) if points else 1
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     values = [[value for _, value in group] for group in groups]

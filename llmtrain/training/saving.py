@@ -54,9 +54,10 @@ def save(run: Run, step: int) -> None:
 
 
 def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
-    """Save the state after `step`: complete when this returns, or in flight. Collective.
+    """Begin to save the state after `step`. Collective.
 
-    last: no step follows, so it is complete in any case, or RunError (74).
+    With a background writer the save may still be in flight when this returns.
+    last: no step follows, so the save is complete on return, or RunError (74) is raised.
     """
     assert run.checkpoints.flight is None, "what is in flight is committed first"
     started = time.perf_counter()

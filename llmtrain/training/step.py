@@ -104,7 +104,7 @@ def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
 def host_part(
     batch: Batch, flags: Flags, world_size: int, labels: tuple[str, ...], *, failed: bool
 ) -> list[float]:
-    """Return the slots after the first three, then the trained tokens of each source."""
+    """Return the slots of `StepVector` after the first three, then each source's trained tokens."""
     said = {
         "data_failed": failed,
         **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},

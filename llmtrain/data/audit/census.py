@@ -122,9 +122,9 @@ class _Format:
         self.lengths: Counter[int] = Counter()
 
     def look(self, piece: _Piece, limit: int | None) -> bool:
-        """Read a piece and tokenize some of its documents; are these all of them?
+        """Read a piece and tokenize some of its documents; return whether it was all of them.
 
-        limit: of documents; 0 = all, None = `SAMPLED_BYTES`.
+        limit: how many documents; 0 = all, None = about `SAMPLED_BYTES` of them.
         """
         documents = [document for u in piece.units for document in self._documents(u)]
         some = _some(documents, mix(self.seed, 10, self.k, piece.units[0]), limit)
@@ -178,7 +178,7 @@ class _Format:
                 yield document, document.text or "", next(encoded)
 
     def amount(self, by_rows: float, by_size: float) -> Amount:
-        """Scale what was read by these factors."""
+        """Estimate the whole: documents times `by_rows`, tokens and bytes times `by_size`."""
         documents, tokens = self.met["documents"] * by_rows, self.tokens * by_size
         return Amount(documents, self.bytes * by_size, tokens + self.separators * documents)
 

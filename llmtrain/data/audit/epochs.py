@@ -15,7 +15,7 @@ from llmtrain.data.audit.census import BATCH, Census, census
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.packing import START, Document, bestfit, window_tokens
+from llmtrain.data.packing import START, Document, open_packing, window_tokens
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.hashing import mix
@@ -74,7 +74,7 @@ def _training(
 
 
 def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader) -> float:
-    """Return blocks per token. With best fit, padding counts: it is measured on a few windows."""
+    """Return blocks per token. Beyond `concat` padding counts: it is measured on a few windows."""
     seq_len = manifest.seq_len
     if manifest.packing == "concat":
         return 1 / seq_len
@@ -88,8 +88,13 @@ def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Re
             break
     end = Document(0, 0, len(packed), NO_IDS, Counter())
     order = (manifest.seed, 4, k, 0)
-    found = bestfit(
-        lambda *_: chain(packed, repeat(end)), seq_len, START, pad=tokenizer.pad, order=order
+    found = open_packing(
+        manifest.packing,
+        lambda *_: chain(packed, repeat(end)),
+        seq_len,
+        START,
+        pad=tokenizer.pad,
+        order=order,
     )
     return sum(1 for _ in found) / tokens
 

@@ -175,7 +175,7 @@ class TorchEngine:
         return sums["squares"].sqrt().float()
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """As Engine.evaluating; what a forward without a backward gathers is freed."""
+        """As Engine.evaluating. Weights that FSDP2 gathered for a forward are freed afterwards."""
         return evaluating(self._model)
 
     def create_state(self) -> None:

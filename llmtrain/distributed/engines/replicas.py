@@ -26,7 +26,8 @@ _LEAST = torch.iinfo(_WORD).min
 def checksum(tensor: Tensor) -> Tensor:
     """() int64 on the device: the sum of the bit patterns of a contiguous tensor modulo 2^64.
 
-    Words of eight bytes, and what is left over by elements: four times as fast as all by elements.
+    It adds words of eight bytes, then the elements that are left over. That is four times as fast
+    as adding all elements one by one.
     """
     flat = tensor.detach().view(-1)
     per_word = _WORD.itemsize // flat.dtype.itemsize

@@ -30,7 +30,7 @@ def aside(run_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def aside_unless_other(config: Config) -> Iterator[Path]:
-    """The same for the run in `config.run.dir`; an empty directory if that run has other sources.
+    """As `aside` for the run directory of `config`, but empty if that run has other sources.
 
     A look at data is not part of a run, so a run that is there does not limit what it may look at.
     """

@@ -156,7 +156,7 @@ def _seconds(matrix: torch.Tensor) -> float:
 
 
 def memory(_case: Case) -> Verdict:
-    """Of the host, or what this process may use of it."""
+    """Check how much memory of the host is free, within the limit of this process."""
     import psutil
 
     from llmtrain.metrics.memory import host_bytes

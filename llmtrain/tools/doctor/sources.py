@@ -65,7 +65,7 @@ class Deadline:
         self._until = time.monotonic() + seconds
 
     def wait(self, timeout: float | None = None) -> bool:
-        """True as soon as the time is over."""
+        """Sleep until the deadline, at most `timeout` seconds; return whether it has passed."""
         left = max(0.0, self._until - time.monotonic())
         time.sleep(left if timeout is None else min(timeout, left))
         return time.monotonic() >= self._until

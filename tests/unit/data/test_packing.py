@@ -1,12 +1,23 @@
 from collections import Counter
 from itertools import islice
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrain.data.packing import LEFT_OVER, START, Document, bestfit, concat, fit, window_tokens
+from llmtrain.config.schema import PackingName
+from llmtrain.data.packing import (
+    LEFT_OVER,
+    START,
+    Document,
+    bestfit,
+    concat,
+    fit,
+    open_packing,
+    window_tokens,
+)
 from llmtrain.errors import UserError
 from llmtrain.types import Cursor
 
@@ -202,3 +213,13 @@ def test_documents_behind_a_window_of_which_blocks_have_left_are_read_anew():
     blocks, _ = all_of(bestfit(walk, 4, Cursor(0, 0, 0, 2), pad=PAD, order=(7, 4, 0, 0)))
     assert asked == [(Cursor(0, 0, 0, 2), True), (Cursor(0, 0, 13, 0), False)]
     assert len(blocks) > 100
+
+
+@pytest.mark.parametrize("name", get_args(PackingName))
+def test_each_packing_of_the_config_is_opened_by_its_name(name):
+    def walk(start, again):
+        return ended([5, 3, 4], start.row)
+
+    blocks, _ = all_of(open_packing(name, walk, 4, START, pad=PAD, order=(7, 4, 0, 0)))
+    assert {len(block.ids) for block in blocks} == {5}
+    assert sum(4 if block.trained is None else block.trained.sum() for block in blocks) >= 8
