@@ -13,7 +13,7 @@ def alone(config: str) -> None:
     """`llmtrain train CONFIG` with the `Accelerator()` of a two-process launch that a YAML's
     `use_cpu: true` leaves without a device: every process is the first of one."""
     del os.environ["ACCELERATE_USE_CPU"]
-    accelerator._replicated = lambda *_: Accelerator()
+    accelerator._make_ddp = lambda *_: Accelerator()
     main(["train", config])
 
 

@@ -85,8 +85,8 @@ def test_a_model_that_does_not_is_refused_by_name(kind: str, precision: str) -> 
 def test_a_kernel_that_does_not_cut_is_noticed(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def uncut(query: Any, key: Any, value: Any, _: Any, dropout: float, scaling: float) -> Any:
-        return attention._causal(query, key, value, dropout, scaling).transpose(1, 2)
+    def uncut(heads: Any, _: Any, dropout: float, scaling: float) -> Any:
+        return attention._causal(heads, dropout, scaling).transpose(1, 2)
 
     model = build("llama", APART["llama"])
     monkeypatch.setattr(attention, "_each_document", uncut)
