@@ -11,7 +11,7 @@ _DECAY_SHARE = 0.2  # the part of all steps in which warmup-stable-decay decays
 
 
 def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
-    """Return the factor on the learning rate at `step` = 1 … `steps`."""
+    """Return the factor on each group's learning rate at `step` = 1 … `steps`: 0 to 1."""
     warmup = warmup_steps(config, steps)
     if step <= warmup:
         return step / warmup

@@ -75,7 +75,7 @@ class Due:
         return self.stop_reason is not None or self._last(step)
 
     def evaluation(self, step: int) -> bool:
-        """Whether to evaluate after `step`: at its period and at the end, unless that was done."""
+        """Whether to evaluate after `step`: at its period or the end, unless done or stopping."""
         wanted = step % self.evaluate_every == 0 or self._last(step)
         missing = self.heldout and self.last_evaluation != step
         return wanted and missing and self.stop_reason is None
@@ -85,7 +85,7 @@ class Due:
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save the state of `step`: at its period, on request, or at the last step."""
+        """Whether to save the state of `step`: at its period, on request or where a start ends."""
         wanted = step % self.save_every == 0 or self._asked or self.stop(step)
         return wanted and self.unsaved(step)
 

@@ -51,8 +51,8 @@ class Planned:
 class Processes:
     """The processes of this start, and the values frozen for them.
 
-    decided_again: whether values were not taken over from an earlier start: it was of another kind
-        (strategy, device type, number of processes), or what it froze no longer fits
+    decided_again: whether values were chosen again, because no earlier start was of the same kind
+        (strategy, device type, number of processes) or because what one froze no longer fits
     """
 
     bound: Bound

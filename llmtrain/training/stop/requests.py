@@ -35,10 +35,7 @@ class Requests:
         started: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the time that `clock` returned when this process began.
-
-        clock: returns seconds and never goes back
-        """
+        """started: the time by `clock` when this process began. clock: seconds, never goes back."""
         self._run_dir = run_dir
         self._decides = rank == 0
         self._clock = clock
