@@ -31,7 +31,7 @@ class Originals:
     """The files of a run directory that a later start needs, open until `close`."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises OSError."""
+        """Open the files. Raises OSError."""
         self._files: dict[Path, int] = {}
         for name in _NEEDED:
             for path in _files(run_dir / name):

@@ -41,7 +41,7 @@ class Result:
 
 
 class StoppedEarlyError(Exception):
-    """All ranks agreed on a stop outside the loop, and everything is saved: exit code 0."""
+    """A stop outside the loop on which all ranks agreed; everything is saved (exit code 0)."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
@@ -79,8 +79,8 @@ def end_without_data(run: Run, step: int) -> None:
     """Raise on all ranks the error for which the data failed in `step`.
 
     If a restart may cure it (the network was away, a worker died), the run is saved first, so that
-    no document is lost. After a bad unit or a defect it is not saved. If the data failed because a
-    stop ended the wait for it, StoppedEarlyError is raised instead.
+    no document is lost. If a stop was asked for, which may have ended the wait for data,
+    StoppedEarlyError is raised in this case. After a bad unit or a defect the run is not saved.
     """
     vote = run.ranks.vote(run.feed.error)
     run.feed.put_back(step)

@@ -43,7 +43,7 @@ from llmtrain.types import Failure, Piece
 _log = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW = 3
-_SPARE = 1.1  # free host memory that a copy needs, as a multiple of its size: training uses some
+_SPARE = 1.1  # a copy needs this times its size in host memory, since training needs some too
 
 
 def save(run: Run, step: int) -> None:
@@ -224,7 +224,7 @@ def _report_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last:
 
 
 def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
-    """Warn once, on rank 0, if a stop may take longer to save than the launcher waits."""
+    """Warn once, on rank 0, if a stop and its save may take longer than the launcher waits."""
     text = grace_warning(save_seconds, step_seconds, os.environ)
     if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
         run.checkpoints.grace_told = True

@@ -27,7 +27,7 @@ def begin(run: Run, step: int) -> None:
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:
-    """Make one optimizer update. Queues its work on the device and does not wait for it.
+    """Make one optimizer update. Queues work on the device, and does not wait for this work.
 
     The gradient is that of the mean loss over all trained tokens of the step on all ranks, however
     the blocks are distributed. DDP averages gradients over ranks, hence the factor `world_size`.

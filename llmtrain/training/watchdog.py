@@ -1,4 +1,4 @@
-"""A thread that notices when this process makes no progress, reports where it is, and ends it.
+"""A thread that reports where this process makes no progress, and ends the process in time.
 
 It compares `heartbeat.read()` once a second, from the start of a run to its end. It counts its own
 ticks and reads no clock, so a machine or a process that was suspended does not count as hanging.

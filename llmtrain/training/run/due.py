@@ -85,7 +85,7 @@ class Due:
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save the state of `step`: at its period, on request or where a start ends."""
+        """Whether to save the state of `step`: at its period, on request or as the start ends."""
         wanted = step % self.save_every == 0 or self._asked or self.stop(step)
         return wanted and self.unsaved(step)
 

@@ -57,7 +57,7 @@ class Journal:
         self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
 
     def keep_files(self) -> None:
-        """Keep the files that a later start needs open, so that `check_directory` can restore them.
+        """Open the files that a later start needs, so that `check_directory` can restore them.
 
         Raises RunError (74).
         """
@@ -84,7 +84,7 @@ class Journal:
             self._trackers.log(kind, step, fields)
 
     def event(self, name: str, step: int, **detail: object) -> None:
-        """Write an event, which a person may want to know of, to the record and the log."""
+        """Write an event, something that a person may want to know, to the record and the log."""
         self.write("event", step, event=name, detail=detail)
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
         _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")

@@ -19,7 +19,7 @@ _SEED_STREAM = 7  # for `mix`: dropout and all else that draws during training
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed the generators of this rank; equal seeds would drop the same units on every rank."""
+    """Seed this rank's generators: with equal seeds dropout would drop the same on every rank."""
     key = mix(seed, _SEED_STREAM, rank, step) if step else mix(seed, _SEED_STREAM, rank)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from

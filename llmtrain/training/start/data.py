@@ -141,7 +141,7 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
 
 
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
-    """Warn if `max_epochs` ends lanes at very different steps, so the last steps are padding."""
+    """Warn if `max_epochs` ends lanes at very different steps: the last steps are padding then."""
     for source in manifest.sources:
         count, lanes = len(source.units), manifest.lanes
         if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:

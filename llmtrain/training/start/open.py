@@ -50,7 +50,7 @@ from llmtrain.training.stop import signals as stop
 from llmtrain.training.stop.requests import Requests
 from llmtrain.training.watchdog import Watchdog, watching
 
-# After a signal, a wait for the network ends in this time: a batch queue kills about 30 s later.
+# A wait for the network ends this long after a signal; a batch queue kills after about 30 s.
 _PATIENCE_SECONDS = 10.0
 _COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
 _OPENING_SECONDS = 1.0  # shorter, since before the first step there is no progress to lose

@@ -297,9 +297,9 @@ def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
 
 
 def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
-    """Return the special tokens of the tokenizer that the run has, will train, or takes from here.
+    """Return the special tokens of the run's tokenizer, if it is here or is yet to be trained.
 
-    Returns None if the tokenizer is neither in the run directory nor in this package.
+    Returns None if it must be loaded from elsewhere, not from the run directory or this package.
     """
     asked = config.model.tokenizer
     # The tokenizer is final once `auto.json` exists. One that a refused start left behind may be

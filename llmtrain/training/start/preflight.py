@@ -32,7 +32,7 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
     With several machines, paths are not checked here: they may be missing only on some of the
     machines, which the ranks find out together.
     """
-    if launcher_problems(env):  # the number of processes is not to be trusted
+    if launcher_problems(env):  # then the number of processes is not reliable
         return _on_disk(config_file)
     processes = world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
@@ -40,7 +40,10 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
 
 
 def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
-    """Return the rules for a launch on this machine. processes: None = not given, counts as 1."""
+    """Return the rules for a launch on this machine.
+
+    processes: None = the number in accelerate's config file, which is not read here
+    """
     return [_batch(processes or 1), *_on_disk(config_file)]
 
 

@@ -41,7 +41,10 @@ def prepare(
     saved: DataState | None = None,
     stop: Stopping | None = None,
 ) -> None:
-    """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
+    """Write `tokenizer/` and `manifest.json`. For rank 0.
+
+    Those of an earlier start are kept, unless their settings have changed and all changes are
+    accepted.
 
     processes: ranks times data workers; the number of lanes should be a multiple of it
     revision: the commit of `model.from`

@@ -79,7 +79,8 @@ def fill_state(
     """Load weights, optimizer state and random states of the checkpoint.
 
     Returns whether the random states could be restored: they are seeded again if the number of
-    processes or the kind of device has changed. Raises RunError (74) and StoppedError.
+    processes or the kind of device has changed. Raises UserError if the checkpoint's tensors are
+    not those of the model, RunError (74) and StoppedError as `find_checkpoint` does.
     """
     heartbeat.beat("loading the checkpoint")
     ranks, device = processes.launched.ranks, processes.launched.device

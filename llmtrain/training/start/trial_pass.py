@@ -1,6 +1,6 @@
 """A forward and backward whose results are discarded, before a run's state is loaded.
 
-DDP orders its buckets after the first backward. Without this pass, a resumed run would sum the
+DDP orders its buckets by the first backward it sees. Without this pass, a resumed run would sum the
 gradients of its first step in another order than an uninterrupted run, and with three or more
 processes the last bits would differ. Also, a lack of memory is noticed before the first step.
 """

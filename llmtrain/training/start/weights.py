@@ -88,7 +88,7 @@ def build_model(
     vocabulary = built.bare.config.get_text_config().vocab_size
     trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
-    if family(launched.strategy) != "zero":  # ZeRO's backward changes the optimizer's own buffers
+    if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
 
