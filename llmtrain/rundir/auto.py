@@ -1,4 +1,4 @@
-"""What `auto` became, in `auto.json`: values frozen for the run, and for a launch of one kind."""
+"""The file `auto.json`: values chosen for `auto`, frozen for the run or for one kind of launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from llmtrain.rundir.contents import AUTO, write_atomically
 
 
 class Auto:
-    """`auto.json`: read by every rank before the group exists, written by rank 0 once it does."""
+    """The values in `auto.json`.
+
+    Every rank reads the file before the process group exists; rank 0 writes it afterwards.
+    """
 
     def __init__(self, run_dir: Path, launch: str) -> None:
         self._path = run_dir / AUTO
@@ -24,7 +27,7 @@ class Auto:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """What is frozen while strategy, device type and world size stay."""
+        """The values frozen for launches with the same strategy, device type and world size."""
         return self.launches.setdefault(self._launch, {})
 
     def save(self) -> None:
@@ -49,7 +52,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_decided(value: object) -> bool:
-    """Whether it is of the form that `Auto.to_bytes` writes."""
+    """Whether `value` has the form that `Auto.to_bytes` writes."""
     if not isinstance(value, dict):
         return False
     run, launches = value.get("run", {}), value.get("launches", {})

@@ -1,7 +1,7 @@
-"""Every name in a run directory, and of which kind each must be.
+"""Every name in a run directory, and whether each must be a file or a directory.
 
-A directory in place of a file, or the other way round, would end a start with an error of the
-operating system, or let it train what it can never save. So a start looks at all names first.
+If a directory has the name of a file, or the other way round, a start would fail with an error of
+the operating system, or train a model that it cannot save. So a start checks all names first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOCK = "lock"
 SHARED = ".shared"  # one name, so that a killed start leaves at most one file
 STOP, SAVE = "STOP", "SAVE"
 TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
-STAGED = "staged"  # the tokenizer and manifest that take the place of the run's, until they do
+STAGED = "staged"  # a new tokenizer and manifest, until they replace those of the run
 
 _FOLDER, _FILE = "a directory", "a regular file"
-# Folder, names in it, what they must be if they exist.
-# `footers` is not here: data is read without it, if need be.
+# For each row: a folder, a pattern of names in it, and what they must be if they exist.
+# `footers` is missing here, since data can be read without it.
 _KINDS = (
     ("", r"checkpoints|logs|tokenizer|staged(\.partial)?", _FOLDER),
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
@@ -44,9 +44,9 @@ _KINDS = (
 
 
 def check(run_dir: Path) -> None:
-    """Raise UserError for everything that is of the wrong kind. Changes nothing.
+    """Raise UserError that lists every path of the wrong kind. Changes nothing.
 
-    A link counts as what it leads to. Raises OSError if the disk does not answer.
+    Links are followed. Raises OSError if the disk does not answer.
     """
     remedy = "move it away, or set run.dir to another directory"
     problems = [
@@ -58,7 +58,7 @@ def check(run_dir: Path) -> None:
 
 
 def _wrong(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield paths of the wrong kind: what they must be, and what they are."""
+    """Yield each path of the wrong kind, the kind that it must have and the kind that it has."""
     for folder, names, wanted in _KINDS:
         if (run_dir / folder).is_dir():
             for path in sorted((run_dir / folder).iterdir()):
@@ -68,7 +68,7 @@ def _wrong(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _what(path: Path) -> str | None:
-    """Return the kind of a path; None if it is gone: other ranks may have deleted it."""
+    """Return the kind of a path, or None if it is gone, as another rank may have deleted it."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -83,14 +83,14 @@ def _what(path: Path) -> str | None:
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """The log of one rank."""
+    """Return the path of a rank's log."""
     return run_dir / LOGS / f"rank-{rank}.log"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file: it is there as a whole or not at all, after a kill too.
+    """Replace a file atomically: a kill leaves either the old content or the new.
 
-    Raises RunError 74 when the disk refuses.
+    Raises RunError (74) if the disk refuses.
     """
     with needed_on_disk(path):
         durable.write(path, data)

@@ -1,14 +1,14 @@
-"""Why a rank failed: `logs/rank-R.failed`, for other processes, which only see that it is gone.
+"""The marks of failed ranks, `logs/rank-R.failed`: they let other processes learn why a rank ended.
 
-A rank that loses a peer cannot ask it any more, and a launcher reports neither to the ranks nor to
-its caller which exit code came first. So a rank that fails writes its code and its reason before it
-cleans up anything. A cause (1, 2, 74) outranks its consequence (75).
+A rank that loses a peer cannot ask it why, and a launcher reports to neither the ranks nor its
+caller which exit code came first. So a rank that fails writes its exit code and its reason to its
+mark before it cleans up. A cause (1, 2, 74) outranks its consequence (75).
 
     rank 1  a row is bad ──► rank-1.failed {2, …} ──► exit 2
     rank 0  peer gone, 75 ──► looks there for 2 s ──► status.json {failed, 2, …} ──► exit 2
 
-The trap: marks of an earlier start may still exist. On one host a mark belongs to this start if the
-same process started both ranks, for the same attempt. Nothing heavy is imported.
+The trap: marks of an earlier start may still exist. On one host, a mark belongs to this start if
+the same process started both ranks, for the same attempt. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _log = logging.getLogger(__name__)
 class Mark:
     """What a rank wrote before it ended.
 
-    code: its exit code; 0 = it was asked to stop before ranks could talk
-    lost_peer: it failed because another rank was gone
+    code: its exit code; 0 if it was asked to stop before ranks could communicate
+    lost_peer: whether it failed because another rank was gone
     launcher: the process that started it, on its host
-    attempt: of that launcher, counted from 0
+    attempt: the launcher's attempt, counted from 0
     config: digest of its config; "" = unknown
     """
 
@@ -59,23 +59,23 @@ class Mark:
 
     @property
     def is_cause(self) -> bool:
-        """Whether this rank's failure is its own, and one that a restart does not cure."""
+        """Whether the rank failed by itself, for a reason that a restart does not cure."""
         return self.code not in (0, RESTARTABLE)
 
 
 def write(
     run_dir: Path, rank: int, code: int, reason: str, *, lost_peer: bool = False, config: str = ""
 ) -> None:
-    """Write the mark of this rank, in place of an older one, if there is a run directory.
+    """Write the mark of this rank, replacing an older one, if the run directory exists.
 
-    An error of the disk is logged: it must not hinder the end of the rank.
+    An error of the disk is only logged, so that the rank can still end.
     """
     host, launcher, attempt = _this_start()
     text = secrets.hider(os.environ)(reason)
     mark = Mark(rank, code, text, lost_peer, host, launcher, attempt, config)
     path = _path(run_dir, rank)
     try:
-        # Not its parents: where a node does not see the run directory, it must not make one.
+        # Without parents: a node that does not see the run directory must not make one.
         path.parent.mkdir(exist_ok=True)
         durable.write(path, (json.dumps(asdict(mark)) + "\n").encode(), sync=False)
     except FileNotFoundError:
@@ -87,14 +87,14 @@ def write(
 def leave(
     run_dir: Path, rank: int, error: Exception, config: str, *, lost_peer: bool = False
 ) -> None:
-    """Write the mark of an error. config: digest of the config."""
+    """Write the mark of a rank that fails with `error`. config: digest of the config."""
     expected = isinstance(error, UserError | RunError)
     text = str(error) if expected else f"{type(error).__name__}: {error}"
     write(run_dir, rank, exit_code_of(error), text, lost_peer=lost_peer, config=config)
 
 
 def clear(run_dir: Path, rank: int, world_size: int) -> None:
-    """Remove the mark of this rank; rank 0, which holds the lock, also those of higher ranks."""
+    """Remove the mark of this rank. Rank 0 also removes those of ranks ≥ `world_size`."""
     _launcher()
     ranks = [rank, *(one for one in _ranks(run_dir) if rank == 0 and one >= world_size)]
     for one in ranks:
@@ -105,7 +105,7 @@ def clear(run_dir: Path, rank: int, world_size: int) -> None:
 
 
 def read(run_dir: Path) -> list[Mark]:
-    """Read every mark, of any start, in the order of ranks."""
+    """Return the marks of all ranks, of any start, in the order of ranks."""
     return _read_all(_path(run_dir, rank) for rank in sorted(_ranks(run_dir)))
 
 
@@ -115,7 +115,10 @@ def has(run_dir: Path, rank: int) -> bool:
 
 
 def worst(marks: Iterable[Mark]) -> Mark | None:
-    """Return the mark that explains the others: a cause, else any but a lost peer, else None."""
+    """Return the mark that explains the others, or None.
+
+    That is a cause if there is one, else the mark of any failure other than a lost peer.
+    """
     telling = [mark for mark in marks if mark.code and not mark.lost_peer]
     return min(telling, key=lambda mark: precedence(mark.code), default=None)
 
@@ -128,7 +131,7 @@ def outranking(
 ) -> Mark | None:
     """Return the mark of another rank of this start that explains why rank 0 has lost a peer.
 
-    Looks for it during that many seconds, until there is a cause.
+    Looks repeatedly for `seconds`, or until it finds a cause.
     """
     found = _others(run_dir, world_size)
     for _ in range(_LOOKS):
@@ -139,9 +142,9 @@ def outranking(
 
 
 def refused_before(run_dir: Path, config: str) -> Mark | None:
-    """Return the mark of an earlier attempt of this launcher that this config ended, or None.
+    """Return the mark of an earlier attempt of this launcher that refused this config, or None.
 
-    Torch's launcher starts ranks again after any code; bad input (2) would only be refused again.
+    Torch's launcher restarts ranks after any exit code, but bad input (2) would be refused again.
     """
     host, launcher, attempt = _this_start()
     for mark in read(run_dir):
@@ -152,9 +155,9 @@ def refused_before(run_dir: Path, config: str) -> Mark | None:
 
 
 def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
-    """Return ranks of this launch and host that ended without a mark; [] where it is not known.
+    """Return the ranks of this launch on this host that ended without a mark; [] if unknown.
 
-    A launcher sends all ranks the signal that a person would send it, also when it has lost a rank.
+    When a launcher has lost a rank, it sends the others the same signal as when a person stops it.
     A rank that ends because of the signal writes a mark with code 0.
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -170,18 +173,18 @@ def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
 
 
 def versions(run_dir: Path) -> dict[Path, tuple[int, int]]:
-    """Return which marks exist now, so that `new_since` can tell new ones from them."""
+    """Return path → (inode, modification time) of the marks that exist now, for `new_since`."""
     found = {}
     for rank in _ranks(run_dir):
         path = _path(run_dir, rank)
-        with suppress(FileNotFoundError):  # its rank has begun again
+        with suppress(FileNotFoundError):  # its rank has started again and removed it
             stat = path.stat()
             found[path] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 
 def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mark]:
-    """Read the marks that are not among these `versions`, in the order of their paths."""
+    """Return the marks that are new or changed since `versions` returned `before`, by path."""
     changed = [path for path, version in versions(run_dir).items() if before.get(path) != version]
     return _read_all(sorted(changed))
 
@@ -201,7 +204,7 @@ def _ranks(run_dir: Path) -> list[int]:
 
 
 def _read_all(paths: Iterable[Path]) -> list[Mark]:
-    """Read the marks in these files; leave out files that are gone or not marks."""
+    """Return the marks in these files, without files that are gone or are not marks."""
     found = []
     for path in paths:
         with suppress(FileNotFoundError, IsADirectoryError, ValueError, TypeError):
@@ -218,7 +221,7 @@ def _this_start() -> tuple[str, str, int]:
 
 @functools.cache
 def _launcher() -> str:
-    """Return the launcher as it was at the first call: when it dies, the parent is another."""
+    """Return the parent process at the first call: when a launcher dies, the parent changes."""
     parent = os.getppid()
     return f"{parent}:{start_time(parent) or ''}"
 
@@ -240,7 +243,7 @@ def _alive() -> set[int]:
 
 
 def _text(path: Path) -> str:
-    """Read a file of /proc; "" if its process is gone or belongs to somebody else."""
+    """Return the text of a file in /proc; "" if its process is gone or belongs to another user."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

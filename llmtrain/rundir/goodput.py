@@ -1,4 +1,4 @@
-"""The share of a run's wall time that went into the steps of its final history."""
+"""The share of a run's wall time that was spent on steps that were not redone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from llmtrain.rundir import record
 
 
 def goodput(run_dir: Path) -> float | None:
-    """Return seconds in steps that were not redone ÷ wall seconds since the first start, with gaps.
+    """Return the seconds of steps that were not redone, divided by the run's wall seconds.
 
-    Read from `metrics.jsonl` alone; None before the first step.
+    The wall time begins with the first start and includes the time between starts. Only
+    `metrics.jsonl` is read. Returns None before the first step.
     """
     lines = record.record(run_dir)
     final: dict[int, float] = {}

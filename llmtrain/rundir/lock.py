@@ -1,12 +1,12 @@
 """The lock that lets one process at a time use a run directory: `flock`, and JSON of the holder.
 
-The process keeps the `flock` until it ends. We never remove the file. At a clean end its JSON is
-emptied; a kill frees the `flock` and leaves the JSON, which the next holder judges. No clock is
-compared. The trap: a forked child would inherit the `flock` and keep the directory locked, so
-nothing may fork (without exec) while it is held.
+The process keeps the `flock` until it ends, and never removes the file. At a clean end it empties
+the file. A kill releases the `flock` but leaves the JSON, from which the next process decides
+whether the holder is still alive. Clocks are never compared. The trap: a forked child would inherit
+the `flock` and keep the directory locked, so nothing may fork (without exec) while it is held.
 
 The `flock` is on an inode. If somebody removes the file, the next process locks a new one, and both
-believe that the directory is theirs. So each beat compares the file at the path with the open one:
+use the directory. So each beat compares the file at the path with the open one:
 
     the same file              the beat is written
     no file, or a free one     it is locked instead (`made_again`)
@@ -45,10 +45,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a run directory.
+    """The process that holds a run directory.
 
     boot_id, started: None where the system does not report them
-    since: ISO 8601, UTC; for people, since clocks are never compared
+    beat: a counter that the process increments as long as it lives
+    since: ISO 8601, UTC; only shown to people, since clocks are never compared
     """
 
     host: str
@@ -62,7 +63,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """A lock that an earlier process left behind, and how we know."""
+    """The process that left a lock behind, and why it counts as ended."""
 
     host: str
     pid: int
@@ -72,12 +73,12 @@ class Takeover:
 class RunLock:
     """The lock of a run directory, for rank 0: `with RunLock(run_dir, run_id) as lock:`.
 
-    Makes the directory if need be. Entering raises UserError if another process holds the lock or
-    the directory cannot be written, RunError if the disk fails.
+    Makes the directory if it does not exist. Entering raises UserError if another process holds the
+    lock or the directory cannot be written, RunError if the disk fails.
 
-    takeover: whose lock was taken over, or None
-    lost: who has the directory now, in words; None while it is this process
-    made_again: how often the file was gone and was locked again
+    takeover: the process whose lock was taken over, or None
+    lost: a description of the process that has the directory now; None while this process has it
+    made_again: how often the file was removed and a new one was locked
     """
 
     def __init__(
@@ -142,7 +143,10 @@ class RunLock:
         self._write()
 
     def _judge(self, descriptor: int) -> Takeover | None:
-        """Get the flock, and judge the holder in the file. UserError if it may be alive."""
+        """Take the flock and return whose lock this takes over, or None.
+
+        Raises UserError if the holder named in the file may be alive.
+        """
         if not _flock(descriptor):
             raise _in_use(self._path, read(self._path))
         other = read(self._path)
@@ -154,7 +158,7 @@ class RunLock:
         return Takeover(other.host, other.pid, reason)
 
     def _why_left(self, other: Holder) -> str | None:
-        """Return why the lock of `other` is left over; None if that process may be alive."""
+        """Return why `other` counts as ended; None if it may be alive."""
         if other.host != self._holder.host:
             return self._why_still(other)
         if other.boot_id != self._holder.boot_id:
@@ -167,10 +171,10 @@ class RunLock:
         return None if started == other.started else "another process has that number now"
 
     def _why_still(self, other: Holder) -> str | None:
-        """Watch the beat of a process on another host, which cannot be asked."""
+        """Watch the beat of a process on another host; return as `_why_left` does."""
         for _ in range(WATCHED_BEATS):
             self._wait(self._beat_seconds)
-            now = read(self._path)  # opened again each time: NFS keeps attributes of open files
+            now = read(self._path)  # opened again each time, as NFS caches attributes of open files
             if now is None:
                 return "it has ended since"
             if now != other:
@@ -178,9 +182,10 @@ class RunLock:
         return f"its beat stood still for {WATCHED_BEATS * self._beat_seconds:g} s"
 
     def keep(self) -> None:
-        """Lock the file at the path if it is not the locked one; set `lost` if another process has.
+        """Check that the file at the path is still the locked one; if it is not, lock it.
 
-        A run directory that is gone is made again. Raises OSError.
+        Sets `lost` if another process has locked it. Makes a run directory that is gone. Raises
+        OSError.
         """
         with self._one_at_a_time:
             if self.lost is None and not durable.is_at(self._path, self._descriptor):
@@ -189,7 +194,7 @@ class RunLock:
     def _keep_beating(self) -> None:
         while not self._end.wait(self._beat_seconds) and self.lost is None:
             if not self._path.parent.is_dir():
-                continue  # the next save makes the directory again, with all that belongs into it
+                continue  # the next save makes the directory again, with all that belongs in it
             try:
                 self.keep()
                 self._beat()
@@ -203,7 +208,7 @@ class RunLock:
                 self._write()
 
     def _lock_again(self) -> None:
-        """Lock the file at the path, made if need be; set `lost` if another process has it."""
+        """Lock the file at the path, or a new one; set `lost` if another process has locked it."""
         try:
             with durable.close_on_error(_open(self._path)) as descriptor:
                 self._judge(descriptor)
@@ -220,7 +225,8 @@ class RunLock:
     def _write(self) -> None:
         """Write the JSON in place, since the lock is on the inode.
 
-        It is padded before its last brace, so that whoever reads half of a beat still reads JSON.
+        Padding before the last brace keeps the length constant, so that a reader that sees half of
+        a write still reads valid JSON.
         """
         body = json.dumps(asdict(self._holder))[:-1].encode().ljust(510) + b"}\n"
         os.pwrite(self._descriptor, body, 0)
@@ -228,7 +234,7 @@ class RunLock:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a process has the lock now, as far as this machine knows. Changes nothing."""
+    """Whether a process has the lock now, as far as this machine can tell. Changes nothing."""
     try:
         descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -248,7 +254,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def read(path: Path) -> Holder | None:
-    """Read the holder in a lock file; None if the file is missing, empty or has no holder."""
+    """Return the holder named in a lock file; None if the file is missing or names no holder."""
     try:
         holder = Holder(**json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -257,7 +263,7 @@ def read(path: Path) -> Holder | None:
 
 
 def boot_id() -> str | None:
-    """Return an id that changes when this machine starts; None on macOS, which has no such id."""
+    """Return an id that changes when this machine boots; None on macOS, which has no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -271,11 +277,11 @@ def lives_here(holder: Holder) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, or make it; OSError if the run directory cannot be written."""
+    """Open the lock file, or make it. Raises OSError if the run directory cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     effective = os.access in os.supports_effective_ids
     if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=effective):
-        # An old lock file may be writable where nothing new can be made.
+        # An old lock file may be writable in a directory where no file can be made.
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
@@ -294,7 +300,7 @@ def _unwritable(run_dir: Path, error: OSError) -> UserError | RunError:
 
 
 def _flock(descriptor: int) -> bool:
-    """Take the lock; False if a live process has it."""
+    """Take the lock; return False if a live process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,8 @@
 """The record of a run: `metrics.jsonl`, one JSON object a line, only ever appended to.
 
-A line is one write call of one whole line, so a reader sees complete lines except, after a kill, a
-torn last one. The trap: appending to a torn line would spoil two. Opening therefore cuts it off:
+Each line is written whole with one call, so a reader sees only complete lines, except for a torn
+last line after a kill. The trap: appending to a torn line would spoil two lines. So opening the
+file removes it:
 
     {"kind": "train", "step": 1, …}⏎
     {"kind": "train", "st                   ← torn by a kill; removed when the run resumes
@@ -29,17 +30,17 @@ _TAIL_BYTES = 1 << 16
 
 
 class Lines:
-    """Appends to the `metrics.jsonl` of a run directory, which must exist.
+    """A context manager that appends lines to the `metrics.jsonl` of an existing run directory.
 
-    A context manager. A line that the disk refuses is kept and written with the next one: a disk
-    may be full for a while, and a run continues until saves fail. `sync` raises instead.
+    If the disk refuses a line, it is kept and written with the next one: a disk may be full only
+    for a while, and a run continues until saves fail. `sync` raises instead.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS
         self._hide = secrets.hider(os.environ)
         self._unwritten = b""
-        self._start = b""  # this start's line of kind `start`
+        self._start = b""  # the line of kind `start` that this start has written
         self._one_at_a_time = threading.Lock()  # the watchdog has a thread of its own
         with needed_on_disk(self._path):
             self._file = _open(self._path)
@@ -49,7 +50,7 @@ class Lines:
         # A time stamp, not a duration.
         head = {"kind": kind, "time": round(time.time(), 3), "step": step}  # noqa: TID251
         line = _encode(head | fields)
-        if self._hide(line) != line:  # seldom: most lines are looked at as they are
+        if self._hide(line) != line:  # rare; most lines have no secrets
             line = _encode(secrets.hidden(head | fields, self._hide))
         encoded = f"{line}\n".encode()
         if kind == "start":
@@ -64,16 +65,16 @@ class Lines:
                     _log.warning("%s takes no lines: %s; they are kept", self._path, error.strerror)
 
     def sync(self) -> None:
-        """Wait until all lines so far are on the disk. Raises RunError (74)."""
+        """Write all lines so far to the disk and wait for it. Raises RunError (74)."""
         with needed_on_disk(self._path):
             with self._one_at_a_time:
                 self._write()
             os.fsync(self._file)
 
     def begin_again(self) -> bool:
-        """If the file was removed, begin a new one with this start's `start` line.
+        """If the file was removed, make a new one that begins with this start's `start` line.
 
-        Returns whether it did. Raises RunError (74).
+        Returns whether it was removed. Raises RunError (74).
         """
         with needed_on_disk(self._path), self._one_at_a_time:
             if durable.is_at(self._path, self._file):
@@ -86,7 +87,7 @@ class Lines:
         return True
 
     def _write(self) -> None:
-        """Write what is waiting in one call, or in several if the disk takes only a part."""
+        """Write the waiting lines in one call, or in several if the disk takes only a part."""
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
@@ -109,10 +110,10 @@ class Lines:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file that are JSON objects, oldest first; no file counts as empty.
+    """Return the lines of a file that are JSON objects, oldest first; [] if there is no file.
 
-    A torn last line is left out, since a run may be writing it. Any other line that is not a JSON
-    object (a power cut can leave zeros) is left out with a warning that names it.
+    A torn last line is skipped, since a run may be writing it. Any other line that is not a JSON
+    object (a power cut can leave zeros) is skipped with a warning that names it.
     """
     if not path.exists():
         return []
@@ -123,7 +124,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def record(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the record of a run as `read` does, also without lines that lack kind, time or step."""
+    """Return the record of a run as `read` does, and skip lines without kind, time or step."""
     path, found = run_dir / METRICS, []
     for line in read(path):
         if _is_of_record(line):
@@ -134,7 +135,7 @@ def record(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: object) -> object:
-    """Return `value` with None for every number in it that is not finite."""
+    """Return `value` with every number in it that is not finite replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -165,7 +166,7 @@ def _is_of_record(line: Mapping[str, object]) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the file, or make it, so that whole lines can be appended."""
+    """Open the file, or make it, for appending lines; remove a torn last line."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     with durable.close_on_error(file):
         _end_torn_line(file, path)
@@ -182,7 +183,7 @@ def _end_torn_line(file: int, path: Path) -> None:
 
 
 def _last_newline(file: int, size: int) -> int:
-    """Return the length of the file up to and with its last newline; 0 without one."""
+    """Return the length of the file up to and including its last newline; 0 without one."""
     end = size
     while end > 0:
         start = max(0, end - _TAIL_BYTES)

@@ -1,7 +1,7 @@
-"""Keeps the files that a later start needs open, and writes them again if somebody deletes them.
+"""Restoring the files that a later start needs, if somebody deletes them during a run.
 
-The content of an open file stays readable after the file is removed. So a run directory can be
-deleted during a run, and the next checkpoint still has a directory to which it belongs:
+They are kept open, and an open file can still be read after it was removed. So even if the whole
+run directory is deleted, the next save writes it again:
 
     rm -r RUN  ──next save──►  RUN/lock, config.yaml, auto.json, tokenizer/, … as they were
 """
@@ -31,17 +31,17 @@ class Originals:
     """The files of a run directory that a later start needs, open until `close`."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises OSError."""
+        """Open the files. Raises OSError."""
         self._files: dict[Path, int] = {}
         for name in _NEEDED:
             for path in _files(run_dir / name):
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def restore(self) -> list[Path]:
-        """Write deleted files again, with their directories. Returns those files.
+        """Write deleted files again, with their directories. Returns their paths.
 
-        Raises OSError, also when the content cannot be read any more because another client of a
-        network file system has deleted the file.
+        Raises OSError. One cause is a network file system on which another client has deleted the
+        file, so that its content cannot be read any more.
         """
         missing = [path for path in self._files if durable.is_gone(path)]
         for path in missing:
@@ -57,7 +57,7 @@ class Originals:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or every file below a directory; nothing if the path does not exist."""
+    """Yield `path` if it is a file, every file below it if it is a directory, else nothing."""
     if path.is_dir():
         yield from (inner for inner in sorted(path.rglob("*")) if inner.is_file())
     elif path.exists():

@@ -1,7 +1,7 @@
-"""`status.json`: what a run is doing, for people and other programs.
+"""The file `status.json`: what a run is doing, for people and other programs.
 
-It is replaced as a whole (temporary file, fsync, rename), so that a reader never sees half of it.
-Only rank 0 writes it, which holds the lock of the run directory.
+It is replaced atomically (temporary file, fsync, rename), so that a reader never sees half of it.
+Only rank 0, which holds the lock of the run directory, writes it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _CARRIED: tuple[str, ...] = ("run_id", "step", "checkpoint")
 def start_status(
     run_dir: Path, *, run_id: str, strategy: str | None, world_size: int
 ) -> dict[str, Any]:
-    """Write that a start of the run has begun. Returns what was written.
+    """Write the status of a start that begins. Returns what was written.
 
+    run_id: used only by the first start
     strategy: None until it is chosen
 
-    A later start keeps `run_id` (the argument counts only in the first), `step` and `checkpoint` of
-    the one before, and adds 1 to `restarts`. Raises RunError (74).
+    A later start keeps the `run_id`, `step` and `checkpoint` of the start before it, and adds 1 to
+    `restarts`. Raises RunError (74).
     """
     before = read_status(run_dir)
     kept = {key: before[key] for key in _CARRIED if before.get(key) is not None}
@@ -55,11 +56,11 @@ def start_status(
 def write_status(
     run_dir: Path, before: Mapping[str, Any] | None = None, **fields: object
 ) -> dict[str, Any]:
-    """Replace some fields and keep the others; `updated` is set. Returns what was written.
+    """Replace some fields, keep the others and set `updated`. Returns what was written.
 
-    before: what was written last; used if the file has been deleted since
+    before: what was written last; used if the file has been deleted since then
 
-    Raises RunError (74) when the disk refuses, ValueError for a field that does not exist.
+    Raises RunError (74) if the disk refuses, ValueError for a field that does not exist.
     """
     if unknown := fields.keys() - _EMPTY.keys():
         raise ValueError(f"status.json has no field {', '.join(sorted(unknown))}")
@@ -67,10 +68,10 @@ def write_status(
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Read the fields of a run directory's status; an empty dict if there is no readable file.
+    """Return the fields of a run directory's status; an empty dict if no file can be read.
 
-    A field of another type is left out. The file only shows the run; nothing of the run depends on
-    it.
+    A field with a wrong type is left out. The file only describes the run, which does not depend
+    on it.
     """
     try:
         value = json.loads((run_dir / STATUS).read_bytes())
@@ -81,7 +82,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def _can_be(name: str, field: object) -> bool:
-    """Whether a field has the type that it is written with."""
+    """Whether the value has the type with which this field is written."""
     if field is None:
         return _EMPTY.get(name) is None
     return name not in _EMPTY or type(field) is (str if name in _TEXT else int)

@@ -1,6 +1,6 @@
-"""How a start ends: finished, stopped before or outside the loop, without data, by an error.
+"""How a start ends: finished, stopped before or outside the loop, without data, or by an error.
 
-Whatever ends it, the record names it before the error is raised further.
+Whatever ends it is recorded before the error is raised further.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Result:
 
 
 class StoppedEarlyError(Exception):
-    """All ranks agreed on a stop outside the loop, and everything is saved: exit code 0."""
+    """A stop outside the loop on which all ranks agreed; everything is saved (exit code 0)."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
@@ -64,9 +64,9 @@ def finish(run: Run) -> Result:
 
 
 def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
-    """Report what was left out of a source, and documents with characters that are not UTF-8.
+    """Report documents of a source that were left out, and those with bytes that are not UTF-8.
 
-    Those were trained on, with U+FFFD in the place of the characters. met: as in `Block.counts`.
+    The latter were trained on, with U+FFFD in place of these bytes. met: as in `Block.counts`.
     """
     if met.get("dropped") or met.get("skipped"):
         counts = {name: count for name, count in met.items() if name != "replaced"}
@@ -76,18 +76,18 @@ def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, 
 
 
 def end_without_data(run: Run, step: int) -> None:
-    """Raise on all ranks why the data failed in `step`.
+    """Raise on all ranks the error for which the data failed in `step`.
 
-    Where a restart may cure it (the network was away, a worker died), the run is saved first, so
-    that no document is lost; after a bad unit or a defect it is not. If a stop had ended the wait
-    for data, the stop is the reason.
+    If a restart may cure it (the network was away, a worker died), the run is saved first, so that
+    no document is lost. If a stop was asked for, which may have ended the wait for data,
+    StoppedEarlyError is raised in this case. After a bad unit or a defect the run is not saved.
     """
     vote = run.ranks.vote(run.feed.error)
     run.feed.put_back(step)
     run.journal.step = run.step
     curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
     stops = agreed_stop(run.ranks, flags(run))
-    saving.commit(run)  # of an earlier step, which no failure of this one can harm
+    saving.commit(run)  # the save of an earlier step, which this failure cannot harm
     if curable and run.due.unsaved(run.step):
         saving.begin(run, run.step, stops[0] if stops else "data_failed", last=True)
     if curable and stops:
@@ -97,7 +97,7 @@ def end_without_data(run: Run, step: int) -> None:
 
 
 def stop_reason_of(signals: Signals) -> str | None:
-    """Return why this rank was asked to stop, as the record names it, or None."""
+    """Return the name in the record for why this rank was asked to stop, or None."""
     reason = signals.reason
     return reason if reason in (None, "launcher_lost") else "signal"
 
@@ -113,10 +113,10 @@ def _raise_if_stopped(ranks: Ranks, signals: Signals, journal: Journal) -> None:
 
 @contextmanager
 def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None]:
-    """Run a stage of a start, which a stop that was asked of any rank ends.
+    """Run a stage of a start; raise StoppedEarlyError if any rank was asked to stop.
 
-    The stop ends it before it begins, or ends a wait for the Hub or the reading of a checkpoint.
-    Such a failure is one of all ranks, so all of them can agree on whether they were stopped.
+    A stop takes effect before the stage begins, while it waits for the Hub, or while it reads a
+    checkpoint. Such a failure is raised on all ranks, so all can agree on whether it was a stop.
     """
     _raise_if_stopped(ranks, signals, journal)
     try:
@@ -131,10 +131,10 @@ def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None
 
 
 def stop_alone(journal: Journal, reason: str) -> int:
-    """Record a stop before ranks can talk to each other, and return the exit code.
+    """Record a stop before ranks can communicate, and return the exit code.
 
-    A launcher that has lost a rank ends the others as if a person had asked it to. So a rank that
-    ends here leaves a mark, and rank 0 looks for ranks that are gone and left none.
+    When a launcher has lost a rank, it stops the others just as it does when a person asks it to.
+    So a rank that is stopped here writes a mark, and rank 0 looks for ranks that ended without one.
     """
     if journal.rank:
         failures.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
@@ -151,7 +151,7 @@ def stop_alone(journal: Journal, reason: str) -> int:
 
 
 def _find_dead_rank(run_dir: Path) -> tuple[int, str] | None:
-    """Return code and reason of a rank that has failed or died; None if none has."""
+    """Return the exit code and reason of a rank that failed or died; None if no rank did."""
     dead = failures.silent(run_dir, os.environ)
     told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")), seconds=0)
     if told is not None:
@@ -164,9 +164,9 @@ def _find_dead_rank(run_dir: Path) -> tuple[int, str] | None:
 
 @contextmanager
 def record_end(journal: Journal, config: str) -> Iterator[None]:
-    """Write whatever ends the run into its log, its record and its status.
+    """Write any error that ends the run to its log, record and status.
 
-    config: its digest. A rank that fails leaves its mark before anything else.
+    config: digest of the config. A rank that fails writes its mark before anything else.
     """
     try:
         yield
@@ -182,7 +182,7 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
             shown = _find_cause(journal.run_dir) or shown
         try:
             journal.end("failed", exit_code_of(shown), str(shown))
-        except RunError:  # a full disk takes no record either; the error itself is raised
+        except RunError:  # the disk may be full; the error that ended the run is raised
             _log.error("the end could not be recorded", exc_info=True)
         if lost:
             raise shown from error
@@ -190,6 +190,6 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
 
 
 def _find_cause(run_dir: Path) -> PeerError | None:
-    """Return the error of the rank that is gone, or of one that knows more."""
+    """Return the error of another rank that explains why a peer was lost, or None."""
     told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
     return PeerError(f"rank {told.rank}: {told.reason}", told.code, told.rank) if told else None

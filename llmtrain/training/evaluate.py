@@ -1,4 +1,4 @@
-"""Loss on the held-out documents: exactly one pass, on any number of processes."""
+"""The loss on the held-out documents: exactly one pass, on any number of processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from llmtrain.types import NOT_TRAINED, Evaluation
 
 
 def evaluate(run: Run) -> Evaluation | None:
-    """Score every held-out token once; None if a stop that all ranks agreed on cut it off.
+    """Score every held-out token once; return None if an agreed stop interrupted the evaluation.
 
-    Process r takes the blocks g ≡ r (mod W), a micro-batch at a time, in as many rounds on every
-    rank; a block that is missing in the last round is one without scored tokens.
+    Process r takes the blocks g ≡ r (mod W), one micro-batch in each round. All ranks make the
+    same number of rounds. Where blocks are missing in the last round, blocks without scored tokens
+    take their place.
     """
     heldout = run.data.heldout
     assert heldout is not None, "due.evaluation is false where nothing is held out"
@@ -45,7 +46,7 @@ def evaluate(run: Run) -> Evaluation | None:
     nll, tokens = sum_over_ranks(scored).tolist()
     return Evaluation(
         loss=nll / tokens,
-        perplexity=math.exp(min(nll / tokens, 700.0)),  # beyond it a float overflows
+        perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
         bits_per_byte=nll / (math.log(2) * heldout.bytes),
         tokens=round(tokens),
         bytes=heldout.bytes,
@@ -55,7 +56,7 @@ def evaluate(run: Run) -> Evaluation | None:
 
 
 def rounds(heldout: HeldOut, run: Run) -> int:
-    """Return the number of forwards that every rank makes."""
+    """Return the number of forwards that each rank makes in an evaluation."""
     at_once = run.ranks.world_size * run.built.micro_batch_size
     return math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
 
@@ -63,7 +64,12 @@ def rounds(heldout: HeldOut, run: Run) -> int:
 def round_blocks(
     heldout: HeldOut, run: Run, round_: int
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return this rank's ids (m, S + 1), labels (m, S) and m starts (as in `Batch`) of a round."""
+    """Return this rank's part of a round of m blocks.
+
+    ids: (m, S + 1)
+    labels: (m, S)
+    starts: m arrays, as in `Batch`
+    """
     size = run.built.micro_batch_size
     mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
     blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices alone."""
+"""AdamW with weight decay only on matrices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from llmtrain.config.schema import OptimizerConfig
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, *, fused: bool = True
 ) -> torch.optim.AdamW:
-    """Make AdamW over the trainable parameters, in two groups: decayed and not.
+    """Make AdamW for the trainable parameters, in two groups: with and without weight decay.
 
-    Not decayed: what has fewer than two dimensions (norms, biases), and embeddings, also where the
-    head is tied to them. fused=False is for tests that compare bits with another sharding.
+    Parameters with fewer than two dimensions (norms, biases) are not decayed, nor are embeddings,
+    even if the head is tied to them. fused=False is for tests that compare shardings bit by bit.
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)

@@ -1,6 +1,6 @@
-"""What is in a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
+"""The files of a checkpoint beside its tensors: `trainer_state.json`, configs, the tokenizer.
 
-It is all of the run's state that decides its future and is not a tensor, gathered at rank 0.
+They hold all state that the rest of the run depends on and that is not a tensor. Rank 0 gathers it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ FORMAT = 1
 
 
 def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
-    """Gather what only each rank knows at rank 0; return an empty list elsewhere."""
+    """Gather the state of each rank at rank 0; return an empty list on the other ranks.
+
+    That is its random states, its cursors and its counts of documents.
+    """
     before = run.data.state
     cursors = contribution(
         run.feed.cursors,
@@ -40,7 +43,7 @@ def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
-    """Return the stream's state after the blocks of `step`, from every rank's part."""
+    """Return the stream's state after the blocks of `step`. heard: from `gather_parts`."""
     before = run.data.state
     next_block = step * run.config.training.global_batch_size
     parts = [np.array(one["cursors"], np.int64) for one in heard]
@@ -60,7 +63,7 @@ def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
 
 
 def record_cursors(run: Run, step: int, line: bytes) -> None:
-    """Append the stream's state at a save, which is kept when the checkpoint is deleted."""
+    """Append a line to `cursors.jsonl`, which keeps the states of deleted checkpoints too."""
     try:
         with (run.run_dir / contents.CURSORS).open("ab") as file:
             file.write(line)
@@ -69,7 +72,7 @@ def record_cursors(run: Run, step: int, line: bytes) -> None:
 
 
 def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
-    """Return every file that is not a tensor file."""
+    """Return name → content of every file of the checkpoint that is not a tensor file."""
     bound = run.processes.bound.binding
     trainer_state = {
         "format": FORMAT,
@@ -102,7 +105,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
 
 
 def model_files(model: Any) -> dict[str, bytes]:
-    """Return the files that `from_pretrained` needs beside the weights."""
+    """Return name → content of the files that `from_pretrained` needs beside the weights."""
     files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
     if model.can_generate() and model.generation_config is not None:
         text = model.generation_config.to_json_string(use_diff=True)
@@ -120,7 +123,7 @@ def _encode(value: Any) -> bytes:
 
 
 def count_documents(run: Run) -> Counts:
-    """Return source → dropped, replaced … → how often since the run began; {} on ranks > 0."""
+    """Return source → event (dropped, replaced, …) → count for the whole run; {} on ranks > 0."""
     heard = gathered(run.ranks, run.feed.counts)
     return _add(run.data.state.counts, heard) if heard else {}
 

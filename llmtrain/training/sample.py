@@ -1,7 +1,7 @@
-"""Texts that the model writes while it trains, without changing a bit of the training.
+"""Texts that the model writes while it trains, without any effect on the training.
 
-Not `generate`: it draws from the global random state. All ranks run the same forwards together, so
-that it also works where each of them holds only a part of the weights.
+`generate` of transformers is not used, since it draws from the global random state. All ranks run
+the same forwards together, so that sampling also works where each holds a part of the weights.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from llmtrain.training.run.run import Run
 from llmtrain.types import Sample
 
 _NEW_TOKENS = 64
-_TEMPERATURE = 0.5  # a model that is still learning gives no token a high probability
-_SEED_STREAM = 8  # of `mix`
-_NOTHING = -1  # no token's id
+_TEMPERATURE = 0.5  # low, since a model that is still learning gives no token a high probability
+_SEED_STREAM = 8  # for `mix`
+_NOTHING = -1  # sent in place of a token's id to end the text
 
 
 def sample(run: Run) -> list[Sample]:
-    """Continue each of `evaluation.prompts` once, or none of them if a stop was asked for.
+    """Return one continuation of each of `evaluation.prompts`; [] if a stop was asked for.
 
-    The last step is not such a stop: people want to see the text of the finished model.
+    The last step does not count as a stop: people want to see what the finished model writes.
     """
     if run.due.stop_reason is not None:
         return []
@@ -41,8 +41,8 @@ def _continue(run: Run, prompt: str) -> str:
         heartbeat.beat("a token of a sample")
         context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
         logits = run.model(context)[0] / _TEMPERATURE  # (V,)
-        # Ranks whose logits differ by a bit draw other tokens and end elsewhere, and where weights
-        # are spread out a forward waits for all ranks: so one of them draws for all.
+        # Ranks whose logits differ by a bit could draw different tokens and end at different
+        # lengths, but with sharded weights each forward needs all ranks. So rank 0 draws for all.
         drawn = _draw(logits, generator) if run.ranks.rank == 0 else _NOTHING
         token = int(run.ranks.broadcast(b"%d" % drawn))
         if token in (_NOTHING, run.data.tokenizer.eos):
@@ -52,7 +52,7 @@ def _continue(run: Run, prompt: str) -> str:
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> int:
-    """Draw a token; of a model that diverged, none. logits: (V,)."""
+    """Draw a token; return _NOTHING if the model has diverged. logits: (V,)."""
     if not torch.isfinite(logits).all():
         return _NOTHING
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))

@@ -1,13 +1,13 @@
-"""Checkpoints of a run: begun at one boundary, complete at this one or at a later one.
+"""Saving checkpoints: a save begins at one boundary and is complete at the same or a later one.
 
-    begin     replicas compared, state gathered, files made: in line, on all ranks
-    write     each rank its ranges: in line, or beside the training out of a copy
-    commit    vote, manifest, rename, what the policy keeps
+    begin     compare replicas, gather state, make files: in line, on all ranks
+    write     each rank writes its ranges: in line, or from a copy while training continues
+    commit    vote, write the manifest, rename, delete what the policy does not keep
 
-What is in flight is committed at the first boundary at which every rank reports that it has written
-its part, before the next save, and at every agreed end; an exception leaves it unfinished. A save
-that the disk refuses is an event, and training continues; three failures in a row, or one at the
-last step, end the run.
+A save in flight is committed at the first boundary at which every rank reports that it has written
+its part, and at the latest before the next save or at an agreed end. An exception leaves it
+unfinished. If the disk refuses a save, that is reported as an event and training continues. Three
+failures in a row, or one at the last step, end the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from llmtrain.types import Failure, Piece
 _log = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW = 3
-_SPARE = 1.1  # of the host memory that a copy takes: the training continues beside it
+_SPARE = 1.1  # a copy needs this times its size in host memory, since training needs some too
 
 
 def save(run: Run, step: int) -> None:
@@ -76,7 +76,7 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     blocked = time.perf_counter() - started
     run.checkpoints.flight = Flight(step, reason, begun, cursors, last, blocked, written)
     if writer:
-        # Buffers, unlike weights and moments, are not safe until the next update.
+        # Unlike weights and moments, buffers may change before the next update.
         buffers = frozenset(name for name, _ in run.built.bare.named_buffers())
         writer.submit(begun, pieces, buffers)
     if last or not writer:
@@ -84,7 +84,7 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
 
 
 def commit(run: Run) -> None:
-    """Make what is in flight a checkpoint, waiting for whoever still writes. Collective."""
+    """Complete the checkpoint in flight, if any; wait for ranks that still write. Collective."""
     saves = run.checkpoints
     flight, saves.flight = saves.flight, None
     if flight is None:
@@ -106,10 +106,10 @@ def commit(run: Run) -> None:
 
 
 def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> Saves:
-    """Decide how a start writes: by its config, its strategy and the disk of its run."""
+    """Decide how a start writes checkpoints, from its config, its strategy and its file system."""
     kind = family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # The machine that exports a directory sees a disk: all must come to the same answer.
+    # The machine that exports a network directory sees a local disk, but all ranks must agree.
     network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
     writers = filesystem.choose_writers(config.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
@@ -123,11 +123,11 @@ def _begin(
 ) -> tuple[write.Begun | write.Failed, bytes]:
     """Write small files and headers and make room; if one rank fails, all return Failed.
 
-    Returns the line of `cursors.jsonl` too: at the commit the stream may be further.
+    Also returns the line for `cursors.jsonl`, since by the commit the stream may have advanced.
     """
 
     def small() -> tuple[dict[str, bytes], bytes]:
-        run.journal.sync()  # no manifest is newer than the numbers that led to it
+        run.journal.sync()  # the lines up to this step must be on disk before the manifest is
         if not heard:
             return {}, b""
         return small_files(run, step, heard), cursors_line(run, step, heard)
@@ -151,9 +151,9 @@ def _write(run: Run, begun: write.Begun, pieces: Iterable[Piece]) -> Written:
 
 
 def _choose_writer(run: Run, step: int) -> Writer | None:
-    """Return what writes beside the training; None if that is not wanted or memory is short."""
+    """Return the background writer; None if it is not wanted or a host lacks the memory for it."""
     saves = run.checkpoints
-    if saves.writer is None or saves.has_room:  # its buffers are used again
+    if saves.writer is None or saves.has_room:  # the writer uses its buffers again
         return saves.writer
     pieces = run.engine.pieces(run.built.spec, writing=True, dealt=saves.dealt)
     needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
@@ -167,7 +167,7 @@ def _choose_writer(run: Run, step: int) -> Writer | None:
 
 
 def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
-    """Return the hosts whose ranks need more for their copies than is free there."""
+    """Return the hosts with too little free memory for the copies of all their ranks."""
     hosts = {one["host"] for one in heard}
     needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}
     free = {host: min(one["free"] for one in heard if one["host"] == host) for host in hosts}
@@ -175,7 +175,7 @@ def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
 
 
 def _report_saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:
-    """Report a complete checkpoint, and delete what the policy does not keep."""
+    """Report a complete checkpoint, and delete those that the policy does not keep."""
     run.checkpoints.failed_in_a_row = 0
     run.requests.end_save(done.seconds)
     run.journal.write(
@@ -196,7 +196,7 @@ def _report_saved(run: Run, flight: Flight, done: write.Committed, blocked: floa
 
 
 def _retain(run: Run, step: int, new: str) -> None:
-    """Delete what the policy does not keep; report what somebody else has deleted."""
+    """Delete checkpoints that the policy does not keep; report those that somebody else deleted."""
     saves, root = run.checkpoints, run.run_dir / contents.CHECKPOINTS
     resumed_from = run.found.name if run.found else None
     try:
@@ -204,12 +204,12 @@ def _retain(run: Run, step: int, new: str) -> None:
             run.journal.event("checkpoint_missing", step, checkpoint=name)
         gone = retention.apply(root, saves.policy, run.processes.run_id, resumed_from)
         saves.kept = {*complete_names(root), new} - {*gone}
-    except OSError as error:  # the new one is complete; the next commit deletes what this did not
+    except OSError as error:  # the new checkpoint is complete; the next commit tries again
         run.journal.event("retention_failed", step, reason=str(error))
 
 
 def _report_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last: bool) -> None:
-    """Report a failed save; raise if it was the third in a row, or no save can follow."""
+    """Report a failed save; raise RunError (74) if it was the third in a row or the last one."""
     run.checkpoints.failed_in_a_row += 1
     texts = "; ".join(str(failure) for failure in failures)
     run.journal.event("save_failed", step, failures=texts)
@@ -224,7 +224,7 @@ def _report_failure(run: Run, step: int, failures: tuple[Failure, ...], *, last:
 
 
 def warn_of_grace(run: Run, save_seconds: float, step_seconds: float) -> None:
-    """Warn once, on rank 0, that the launcher will not wait for the save of a stop."""
+    """Warn once, on rank 0, if a stop and its save may take longer than the launcher waits."""
     text = grace_warning(save_seconds, step_seconds, os.environ)
     if text is not None and run.ranks.rank == 0 and not run.checkpoints.grace_told:
         run.checkpoints.grace_told = True

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step, so that a checkpoint need not store it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import assert_never
 
 from llmtrain.config.schema import OptimizerConfig
 
-_DECAY_SHARE = 0.2  # of all steps: the last part of warmup-stable-decay
+_DECAY_SHARE = 0.2  # the part of all steps in which warmup-stable-decay decays
 
 
 def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
-    """Return the factor of each group's own rate at `step` = 1 … `steps`: a number in (0, 1]."""
+    """Return the factor on each group's learning rate at `step` = 1 … `steps`: 0 to 1."""
     warmup = warmup_steps(config, steps)
     if step <= warmup:
         return step / warmup
@@ -32,7 +32,7 @@ def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> floa
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Return `optimizer.warmup_steps` as a whole number; below 1 it is a share of `steps`."""
+    """Return the warm-up in steps: `optimizer.warmup_steps` below 1 is a share of `steps`."""
     asked = config.warmup_steps
     whole = int(asked) if asked >= 1 else max(1, round(asked * steps))
     return min(whole, steps)

@@ -1,4 +1,4 @@
-"""One optimizer update: the second half of the page that `loop.py` begins, and its parts."""
+"""One optimizer update, which `loop.py` calls in each step, and its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.types import SLOTS, Batch, Flags, StepVector
 
 
 def begin(run: Run, step: int) -> None:
-    """Start the clock of a step, and keep the state to return to if its data fails."""
+    """Start the clock of a step, and keep the state to restore if its data fails."""
     faults.hit("loop.step", step=step)
     run.feed.begin(step)
     run.meter.begin(step)
@@ -27,10 +27,10 @@ def begin(run: Run, step: int) -> None:
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:
-    """One optimizer update. Queues work, and waits for nothing of its own step.
+    """Make one optimizer update. Queues work on the device, and does not wait for this work.
 
     The gradient is that of the mean loss over all trained tokens of the step on all ranks, however
-    the blocks are dealt out. DDP averages gradients over ranks, hence `world_size`.
+    the blocks are distributed. DDP averages gradients over ranks, hence the factor `world_size`.
     """
     tokens = trained_tokens(run, batch)  # () on the device; constant where all blocks are full
     scale = run.ranks.world_size / tokens.clamp(min=1)
@@ -39,20 +39,20 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     for index, micro_batch in enumerate(forwards):
         faults.hit("loop.micro")
         heartbeat.beat("a micro-batch")
-        with run.engine.micro(last=index == len(forwards) - 1):  # which reduces gradients
+        with run.engine.micro(last=index == len(forwards) - 1):  # the last reduces gradients
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)
         loss_sum += loss.detach()
     heartbeat.beat("the reduction of a step")
-    sums = sum_vector(step_vector(run, batch, loss_sum))  # fp64, the one reduction
+    sums = sum_vector(step_vector(run, batch, loss_sum))  # fp64; all numbers in one reduction
     run.engine.clip(sums, run.max_grad_norm)  # on the device, as is the skip below
-    run.checkpoints.wait_snapshot()  # what is saved may still be copied from these weights
+    run.checkpoints.wait_snapshot()  # a background save may still be copying these weights
     run.engine.step(factor, sums)  # a non-finite update is never applied
     run.meter.send(sums, run.engine.norm(sums))  # received at the next boundary
 
 
 def trained_tokens(run: Run, batch: Batch) -> Tensor:
-    """Return the trained tokens of the step over all ranks: () fp32 on the device."""
+    """Return the number of trained tokens of the step on all ranks: () fp32 on the device."""
     if run.data.manifest.always_full:
         full = run.config.training.global_batch_size * run.config.data.seq_len
         return torch.full((), float(full), device=run.device)
@@ -61,19 +61,19 @@ def trained_tokens(run: Run, batch: Batch) -> Tensor:
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
-    """Return the step's forwards: keywords of `LossModule.forward`, tensors on the device."""
+    """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
     ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
     labels = on(run.device, batch.labels)
     size = run.built.micro_batch_size
     parts = [slice(first, first + size) for first in range(0, len(ids), size)]
     rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
-    if batch.starts is None:  # documents see each other
+    if batch.starts is None:  # documents may attend to each other
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
 
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Return what hides the documents of a micro-batch from each other. starts: as in `Batch`."""
+    """Return the tensors that hide documents from each other. starts: as in `Batch`."""
     return document_tensors(starts, run.config.data.seq_len, backend(run.built.bare), run.device)
 
 
@@ -83,7 +83,7 @@ def sum_vector(vector: StepVector) -> StepVector:
 
 
 def flags(run: Run) -> Flags:
-    """Return what this rank reports to the others."""
+    """Return the requests and the state of the save that this rank reports to the others."""
     return replace(run.requests.flags(run.signals.reason), **run.checkpoints.flags())
 
 
@@ -109,7 +109,7 @@ def host_part(
         "data_failed": failed,
         **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},
         "wait_seconds": batch.wait_seconds / world_size,
-        **asdict(flags),  # each has a slot of its name
+        **asdict(flags),  # each has a slot with its name
         "padding_only": not batch.sources,
         "ended": batch.ended,
     }

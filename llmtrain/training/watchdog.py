@@ -1,14 +1,14 @@
-"""Notices that this process makes no progress, reports where it is, and ends it in time.
+"""A thread that reports where this process makes no progress, and ends the process in time.
 
-A thread that compares `heartbeat.read()` once a second, from the start of a run to its end. It
-counts its own looks and no clock, so a machine or a process that was suspended is no hang.
+It compares `heartbeat.read()` once a second, from the start of a run to its end. It counts its own
+ticks and reads no clock, so a machine or a process that was suspended does not count as hanging.
 
     no progress ──300 s or 20 steps──► stacks and phase in logs/rank-R.log, event `no_progress`
                 ──10 s before distributed.timeout_minutes──► status, mark, exit code 75
 
-At that time-out the peers give up waiting, and NCCL then aborts processes without a word. The trap:
-what hangs may be the disk, or a thread that holds a lock of `logging`; so everything is written by
-a thread of its own, which is left alone after a few seconds.
+At that time-out the peers stop waiting, and NCCL then aborts processes without a message. The trap:
+the disk itself may hang, or a thread that holds a lock of `logging`. So each thing is written by a
+separate thread, for which the watchdog waits only a few seconds.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _TICK_SECONDS = 1.0
 _REPORT_SECONDS = 300.0
 _REPORT_STEPS = 20
 _BEFORE_SECONDS = 10.0
-_LATEST_SHARE = 0.9  # of a short time-out: data that does not come is given up after 0.8 of it
+_LATEST_SHARE = 0.9  # of a short time-out; later than 0.8, after which a wait for data fails
 _WRITING_SECONDS = 2.0
-# One call of a library, minutes long where models or texts are large: reported later, never ended.
-# The peers that wait for it have a time-out, and so has the rendezvous.
+# Each of these phases is one call of a library, which takes minutes for large models or texts. It
+# is reported later and never ended: waiting peers have a time-out, and so has the rendezvous.
 _LONG = ("joining the other processes", "building the model", "training a tokenizer")
 
 
 class Watchdog:
-    """Counts looks without progress; `look` is called once a second."""
+    """Counts the calls of `look`, one a second, since the last progress."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Watchdog:
         timeout_minutes: float,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        """leave: ends this process with a code."""
+        """leave: ends this process with an exit code."""
         timeout = 60 * timeout_minutes
         self._end_after = max(timeout - _BEFORE_SECONDS, _LATEST_SHARE * timeout)
         self._most = timeout / 2
@@ -58,11 +58,14 @@ class Watchdog:
         self._reported = False
 
     def follow(self, median_seconds: Callable[[], float]) -> None:
-        """Note that the start is over. median_seconds: of the last steps, 0 without one."""
+        """Note that the start is over.
+
+        median_seconds: returns the median time of the last steps, 0 before the first step
+        """
         self._median = median_seconds
 
     def look(self) -> None:
-        """One tick: report a hang once, and end the process before its peers give up."""
+        """Check for progress: report a hang once, end the process before its peers stop waiting."""
         count, phase = heartbeat.read()
         if count != self._seen:
             self._seen, self._still, self._reported = count, 0, False
@@ -77,7 +80,7 @@ class Watchdog:
 
     def _report_after(self, long: bool) -> float:
         if self._median is None and self._rank:
-            return self._end_after  # it waits for rank 0, which may have minutes of work by itself
+            return self._end_after  # this rank waits for rank 0, which may work alone for minutes
         if long:
             return self._most
         steps = _REPORT_STEPS * self._median() if self._median else 0.0
@@ -91,7 +94,7 @@ class Watchdog:
 
     def _end(self, phase: str) -> None:
         said = f"no progress for {self._still} s: {phase}"
-        code = self._journal.exit_code  # of a run that is over, and hangs while it closes
+        code = self._journal.exit_code  # not None if the run is over and hangs while it closes
         _in_thread(lambda: _write_stacks(self._log_file(), said))
         if code is None:
             _in_thread(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
@@ -101,7 +104,7 @@ class Watchdog:
         self._leave(code)
 
     def _cause(self) -> tuple[int, str] | None:
-        """Return code and reason of a rank that failed while this one waited for it, or None."""
+        """Return the exit code and reason of a failed rank that rank 0 waited for, or None."""
         if self._rank:
             return None
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -116,7 +119,7 @@ class Watchdog:
 
 @contextmanager
 def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
-    """Watch over the block. timeout_minutes: when peers give up waiting."""
+    """Run a watchdog during the block. timeout_minutes: how long peers wait for each other."""
     watchdog = Watchdog(journal, timeout_minutes)
     over = threading.Event()
 
@@ -134,7 +137,7 @@ def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
 
 
 def _write_stacks(log_file: Path, said: str) -> None:
-    """Append where all threads are to the log; write it to stderr if there is no log."""
+    """Append the stacks of all threads to the log, or to stderr if the log cannot be opened."""
     try:
         file = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
@@ -147,7 +150,7 @@ def _write_stacks(log_file: Path, said: str) -> None:
 
 
 def _in_thread(work: Callable[[], object]) -> None:
-    """Do it in a thread, and wait for it for a few seconds only."""
+    """Call `work` in a thread, and wait for it for `_WRITING_SECONDS` at most."""
     thread = threading.Thread(target=work, name="watchdog writes", daemon=True)
     thread.start()
     thread.join(_WRITING_SECONDS)

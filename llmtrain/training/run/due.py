@@ -1,5 +1,7 @@
-"""What is due at which step. Everything that ranks must decide alike is decided here, from numbers
-that all ranks received.
+"""What is due at which step.
+
+All decisions that must be the same on all ranks are made here, from numbers that all of them
+received.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from llmtrain.types import STOPS, Flags, Numbers, Ranks
 class Due:
     """What is due in one start of a run; `step` always counts finished steps.
 
-    steps: of the whole run
-    first: steps that were finished when this start began
-    last_evaluation: its step, None before the first one
+    steps: number of steps of the whole run
+    first: number of steps that were finished when this start began
+    last_evaluation: step of the last evaluation, None before the first one
     heldout: whether there are documents to evaluate on
     data_ended: whether no block is left to train on
-    stop_reason: why the run shall stop, as all ranks agreed
+    stop_reason: why the run must stop, as all ranks agreed
     """
 
     _: KW_ONLY
@@ -57,13 +59,13 @@ class Due:
         self.last_evaluation = step
 
     def begin_save(self, step: int) -> None:
-        """Note that a save of `step` begins, which also serves whoever asked for one."""
+        """Note that a save of `step` begins. It also serves the requests for one so far."""
         self._saved.add(step)
         self._asked = self._written = False
         self._in_flight = True
 
     def end_save(self, step: int, *, saved: bool) -> None:
-        """Note that the save of `step` is over. saved: False = the next due step tries again."""
+        """Note that the save of `step` is over. saved: whether it succeeded."""
         self._in_flight = self._written = False
         if not saved:
             self._saved.remove(step)
@@ -73,32 +75,32 @@ class Due:
         return self.stop_reason is not None or self._last(step)
 
     def evaluation(self, step: int) -> bool:
-        """Whether to evaluate now: the first time, at the period, the end, or after a cut."""
+        """Whether to evaluate after `step`: at its period or the end, unless done or stopping."""
         wanted = step % self.evaluate_every == 0 or self._last(step)
         missing = self.heldout and self.last_evaluation != step
         return wanted and missing and self.stop_reason is None
 
     def checkpoint(self, step: int) -> bool:
-        """Whether a save begins at `step`, or one that is in flight has been written."""
+        """Whether a save begins at `step`, or the one in flight has been written."""
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save the state of `step`: its period, a request, the end of this start."""
+        """Whether to save the state of `step`: at its period, on request or as the start ends."""
         wanted = step % self.save_every == 0 or self._asked or self.stop(step)
         return wanted and self.unsaved(step)
 
     def reason(self, step: int) -> str:
-        """Return why `step` is saved: its period, a request, the end, or what stops the run."""
+        """Return why `step` is saved: `period`, `asked`, `end`, or the reason of a stop."""
         if self.stop(step):
             return self.stop_reason or "end"
         return "period" if step % self.save_every == 0 else "asked"
 
     def unsaved(self, step: int) -> bool:
-        """Whether the state of `step` is neither on disk nor on its way there."""
+        """Whether the state of `step` is neither saved nor being saved."""
         return step not in self._saved
 
     def anything(self, step: int) -> bool:
-        """Whether a decision of `step` is needed at once, instead of one step later."""
+        """Whether the numbers of `step` are needed at once, instead of one step later."""
         return self.evaluation(step) or self.checkpoint(step) or self.stop(step)
 
     def line(self, step: int) -> bool:
@@ -114,7 +116,10 @@ class Due:
 
 
 def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
-    """Agree outside a step on the most important reason to stop, or on none. Collective."""
+    """Return the most important reason for which any rank must stop, or (). Collective.
+
+    For use outside a step, whose own reduction shares the flags.
+    """
     said = asdict(flags)
     levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))

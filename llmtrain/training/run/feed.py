@@ -1,4 +1,4 @@
-"""What moves in a step on the host: this rank's blocks, and how far they have been trained on.
+"""The state on the host that each step changes: this rank's blocks, and how many are consumed.
 
 begin ──► next_batch ──► (the update) ──► advance        the blocks count as consumed
                                     └───► put_back       data failed: nothing has happened
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Before:
-    """What a step changes on the host, as it was before `step`."""
+    """The state on the host before `step`."""
 
     step: int
     cursors: dict[int, tuple[Cursor, ...]]
@@ -35,11 +35,12 @@ class Before:
 class Feed:
     """The blocks of one start of a run.
 
-    step: finished steps
-    rows, seq_len: of this rank's part of a step
+    step: number of finished steps
+    rows, seq_len: shape of this rank's part of a step
     cursors: lane → the cursors of all sources, for lanes that this start has trained on
-    counts: source → what was met → how often, in this start
-    error: why the stream of this rank is broken
+    counts: source → event → how often it happened in this start
+    error: why the stream of this rank failed; None if it did not
+    before: the states before the last two steps that began
     """
 
     stream: Stream
@@ -53,7 +54,7 @@ class Feed:
     before: deque[Before] = field(default_factory=lambda: deque(maxlen=2))
 
     def begin(self, step: int) -> None:
-        """Keep the state to return to if the data of `step` fails."""
+        """Keep the state to restore if the data of `step` fails."""
         counts = {label: Counter(met) for label, met in self.counts.items()}
         state = Before(step, dict(self.cursors), counts, rng.capture(self.device))
         self.before.append(state)
@@ -61,14 +62,14 @@ class Feed:
     def next_batch(self) -> Batch:
         """Return this rank's blocks of the next step.
 
-        A rank whose stream fails cannot tell its peers, which are already in the step. It does not
-        ask again: from then on it returns padding, and its vector reports that its data failed.
+        If the stream fails, the other ranks are already in the step and must not be left waiting.
+        So from then on this rank returns padding, and its vector reports that its data failed.
         """
         if self.error is None:
             outcome = attempt(lambda: next(self.stream))
             if outcome.error is None:
                 return outcome.result()
-            self.error = outcome.error  # voted on when the step's vector arrives, see `start_run`
+            self.error = outcome.error  # all ranks vote on it in `end_without_data`
             _log.warning("the data of this rank failed", exc_info=outcome.error)
         return self._padding()
 
@@ -85,9 +86,10 @@ class Feed:
             self.counts.setdefault(label, Counter()).update(met)
 
     def put_back(self, step: int) -> None:
-        """Restore the state before `step`: neither it nor the one after it was applied.
+        """Restore the state before `step`, whose data failed.
 
-        Their vectors reported failed data, so weights, moments and counted tokens are untouched.
+        Neither this step nor the next was applied: their vectors reported failed data, so weights,
+        moments and counted tokens did not change.
         """
         before = next(one for one in self.before if one.step == step)
         self.step = step - 1

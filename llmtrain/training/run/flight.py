@@ -1,4 +1,4 @@
-"""How a start writes checkpoints, and the one that is in flight between two boundaries."""
+"""How a start writes checkpoints, and the checkpoint in flight between two boundaries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmtrain.checkpoint.format import Extents
 from llmtrain.checkpoint.retention import Policy
 from llmtrain.checkpoint.write import Begun
 
-# Why this rank did not write its part (None = it did), and what it wrote.
+# The error if this rank could not write its part, else None; and what it wrote.
 Written = tuple[BaseException | None, Extents]
 
 
@@ -17,11 +17,10 @@ Written = tuple[BaseException | None, Extents]
 class Flight:
     """A checkpoint between begin and commit.
 
-    cursors: the line of `cursors.jsonl`, at rank 0
-    last: this start makes no step after it
-    blocked: seconds that the training has waited for it so far, without those that its writer
-        counts
-    written: the result of one that was written in line, None where a writer has it
+    cursors: the line for `cursors.jsonl`, at rank 0
+    last: whether this start makes no step after it
+    blocked: seconds for which training has waited so far, without those that the writer counts
+    written: the result if it was written in line; None if the background writer writes it
     """
 
     step: int
@@ -35,17 +34,17 @@ class Flight:
 
 @dataclass(slots=True)
 class Saves:
-    """How this start writes checkpoints, and the one that is in flight.
+    """How this start writes checkpoints, and the checkpoint in flight.
 
-    policy: which checkpoints stay
-    writer: None where all is written in line
-    sent: rank 0 writes what the others hold parts of, which takes collectives, so in line
-    dealt: what every rank holds a copy of is shared out among them
+    policy: which checkpoints to keep
+    writer: the background writer; None if checkpoints are written in line
+    sent: whether ranks send their parts to rank 0, which writes; with collectives, so in line
+    dealt: whether tensors that all ranks have copies of are divided among the ranks for writing
     flight: the checkpoint in flight
-    kept: what was there after the last retention (rank 0)
-    failed_in_a_row: saves
-    has_room: this host has the memory for a copy
-    grace_told: the warning that a launcher may not wait for a save was given
+    kept: names of the checkpoints that existed after the last retention (rank 0)
+    failed_in_a_row: number of saves in a row that failed
+    has_room: whether each host was found to have the memory for the copies
+    grace_told: whether the warning that a launcher may not wait for a save was given
     """
 
     policy: Policy
@@ -59,7 +58,7 @@ class Saves:
     grace_told: bool = False
 
     def wait_snapshot(self) -> None:
-        """Wait until what is saved was copied: an update may not change it before."""
+        """Wait until the writer has copied the weights and moments, so that they may change."""
         if self.writer is not None:
             self.writer.wait_snapshot()
 

@@ -1,8 +1,8 @@
-"""What is reported of a run that goes wrong numerically, and what ends it.
+"""Numerical problems of a run: which are reported, and which end it.
 
-A loss is a spike if it is above the median of the last steps by more than six of their standard
-deviations. These are estimated from the median of the distances to that median, since the spikes
-themselves would widen any other measure.
+A loss is a spike if it exceeds the median of the last steps by more than six of their standard
+deviations. The standard deviation is estimated from the median of the distances to that median,
+which, unlike other estimates, the spikes themselves do not increase.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from llmtrain.types import Numbers
 
 _log = logging.getLogger(__name__)
 
-_NAMED = 5  # of what differs, in a message; the log has all
+_NAMED = 5  # differing tensors named in a message; the log names all of them
 _WINDOW = 128  # steps
-_ENOUGH = 64  # steps: of 32, pure noise is a spike in 4 of 100,000 cases, of 64 in none
+_ENOUGH = 64  # steps; with 32, pure noise counts as a spike in 4 of 100,000 cases, with 64 in none
 _DEVIATIONS = 6
-_NORMAL = 1.4826  # σ of normal noise over the median of its distances
-_LEAST_DEVIATION = 0.01  # nats: a loss that hardly moves has no noise to measure a spike by
+_NORMAL = 1.4826  # σ of normal noise divided by the median distance to its median
+_LEAST_DEVIATION = 0.01  # nats; for a loss that hardly varies, where any change would be a spike
 
 Tell = Callable[..., object]  # event, step, details
 
 
 @dataclass(slots=True)
 class Guards:
-    """Looks at every step's numbers, which are equal on all ranks: all of them raise, or none.
+    """The checks of each step's numbers, which are equal on all ranks, so all raise or none does.
 
-    tell: takes an event. Losses of an earlier start are not known.
+    tell: reports an event
+
+    Losses of an earlier start are not known.
     """
 
     config: TrainingConfig
@@ -46,14 +48,18 @@ class Guards:
     _spiking: bool = False
 
     def median_seconds(self) -> float:
-        """Return the median time of the last steps (from any thread); 0 before the first one."""
+        """Return the median time of the last steps; 0 before the first one. Thread-safe."""
         return median(tuple(self._seconds) or (0.0,))
 
     def check(self, numbers: Numbers) -> None:
-        """Count skipped updates, raise if there are too many or none is allowed; report spikes."""
+        """Report loss spikes; raise RunError (1) if the run has diverged.
+
+        That is after a skipped update or after too many in a row, as `training.on_nonfinite` sets.
+        Raises UserError for a step without trained tokens before the data has ended.
+        """
         self._seconds.append(numbers.seconds)
         if numbers.step_tokens == 0 and (numbers.ended or numbers.padding_only):
-            return  # nothing was left to train on: no sign of divergence
+            return  # no data was left, which is no sign of divergence
         if numbers.step_tokens == 0:
             raise UserError(
                 Problem(
@@ -75,7 +81,7 @@ class Guards:
                 assert_never(self.config.on_nonfinite)
 
     def _look_for_a_spike(self, numbers: Numbers) -> None:
-        """Compare a loss with those before it; a loss that stays high is one spike."""
+        """Report a loss far above those before it; while it stays high, it is reported once."""
         usual, sigma = _spread(self._losses) if len(self._losses) >= _ENOUGH else (math.inf, 0.0)
         above = numbers.loss > usual + _DEVIATIONS * sigma
         if above and not self._spiking:
@@ -86,16 +92,17 @@ class Guards:
 
 
 def _spread(losses: Sequence[float]) -> tuple[float, float]:
-    """Return median and standard deviation, neither of which a minority of outliers changes."""
+    """Return median and estimated standard deviation; a minority of outliers affects neither."""
     middle = median(losses)
     distance = median(abs(loss - middle) for loss in losses)
     return middle, max(_NORMAL * distance, _LEAST_DEVIATION)
 
 
 def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:
-    """Raise RunError (75) if replicas differ, so that neither of them is saved.
+    """Raise RunError (75) if replicas differ, so that none of them is saved.
 
-    differing: as of `Engine.unequal_replicas`, the same on all ranks · tell: takes an event.
+    differing: from `Engine.unequal_replicas`, the same on all ranks
+    tell: reports an event
     """
     if not differing:
         return

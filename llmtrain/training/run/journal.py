@@ -1,7 +1,7 @@
-"""What a run reports of itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
+"""What a run reports about itself: `metrics.jsonl`, `status.json`, trackers, the terminal.
 
-Only rank 0 has anything to write to; on the other ranks every call does nothing, so that no caller
-asks for its rank.
+Only rank 0 writes. On the other ranks the calls write nothing, so that callers need not check
+their rank.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Journal:
     """Lines, status and progress of one start, from the claim of the run directory to its end."""
 
     def __init__(self, run_dir: Path, rank: int, lock: RunLock | None = None) -> None:
-        """lock: of the run directory, at rank 0."""
+        """lock: the lock of the run directory, at rank 0."""
         self.run_dir = run_dir
         self.rank = rank
         self.step = 0
-        self.exit_code: int | None = None  # once the end was recorded
+        self.exit_code: int | None = None  # set when the end has been recorded
         self._lock = lock
         self._originals: Originals | None = None
-        self._locks_made = 0  # how many of `lock.made_again` are events already
+        self._locks_made = 0  # the part of `lock.made_again` that was already reported
         self._lines = Lines(run_dir) if rank == 0 else None
         self.progress = Progress(sys.stderr if rank == 0 else None)
         self._trackers: Trackers | None = None
@@ -57,13 +57,16 @@ class Journal:
         self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
 
     def keep_files(self) -> None:
-        """Keep what a later start needs, for `check_directory` (rank 0). Raises RunError (74)."""
+        """Open the files that a later start needs, so that `check_directory` can restore them.
+
+        Raises RunError (74).
+        """
         if self._lines is not None:
             with needed_on_disk(self.run_dir):
                 self._originals = Originals(self.run_dir)
 
     def track(self, names: Sequence[Name], config: Mapping[str, object]) -> None:
-        """Open the trackers of these names (rank 0). config: its values by key, for people."""
+        """Open the trackers with these names. config: values by key, shown in the trackers."""
         if self._lines is not None and names:
             self._trackers = open_trackers(
                 names,
@@ -74,20 +77,20 @@ class Journal:
             )
 
     def write(self, kind: str, step: int, **fields: object) -> None:
-        """Write one line of `metrics.jsonl`, to the trackers too."""
+        """Write one line to `metrics.jsonl` and to the trackers."""
         if self._lines is not None:
             self._lines.write(kind, step, **fields)
         if self._trackers is not None:
             self._trackers.log(kind, step, fields)
 
     def event(self, name: str, step: int, **detail: object) -> None:
-        """Write what a person may want to know into the record and into the log."""
+        """Write an event, something that a person may want to know, to the record and the log."""
         self.write("event", step, event=name, detail=detail)
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
         _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
 
     def check_lock(self) -> None:
-        """Raise RunError (75) if another process has the run directory now (rank 0)."""
+        """Raise RunError (75) at rank 0 if another process has the run directory now."""
         if self._lock is None:
             return
         if self._is_lost:
@@ -104,10 +107,10 @@ class Journal:
             self.event("lock_made_again", self.step)
 
     def check_directory(self) -> None:
-        """Write what somebody has deleted of the run directory again, before a save (rank 0).
+        """Before a save, write files of the run directory again if somebody has deleted them.
 
-        That is an event. Raises RunError: 75 if another process has the directory now, 74 if the
-        disk refuses.
+        Reports them as an event. Raises RunError at rank 0: 75 if another process has the directory
+        now, 74 if the disk refuses.
         """
         if self._lock is None or self._lines is None:
             return
@@ -127,8 +130,9 @@ class Journal:
             self.event("files_restored", self.step, files=names)
 
     def status(self, **fields: object) -> None:
-        """Replace fields of `status.json`. If the disk refuses, that is an event, and the next
-        call writes them too.
+        """Replace fields of `status.json`.
+
+        If the disk refuses, that is reported as an event, and the next call writes them too.
         """
         if self._lines is None or self._is_lost:
             return
@@ -143,19 +147,19 @@ class Journal:
             self._untold = {}
 
     def report_progress(self, step: int) -> None:
-        """Write the step into `status.json`; once a second at most: it costs two fsyncs."""
+        """Write the step to `status.json`, at most once a second, since it costs two fsyncs."""
         now = time.perf_counter()
         if now - self._told >= _STATUS_SECONDS:
             self._told = now
             self.status(step=step)
 
     def sync(self) -> None:
-        """Make sure that every line so far is on the disk."""
+        """Write every line so far to the disk and wait for it. Raises RunError (74)."""
         if self._lines is not None:
             self._lines.sync()
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
-        """Write the last line and status, unless another process has the directory."""
+        """Write the `end` line and the last status, unless another process has the directory."""
         if self._lines is None:
             self.exit_code = exit_code
             return
@@ -168,7 +172,7 @@ class Journal:
         self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
         try:
             self.sync()
-        finally:  # a supervisor relies on the status: it must be written if there is room for it
+        finally:  # a supervisor relies on the status, so it is written if there is room for it
             write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
         self._close_trackers()
@@ -179,13 +183,13 @@ class Journal:
         return self._lock is not None and self._lock.lost is not None
 
     def _close_trackers(self) -> None:
-        # At the end and not in `close`: accelerate's trackers ask for its process state, and would
-        # make a new process group, which waits for peers, once ours is gone.
+        # Not in `close`: accelerate's trackers use its process state. Once our process group is
+        # gone, that would make a new one, which waits for peers.
         if self._trackers is not None:
             self._trackers.close()
 
     def close(self) -> None:
-        """Close files and terminal line."""
+        """Close the files and the progress line in the terminal."""
         self.progress.close()
         if self._lines is not None:
             self._lines.close()
@@ -195,11 +199,11 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What memory is compared with.
+    """What the measured memory is compared with.
 
-    planned_bytes: of the device, None where it was not planned
-    held_before: bytes that were held before there was a model
-    compare_at: the step after which they are compared
+    planned_bytes: planned memory of the device, None if it was not planned
+    held_before: bytes that were in use before there was a model
+    compare_at: the step after which planned and measured memory are compared
     """
 
     planned_bytes: int | None
@@ -251,7 +255,7 @@ class RunLog:
             self._span_seconds = self._span_wait = 0.0
 
     def _compare_memory(self, step: int) -> None:
-        """Report rank 0's peak since the model was built, and what was planned without reserve."""
+        """Report rank 0's peak memory since the model was built, and the plan without reserve."""
         measured = memory.peak_bytes(self.device) - self.expected.held_before
         planned = self.expected.planned_bytes
         detail = {
@@ -259,13 +263,13 @@ class RunLog:
             "measured_gb": round(measured / 2**30, 3),
             "difference": round(measured / planned - 1, 3) if planned else None,
         }
-        if self.device.type == "cpu":  # resident memory holds much that is not the model's
+        if self.device.type == "cpu":  # not logged: resident memory includes much beside the model
             self.journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
         else:
             self.journal.event("memory_compared", step, **detail)
 
     def _report_no_data(self, step: int) -> None:
-        """Record that all lanes of a step's blocks have ended; log it once."""
+        """Record that all lanes of a step's blocks have ended; log it only once."""
         if self._reported_end:
             self.journal.write("event", step, event="nothing_to_train", detail={})
         else:
@@ -275,7 +279,7 @@ class RunLog:
         self._reported_end = True
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:
-        """Log a completed evaluation; None = a stop cut it off, and it stays due."""
+        """Log an evaluation. found: None = a stop interrupted it, and it stays due."""
         if found is None:
             self.journal.event("evaluation_cut_off", step)
             return
@@ -289,7 +293,7 @@ class RunLog:
         self.journal.progress.evaluation({"step": step, **fields})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
-        """Log what the model wrote."""
+        """Log the texts that the model wrote."""
         for sample in samples:
             self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
             self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
@@ -315,6 +319,6 @@ class RunLog:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return this process's peak on its device, or on a CPU its resident memory; in GiB."""
+    """Return the peak memory of this process on its device, on a CPU its resident memory; GiB."""
     held = memory.peak_bytes(device) if device.type == "cuda" else memory.resident_bytes()
     return held / 2**30

@@ -1,4 +1,4 @@
-"""What a start opens and hands on whole: the processes, the data, the model."""
+"""What a start opens and passes on as whole values: the processes, the data, the model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Planned:
     """The plan of a start.
 
-    memory: None where it could not be planned
-    reason: of the layout
-    decided_again: what an earlier start of this kind froze does not fit any more
+    memory: None if it could not be planned
+    reason: why this layout was chosen
+    decided_again: whether the values that an earlier start of this kind froze no longer fit
     """
 
     layout: Layout
@@ -39,7 +39,7 @@ class Planned:
     decided_again: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as the `start` line has it."""
+        """Return the plan in the form of the `start` line."""
         parts = dict(self.memory.parts) if self.memory else None
         total = self.memory.total_bytes if self.memory else None
         device = {"device_bytes": self.hardware.device_bytes}
@@ -49,10 +49,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes of this start, and what is frozen for them.
+    """The processes of this start, and the values frozen for them.
 
-    decided_again: an earlier start had another number of processes or kind of device, or froze
-    what does not fit any more.
+    decided_again: whether values were chosen again, because no earlier start was of the same kind
+        (strategy, device type, number of processes) or because what one froze no longer fits
     """
 
     bound: Bound
@@ -66,11 +66,11 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class DataSide:
-    """The data, opened where the last checkpoint left it.
+    """The data, opened at the position of the checkpoint.
 
     heldout: None = nothing is held out
-    changed: parts of the fingerprint that differ from the checkpoint's, as accepted
-    ended: there is no block left to train on
+    changed: parts of the fingerprint that differ from the checkpoint's, all of them accepted
+    ended: whether no block is left to train on
     """
 
     manifest: Manifest
@@ -84,10 +84,10 @@ class DataSide:
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """The model, bare and as prepared for its strategy.
+    """The model, bare and prepared for its strategy.
 
-    spec: of its checkpoints
-    held_before: bytes of the device, or of the process on a CPU, before there was a model
+    spec: the tensors of its checkpoints
+    held_before: bytes in use on the device, on a CPU by the process, before there was a model
     """
 
     bare: PreTrainedModel

@@ -1,9 +1,9 @@
-"""The random states of one rank, so that a resumed run draws what the straight one drew."""
+"""The random states of one rank, so that a resumed run draws what an uninterrupted one draws."""
 
 from __future__ import annotations
 
 import base64
-import random  # noqa: TID251  # models and libraries may draw from it; its state is kept, not used
+import random  # noqa: TID251  # not drawn from here; models and libraries may, so its state is kept
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from llmtrain.hashing import mix
 
-_SEED_STREAM = 7  # of `mix`: dropout and whatever else draws while training
+_SEED_STREAM = 7  # for `mix`: dropout and all else that draws during training
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Give each rank numbers of its own (equal ones would drop the same units on every rank)."""
+    """Seed this rank's generators: with equal seeds dropout would drop the same on every rank."""
     key = mix(seed, _SEED_STREAM, rank, step) if step else mix(seed, _SEED_STREAM, rank)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from
@@ -36,7 +36,7 @@ class States:
     device: Tensor | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return them as `trainer_state.json` keeps them."""
+        """Return the states in the form of `trainer_state.json`."""
         version, numbers, following = self.python
         name, keys, position, has_gauss, gauss = self.numpy
         keys = np.asarray(keys).astype("<u4").tobytes()
@@ -51,7 +51,7 @@ class States:
 
     @staticmethod
     def from_json(kept: dict[str, Any]) -> States:
-        """Make them from what `to_json` returned."""
+        """Return the inverse of `to_json`."""
         version, numbers, following = kept["python"]
         name, keys, *rest = kept["numpy"]
         numpy = (name, np.frombuffer(_bytes(keys), dtype="<u4"), *rest)
@@ -60,13 +60,13 @@ class States:
 
 
 def capture(device: torch.device) -> States:
-    """Return the states now; takes some microseconds and waits for no device."""
+    """Return the current states. Takes some microseconds and does not wait for a device."""
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return States(random.getstate(), np.random.get_state(), torch.get_rng_state(), there)
 
 
 def restore(states: States, device: torch.device) -> None:
-    """Put back what `capture` returned."""
+    """Restore the states that `capture` returned."""
     random.setstate(states.python)
     np.random.set_state(states.numpy)
     torch.set_rng_state(states.torch)

@@ -1,7 +1,7 @@
-"""A run while it is open: the values that the loop works with.
+"""An open run: the values that the loop works with.
 
-It stands below everything that works on it: what is done with a run (`update`, `evaluate`, `save`,
-`finish`) is a function of it, in a module that imports this one. `start/open.py` puts it together.
+What is done with a run (`update`, `evaluate`, `save`, `finish`) is a function that takes it, in a
+module that imports this one; this module imports none of them. `start/open.py` makes the run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Run:
     """One start of a run.
 
     found: the checkpoint that it resumes from, None in a new run
-    first_step: steps that were finished when it began
-    feed: what moves in a step, the number of finished steps among it
+    first_step: number of steps that were finished when it began
+    built: the model
+    feed: the state on the host that each step changes, such as the number of finished steps
     checkpoints: how it saves, and the checkpoint in flight
     """
 
@@ -55,17 +56,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.feed.step
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         return self.config.total_steps
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to which gradients are scaled down."""
+        """The largest gradient norm: larger gradients are scaled down to it. None = no limit."""
         return self.config.training.max_grad_norm
 
     @property
@@ -80,12 +81,12 @@ class Run:
 
     @property
     def ranks(self) -> Ranks:
-        """How the processes talk to each other."""
+        """The communication with the other processes."""
         return self.processes.launched.ranks
 
     @property
     def engine(self) -> Engine:
-        """The strategy at work."""
+        """The engine of the strategy."""
         return self.processes.launched.engine
 
     @property

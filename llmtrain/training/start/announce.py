@@ -1,4 +1,4 @@
-"""What a start reports once the run is open: the `start` line, the summary, what has changed."""
+"""What a start reports once the run is open: the `start` line, the summary, and changes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger(__name__)
 
 
 def announce(run: Run, seconds: float) -> None:
-    """Record the start of the run, and log it for people."""
+    """Record the start of the run, and log a summary. seconds: how long the start took."""
     processes, journal, first = run.processes, run.journal, run.first_step
     resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
-    values = bind(run.config).values  # with the length of the run in steps
+    values = bind(run.config).values  # computed again, since the length in steps is known now
     on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
     strategy = processes.launched.strategy
-    shape = processes.planned.shape  # the model's own tensors may be a part of theirs
+    shape = processes.planned.shape  # a rank's own tensors may be only parts of the model's
     journal.write(
         "start",
         first,
@@ -51,7 +51,7 @@ def announce(run: Run, seconds: float) -> None:
 
 
 def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> None:
-    """Report what is not as it was when the run began, or not as one would expect."""
+    """Report what has changed since earlier starts, or may be unexpected."""
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None
     if place is not None and place.lock.takeover is not None:
@@ -78,7 +78,7 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
 
 
 def _report_length(run: Run, before: int) -> None:
-    """Report another length of the run, which most schedules follow."""
+    """Report that the length of the run has changed, on which most schedules depend."""
     config, step = run.config.optimizer, run.first_step + 1
     old, new = (
         config.learning_rate * learning_rate_factor(config, steps, min(step, steps))
@@ -99,7 +99,7 @@ def _report_length(run: Run, before: int) -> None:
 
 
 def _accumulation(run: Run) -> int:
-    """Return the micro-batches of a step on one rank."""
+    """Return the number of micro-batches of a step on one rank."""
     return run.feed.rows // run.built.micro_batch_size
 
 

@@ -1,6 +1,6 @@
-"""The run directory, claimed by rank 0 before anything else is built.
+"""The claim of the run directory, which rank 0 makes before anything else is opened.
 
-A directory belongs to the config that began it and to one live process at a time.
+A directory belongs to the config that began it, and to one live process at a time.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The claimed run directory, and what it records of earlier starts.
+    """The claimed run directory, and what it records about earlier starts.
 
-    step: the last one that is known to be finished
-    checkpoint: the newest that the record names
-    lock: held for as long as the run lives
-    begun: an earlier start came as far as the first step
+    step: the last step that is known to be finished
+    checkpoint: the newest checkpoint that the record names
+    lock: held until the run is closed
+    begun: whether an earlier start wrote its `start` line, just before its first step
     steps: the length of the run, as the last start recorded it
-    pace: seconds of the last save and the last step, None before there are both
+    pace: seconds of the last save and of the last step, None unless both are recorded
     """
 
     run_dir: Path
@@ -56,8 +56,9 @@ class Place:
 def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Place]:
     """Make or reopen `run.dir`, take its lock, compare configs, record that the run is starting.
 
-    For rank 0. Raises UserError when the directory cannot be written, holds what no run leaves
-    there, is in use by a live process or belongs to another config; nothing of it is changed then.
+    For rank 0. Raises UserError if the directory cannot be written, has a file or directory of the
+    wrong kind in it, is in use by a live process or belongs to another config. It is not changed
+    then.
     """
     run_dir = config.run_dir
     _make_writable(run_dir)
@@ -80,17 +81,18 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
 
 
 def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
-    """Return what to resume from: `checkpoint.resume` (asked) at the first start of a launch.
+    """Return what to resume from: `asked` at the first start of a launch, then `auto`.
 
-    A restart continues from the newest checkpoint: a supervisor or the launcher gives the same
-    command again after a crash, and going back each time would throw away what was trained since.
+    After a crash, a supervisor or the launcher repeats the same command. Such a restart continues
+    from the newest checkpoint, since returning to an older one each time would lose the steps
+    trained since. asked: `checkpoint.resume`.
     """
     restarts = (environ.get(name, "0") for name in _RESTARTS)
     return asked if all(count == "0" for count in restarts) else "auto"
 
 
 def _find_run(run_dir: Path) -> str | None:
-    """Return the run's id from its status, else from its record, else from a checkpoint."""
+    """Return the run's id from its status, its record or a checkpoint; None if none has it."""
     if known := read_status(run_dir).get("run_id"):
         return str(known)
     for line in reversed(jsonl.record(run_dir)):
@@ -112,7 +114,7 @@ def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
 
 
 def check(config: Config) -> None:
-    """Raise UserError if `run.dir` belongs to another config, or holds what no run leaves there.
+    """Raise UserError if `run.dir` belongs to another config or has a path of the wrong kind.
 
     For a command that starts the ranks of a run.
     """
@@ -128,7 +130,7 @@ def _has_begun(run_dir: Path, record: list[dict[str, Any]]) -> bool:
 
 
 def _find_saved_run(run_dir: Path) -> str | None:
-    """Return the run that the newest intact manifest names, for when `status.json` is lost."""
+    """Return the id of the run in the newest intact checkpoint, for when `status.json` is lost."""
     root = run_dir / contents.CHECKPOINTS
     for name in form.complete_names(root):
         try:
@@ -139,7 +141,7 @@ def _find_saved_run(run_dir: Path) -> str | None:
 
 
 def _list_checkpoints(run_dir: Path) -> list[str]:
-    """Return the names of all checkpoints, the quarantined ones too."""
+    """Return the names of all checkpoints, including quarantined ones."""
     return [name for name in form.names(run_dir / contents.CHECKPOINTS) if name.startswith("step-")]
 
 
@@ -153,7 +155,10 @@ def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[st
 
 
 def _make_writable(run_dir: Path) -> None:
-    """Make the directory if need be, check what is in it, write a file. Raises UserError."""
+    """Make the directory if needed, check its content and that files can be written there.
+
+    Raises UserError.
+    """
     probe = run_dir / f".probe-{os.getpid()}"
     try:
         if run_dir.exists() and not run_dir.is_dir():
@@ -174,7 +179,7 @@ def _unwritable(run_dir: Path, error: OSError) -> Problem:
         return Problem("run.dir", run_dir, f"a disk with room on it ({said})", remedy)
     parents = reversed(run_dir.absolute().parents)
     above = [path for path in parents if not os.path.isdir(path)]  # noqa: PTH112  # never raises
-    if above:  # the first of them is what is in the way
+    if above:  # the first of them is the cause
         path = above[0]
         expected = f"a directory that can be made; {path} is not one and cannot be made ({said})"
         return Problem("run.dir", run_dir, expected, "make it, or set run.dir to another place")
@@ -183,10 +188,10 @@ def _unwritable(run_dir: Path, error: OSError) -> Problem:
 
 
 def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
-    """Write the config that begins the run, or compare with the one that began it.
+    """Write the config of a new run, or compare it with the config that began the run.
 
-    A start that was refused has begun nothing: the config of this one takes its place, and what
-    was decided for it goes.
+    A start that was refused has not begun the run: its config is replaced, and the choices made for
+    it are deleted.
     """
     path = run_dir / contents.CONFIG
     if not begun:

@@ -1,4 +1,4 @@
-"""The data of a start: decided once by rank 0, checked on every rank, opened at the checkpoint."""
+"""The data of a start: chosen once by rank 0, checked on every rank, opened at the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def open_data(
     stack: ExitStack,
     stop: Stopping,
 ) -> DataSide:
-    """Let rank 0 decide what is decided once for a run, check it everywhere, start reading ahead.
+    """Open the data, and start reading ahead.
 
-    stop: ends the waiting for the Hub, on all ranks (RunError, 75).
+    Rank 0 makes the choices that are made once for a run, and all ranks check them.
+    stop: ends a wait for the Hub, on all ranks (RunError, 75)
     """
     heartbeat.beat("opening the data")
     ranks, run_dir = processes.launched.ranks, config.run_dir
@@ -80,7 +81,7 @@ def open_data(
 
 
 def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) -> DataState:
-    """Return the state at the step of a checkpoint. blocks: of a step."""
+    """Return the state at the step of a checkpoint. blocks: number of blocks in a step."""
     state = replace(state, next_block=found.step * blocks)
     if tuple(found.state["weights"]) == manifest.weights:
         return state
@@ -90,11 +91,11 @@ def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) ->
 def with_steps(
     config: Config, processes: Processes, data: DataSide, found: Found | None, stop: Stopping
 ) -> Config:
-    """Return the config with its length in steps: `training.epochs` is converted once for the run.
+    """Return the config with `training.epochs`, if set, converted to `training.steps`.
 
-    The size of an epoch of this data is kept in `auto.json`, so that another number of epochs is
-    another length of the same run. stop: as for `open_data`. Raises UserError if the run is
-    further along.
+    The size of an epoch is computed once and kept in `auto.json`, so that a later change of the
+    number of epochs changes only the length of the run. stop: as for `open_data`. Raises UserError
+    if the run has already made more steps.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
@@ -126,7 +127,7 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
 
 
 def _workers(config: Config, device: torch.device) -> int:
-    """Return the number of workers: by default none on a CPU, and one beside a GPU."""
+    """Return the number of data workers: by default none on a CPU, one on a GPU."""
     if config.data.workers == "auto":
         return 1 if device.type == "cuda" else 0
     return config.data.workers
@@ -140,7 +141,7 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
 
 
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
-    """Warn where `max_epochs` ends lanes of very different length: the last steps are padding."""
+    """Warn if `max_epochs` ends lanes at very different steps: the last steps are padding then."""
     for source in manifest.sources:
         count, lanes = len(source.units), manifest.lanes
         if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:
@@ -164,7 +165,7 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
 def _open_heldout(
     config: Config, manifest: Manifest, tokenizer: Tokenizer, ranks: Ranks, reading: Reading
 ) -> HeldOut | None:
-    """Let rank 0 make the held-out file, and load the same one on every rank."""
+    """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
     path = config.run_dir / HELDOUT
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
     held = agreed(ranks, lambda: heldout.load(path))

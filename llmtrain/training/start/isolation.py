@@ -1,10 +1,10 @@
-"""Are documents really hidden from each other? Asked of the loaded model, before it is trained.
+"""A test of the loaded model, before it is trained: does it hide documents from each other?
 
-Attention that is asked to keep documents apart may not do it, and raise no error: a model may
-ignore positions, carry a state along the row, or lose the keywords on the way. So a few rows are
-packed of small documents, and their logits compared with those of each document alone, and with
-those beside other documents: the second comparison is the sharper one, because it is one of equal
-shapes, which no rounding blurs.
+Attention that should keep documents apart may fail to do so without an error: a model may ignore
+positions, carry a state along the row, or drop the keywords before they reach its attention. So a
+few rows are packed with small documents, and their logits are compared in two ways: with those of
+each document alone, and with those of the same document after other documents. The second test is
+more sensitive: it compares equal shapes, so rounding does not differ.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 Forward = Callable[..., Tensor]
 
-# Relative to the largest logit, by precision: packed against separate logits, and what another
-# document's tokens may change. Of 40 architectures, those that hide documents came to 6e-7 and
-# 1.6e-2 (bf16 rounds each kernel's sums), and changed by at most 1.4e-7; the least that one which
-# does not hide them (a state-space model) changed was 1.7e-3 and 4.3e-3.
+# Two bounds for each precision, relative to the largest logit: on the difference between packed and
+# separate logits, and on the change when another document changes. Measured on 40 architectures:
+# those that hide documents differed by up to 6e-7 in fp32 and 1.6e-2 in bf16 (which rounds each
+# kernel's sums), and changed by at most 1.4e-7. Of those that do not hide documents, the one that
+# changed least (a state-space model) changed by 1.7e-3 in fp32 and 4.3e-3 in bf16.
 _BOUNDS = {"fp32": (1e-3, 1e-4), "bf16": (5e-2, 2e-3)}
 _TOKENS = 16
 
@@ -51,8 +52,11 @@ def hiding_attention(
 ) -> str | None:
     """Return the attention that hides documents in this run, after a check on every rank.
 
-    None where documents see each other. model: the bare one · prepared: what the engine made of it.
-    Raises UserError as `check_documents_apart` does.
+    Returns None if documents may attend to each other. Raises UserError as `check_documents_apart`
+    does.
+
+    model: the bare model
+    prepared: the module that the engine made of it
     """
     _, document_mask = packing_of(data)
     if not document_mask:
@@ -72,7 +76,10 @@ def hiding_attention(
 
 
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
-    """Return the forward of a whole model without its wrapper, called like `LossModule`."""
+    """Return the forward of a whole model without its wrapper, with the keywords of `LossModule`.
+
+    It returns logits in fp32.
+    """
 
     def forward(input_ids: Tensor, **documents: Any) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -85,12 +92,14 @@ def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -
 def check_documents_apart(
     model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
 ) -> None:
-    """Raise UserError unless documents packed into rows get the logits that they get alone.
+    """Raise UserError unless documents packed into rows get the same logits as alone.
 
-    model: the bare one, with its attention installed · forward: ids (B, T) and the tensors of
-    documents → logits (B, T, V) fp32. A whole model's own under DDP, whose wrapper would make
-    collectives of forwards that one rank may refuse; where each rank holds a part of the weights
-    the prepared module's, as many forwards on every rank.
+    model: the bare model, with its attention installed
+    forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
+
+    Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
+    rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
+    module, which is collective: every rank makes the same number of forwards.
     """
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2])]
@@ -133,7 +142,7 @@ def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and back into its own mode afterwards."""
+    """Put a model into evaluation mode during the block, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:

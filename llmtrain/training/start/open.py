@@ -1,9 +1,9 @@
-"""The start of a run: its stages in the order in which they can fail cheaply, and its close.
+"""The start of a run, and its close. The stages of a start that fail cheaply come first.
 
     run directory → processes → checkpoint (its JSON alone) → data → model, discarded pass → state
 
-Every stage but the first runs on all ranks. Rank 0 decides and writes; whatever one rank refuses,
-all refuse together, so that none is left waiting in a collective.
+All stages run on all ranks; only rank 0 claims the run directory, makes choices and writes. If one
+rank refuses to start, all refuse together, so that none is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from llmtrain.training.stop import signals as stop
 from llmtrain.training.stop.requests import Requests
 from llmtrain.training.watchdog import Watchdog, watching
 
-# A batch queue kills some 30 s after its signal; a network that is away may be waited for longer.
+# A wait for the network ends this long after a signal; a batch queue kills after about 30 s.
 _PATIENCE_SECONDS = 10.0
 _COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
-_OPENING_SECONDS = 1.0  # before the first step there is nothing that more patience would save
+_OPENING_SECONDS = 1.0  # shorter, since before the first step there is no progress to lose
 
 
 @contextmanager
 def start_run(config: Config) -> Iterator[Run]:
     """Open everything, resume the state, and close everything after the loop.
 
-    Raises UserError or RunError, the same on all ranks where they can still talk; `status.json`
-    has the reason then.
+    Raises UserError or RunError, on all ranks as long as they can communicate, and writes the
+    reason to `status.json`.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def start_run(config: Config) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a rank has before it knows of any other.
+    """What a rank opens before it communicates with other ranks.
 
     place: the claimed run directory, None on ranks > 0
     """
@@ -114,7 +114,7 @@ class Here:
 
 def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     """Catch signals, claim the run directory (rank 0), and open everything that reports."""
-    rank = int(os.environ.get("RANK", "0"))  # until there is a group, the environment's
+    rank = int(os.environ.get("RANK", "0"))  # from the environment, as there is no group yet
     signals = stop.install()
     logfile = stack.enter_context(closing(LogFile()))
     place, run_dir = None, config.run_dir
@@ -122,7 +122,7 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
         asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
         strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
         place = stack.enter_context(claim(config, processes, strategy))
-    else:  # rank 0 has its own removed with the lock held
+    else:  # rank 0's own mark is removed in `claim`, which holds the lock
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
     journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock if place else None)))

@@ -1,9 +1,10 @@
-"""What a start decides before anything is allocated: strategy, micro-batch, what is recomputed.
+"""The plan of a start, made before anything is allocated: strategy, micro-batch, recomputation.
 
     config ─► model on paper ─► bytes by strategy ─► the fastest that fits this machine
 
-Every rank plans by itself, from the config, the run directory and its own device; they compare
-their plans once they can talk. The same functions serve `llmtrain plan`, for other machines.
+Every rank plans by itself, from the config, the run directory and its own device. Once the ranks
+can communicate they compare their plans. `llmtrain plan` uses the same functions for other
+machines.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
 
-# Tokens of one forward where the micro-batch is `auto`: more is no faster.
+# Most tokens of one forward if the micro-batch is `auto`: more are no faster.
 MOST_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 _MANY_BLOCKS = 1_000  # more than any model has; they are built in a few seconds
 _BYTES_OF_FP32 = 4
@@ -59,7 +60,10 @@ FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """A model without weights. count: bytes that a forward keeps; raises CannotCountError."""
+    """A model without weights.
+
+    count: returns the bytes that a forward keeps, or raises CannotCountError
+    """
 
     shape: ModelShape
     count: Count
@@ -68,8 +72,10 @@ class PaperModel:
 def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) -> PaperModel:
     """Return the model that a config asks for, without its weights.
 
-    run_dir: of a run that began, whose own tokenizer and checkpoints count. Raises UserError for a
-    model or tokenizer that cannot be read, and for far more blocks than `hardware` could hold.
+    run_dir: where a run has begun there, its own tokenizer and checkpoints are used
+
+    Raises UserError for a model or tokenizer that cannot be read, and for far more blocks than
+    `hardware` could hold.
     """
     found = config_of_newest_checkpoint(config, run_dir)
     if found is None:
@@ -84,9 +90,10 @@ def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) ->
 
 
 def _check_depth(model_config: Any, hardware: Hardware) -> None:
-    """Refuse very many blocks by the size of one of them: to build them all takes minutes.
+    """Refuse a model with so many blocks that its weights cannot fit.
 
-    A host whose memory is not known counts as one without any.
+    The size is estimated from one block, since building all of them would take minutes. A host of
+    unknown memory counts as having none.
     """
     described = model_config.get_text_config()
     number = getattr(described, "num_hidden_layers", 0)
@@ -109,7 +116,7 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
 
 
 def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
-    """Return the devices of this start, or what `distributed.device_memory_gb` sets."""
+    """Return the hardware of this start; `distributed.device_memory_gb` overrides its memory."""
     world = int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
     host = host_bytes()
@@ -141,10 +148,10 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
 
 
 def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
-    """Return the plan of this start. Raises UserError when no allowed strategy fits the device.
+    """Return the plan of this start. Raises UserError if no allowed strategy fits the device.
 
-    Offloading, which is the last resort, is planned only where nothing else fits: counting what it
-    would keep takes as long as the rest of the plan, at each start.
+    Offloading, the last resort, is planned only if nothing else fits: computing its memory takes as
+    long as the rest of the plan, at each start.
     """
     hardware = this_machine(config, os.environ)
     model = describe(config, hardware, run_dir)
@@ -169,7 +176,7 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
 def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:
     """Return the strategies that work on this machine, and why each of the others does not.
 
-    A strategy that somebody named stays: the start refuses it with the same message.
+    A strategy that was set explicitly is kept: the start later refuses it with the same message.
     """
     if len(allowed) == 1:
         return allowed, {}
@@ -181,9 +188,9 @@ def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], 
 def does_not_fit(
     choice: Choice, hardware: Hardware, without: Mapping[str, Problem] = MappingProxyType({})
 ) -> UserError:
-    """Return the error when nothing fits: what each strategy needs and what would help it.
+    """Return the error if nothing fits: what each strategy needs and what would make it fit.
 
-    without: strategies that do not work on this machine, and the first reason.
+    without: strategy that does not work on this machine → the first reason
     """
     width = max(len(one.layout.strategy) for one in choice.candidates)
     rows = [
@@ -209,7 +216,10 @@ def _prefer_frozen(
     hardware: Hardware,
     run_dir: Path,
 ) -> Planned:
-    """Keep what an earlier start of this kind froze, if it fits and the config does not set it."""
+    """Return the plan with the values that an earlier start of this kind froze, if they fit.
+
+    Values that the config sets take precedence.
+    """
     device = "cpu" if hardware.cpu else "cuda"
     kind = launch_kind(chosen.layout.strategy, device, hardware.devices)
     known = Auto(run_dir, kind).launch
@@ -241,7 +251,7 @@ def launch_kind(strategy: str, device: str, world_size: int) -> str:
 
 
 def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
-    """Return the layout of a start where the memory of a forward is not known."""
+    """Return the layout of a start if the memory of a forward is not known."""
     share = asked.global_batch_size // hardware.devices
     most = max(1, asked.most_tokens // asked.seq_len)
     fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
@@ -256,9 +266,9 @@ def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
 
 
 def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
-    """Return the model's config of a run that began with weights from elsewhere; else None.
+    """Return the model's config from a run's newest checkpoint, if `model.from` is set; else None.
 
-    The place where those were may be gone by now. A config that cannot be read is skipped: its
+    The path in `model.from` may no longer exist. A config that cannot be read is skipped: its
     checkpoint is verified and quarantined later.
     """
     if run_dir is None or config.model.from_ is None:
@@ -287,12 +297,13 @@ def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
 
 
 def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
-    """Return those of the tokenizer that the run has, will train, or finds in this package.
+    """Return the special tokens of the run's tokenizer, if it is here or is yet to be trained.
 
-    None where its tokenizer is elsewhere.
+    Returns None if it must be loaded from elsewhere, not from the run directory or this package.
     """
     asked = config.model.tokenizer
-    # Only then is it final: what a refused start left behind is deleted while ranks look.
+    # The tokenizer is final once `auto.json` exists. One that a refused start left behind may be
+    # deleted while ranks look for it.
     if run_dir is not None and (run_dir / contents.AUTO).exists():
         return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
@@ -309,6 +320,6 @@ def _tokens(config: Config, run_dir: Path | None) -> SpecialTokens:
     asked = config.model.tokenizer
     if own := own_tokens(config, run_dir):
         return own
-    if asked == "auto":  # of model.from, whose config has its length
+    if asked == "auto":  # the tokenizer of model.from, whose config has the length
         return SpecialTokens(0, None, 0, None)
     return special_tokens(str(asked))

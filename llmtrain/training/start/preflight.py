@@ -1,6 +1,6 @@
-"""What a first start needs that can be seen without torch: reported with all else that is wrong.
+"""Checks of a first start that need no torch, reported together with the errors of the config.
 
-A run that has begun has its own tokenizer and its manifest of the data; its start checks those.
+A run that has begun has its own tokenizer and data manifest, which its start checks instead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from llmtrain.rundir import contents
 def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule]:
     """Return the rules for a process that trains, as its launcher started it.
 
-    Of several machines not all may have a file that is missing on this one: their ranks find that
-    out together.
+    With several machines, paths are not checked here: they may be missing only on some of the
+    machines, which the ranks find out together.
     """
-    if launcher_problems(env):  # the number of processes is not to be trusted
+    if launcher_problems(env):  # then the number of processes is not reliable
         return _on_disk(config_file)
     processes = world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
@@ -40,7 +40,10 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
 
 
 def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
-    """Return the rules for a launch on this machine. processes: None = the file has the number."""
+    """Return the rules for a launch on this machine.
+
+    processes: None = the number in accelerate's config file, which is not read here
+    """
     return [_batch(processes or 1), *_on_disk(config_file)]
 
 
@@ -57,7 +60,10 @@ def _on_disk(config_file: str) -> list[Rule]:
 
 
 def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
-    """Check that the batch can be split over the processes, if it can be split over one."""
+    """Check that the batch can be split over the processes.
+
+    Nothing is reported if it cannot even be split for one process, which another rule reports.
+    """
     return [] if check_micro_batch(training) else check_batch(training, processes)
 
 
@@ -73,7 +79,7 @@ def _source_problems(
 
 
 def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
-    """Check that the paths on this machine exist."""
+    """Report sources whose paths do not exist on this machine."""
     for index, source in enumerate(sources):
         if source.path == SAMPLE or on_hub(source.path):
             continue
@@ -87,7 +93,7 @@ def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
 
 
 def _model_problems(default: str, run: RunConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Check the tokenizer's directory, and that of the weights to start from."""
+    """Report problems of the tokenizer's directory and of that of `model.from`."""
     if _has_begun(run, default):
         return
     path = model.tokenizer

@@ -1,6 +1,6 @@
-"""What rank 0 decides once for the whole run about its data: the tokenizer, then the manifest.
+"""What rank 0 makes once for the data of a run: the tokenizer, then the manifest.
 
-A later start finds both and decides nothing; it checks them instead.
+A later start finds both and only checks them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write
 _log = logging.getLogger(__name__)
 
 _TOKENIZER_TEXT_BYTES = 64 << 20
-_COMPARED_DOCUMENTS = 256  # with both back ends
+_COMPARED_DOCUMENTS = 256  # tokenized with both back ends to choose one
 _COMPARED_BYTES = 8 << 20
 
 
@@ -41,12 +41,15 @@ def prepare(
     saved: DataState | None = None,
     stop: Stopping | None = None,
 ) -> None:
-    """Write `tokenizer/` and `manifest.json`, unless an earlier start did. For rank 0.
+    """Write `tokenizer/` and `manifest.json`. For rank 0.
+
+    Those of an earlier start are kept, unless their settings have changed and all changes are
+    accepted.
 
     processes: ranks times data workers; the number of lanes should be a multiple of it
     revision: the commit of `model.from`
-    saved: the checkpoint's state, which must fit what is made again
-    stop: ends the wait for the Hub (RunError, 75)
+    saved: the checkpoint's state, which a new manifest must fit
+    stop: ends a wait for the Hub (RunError, 75)
 
     Raises UserError for what is wrong with the data.
     """
@@ -75,7 +78,7 @@ def _make_again(
     changed: Sequence[str],
     stop: Stopping | None,
 ) -> None:
-    """Make tokenizer and manifest again; the old ones stay until the new are accepted."""
+    """Make tokenizer and manifest again; keep the old ones until the new ones are accepted."""
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
@@ -93,7 +96,10 @@ def _make_again(
 
 
 def _take_over(run_dir: Path) -> None:
-    """Replace the old by what was made again; after a kill, the next start continues here."""
+    """Replace tokenizer and manifest by the staged ones, if there are any.
+
+    If this is interrupted by a kill, the next start completes it.
+    """
     new = run_dir / STAGED
     if not new.exists():
         return
@@ -107,9 +113,9 @@ def _take_over(run_dir: Path) -> None:
 
 
 def accepted_changes(config: Config, run_dir: Path) -> list[str]:
-    """Return the keys that have changed since the manifest was made, if all of them may.
+    """Return the keys that have changed since the manifest was made, if all of them are accepted.
 
-    Nothing if one of them may not: the check that follows on every rank refuses it.
+    Returns [] if one is not: the check that follows on every rank refuses it.
     """
     known = manifests.glance(run_dir / MANIFEST)
     settings = data_settings(config)
@@ -122,7 +128,7 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
 
 
 def load_manifest(config: Config, run_dir: Path) -> Manifest:
-    """Load what rank 0 wrote, with its sources at the paths of this config."""
+    """Load the manifest that rank 0 wrote, with the paths of the sources from this config."""
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
@@ -144,7 +150,7 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
         save_tokenizer(str(config.model.from_), revision, partial)
     else:
         save_tokenizer(asked, None, partial)
-    for path in partial.rglob("*"):  # the manifest, which is durable, rests on them
+    for path in partial.rglob("*"):  # the manifest, which is synced too, depends on these files
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The processes of a start: they meet, plan, compare what they were given and become a group."""
+"""The processes of a start: they meet, plan, compare config and versions, and form a group."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def start_processes(
     alone: AbstractContextManager[None],
     stack: ExitStack,
 ) -> Processes:
-    """Join the other ranks and check that all came, with the same config and versions.
+    """Join the other ranks, and check that all are there with the same config and versions.
 
-    alone: around what ranks do before they are a group, see `Signals.alone`.
+    alone: context for the time before there is a group, see `Signals.alone`
     """
     heartbeat.beat("joining the other processes")
-    # Read before the group is there; rank 0 writes it only at the end of the start.
+    # All ranks read it before the group exists; rank 0 writes it only afterwards.
     frozen = Auto(config.run_dir, "").run.get("precision")
     asked = config.training.precision
     resolved = (frozen, "as this run began") if frozen else launching.resolve_precision(asked)
@@ -74,7 +74,7 @@ def start_processes(
         auto.launch.pop(key, None)
     auto.run.setdefault("precision", precision)
     layout = asdict(planned.layout)
-    for key in FROZEN[1:]:  # the micro-batch is tried on the device first
+    for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
         auto.launch.setdefault(key, layout[key])
     torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
     if default := launching.default_config():
@@ -106,7 +106,7 @@ def _verify(config: Config, launched: Launched) -> None:
 
 
 def _plan_here(config: Config, precision: str, rank: int) -> Planned:
-    """Plan for this machine: that of another rank may have less memory, or no DeepSpeed."""
+    """Plan for this rank's machine: machines may differ in memory, or lack DeepSpeed."""
     try:
         planned = plan_start(config, config.run_dir, precision)
         strategy = planned.layout.strategy
@@ -115,7 +115,7 @@ def _plan_here(config: Config, precision: str, rank: int) -> Planned:
     except UserError as error:
         if rank == 0:
             raise
-        who = f"rank {rank} ({socket.gethostname()})"  # rank 0 speaks for it
+        who = f"rank {rank} ({socket.gethostname()})"  # since rank 0 reports the error
         raise UserError(*error.problems, where=f"{who}: {error.where}") from error
     return planned
 
@@ -148,5 +148,5 @@ def _same_everywhere(
 
 
 def _threads() -> int:
-    """Return this rank's share of the machine's cores (the launcher would give each rank one)."""
+    """Return this rank's share of the machine's cores; the launcher's default is one thread."""
     return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

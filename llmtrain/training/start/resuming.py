@@ -1,9 +1,9 @@
-"""What a start resumes from: find the checkpoint, check that it is this run's, load its state.
+"""Resuming: find the checkpoint, check that it belongs to this run, load its state.
 
     retention.clean → read.find → (the model is built) → read.fill → random states
 
-The trap: an empty answer is right for a new run alone. Where progress was ever made and nothing of
-it is left, the start is refused: it would train the same steps again without a word.
+The trap: only in a new run is it correct to find no checkpoint. If the record names one and none is
+left, the start is refused, since it would silently train the same steps again.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def find_checkpoint(
 ) -> Found | None:
     """Return the checkpoint to resume from, the same on all ranks; None in a new run.
 
-    Events report what is quarantined or removed on the way. Raises UserError where a person
-    must decide, RunError 74 if the disk does not answer, StoppedError.
+    Reports checkpoints that it quarantines or removes as events. Raises UserError if a person must
+    decide, RunError (74) if the disk does not answer, StoppedError at a stop.
     """
     heartbeat.beat("looking for a checkpoint")
     root = config.run_dir / contents.CHECKPOINTS
     asked, ranks = config.checkpoint, processes.launched.ranks
     on_rank_zero(ranks, lambda: _clear_away(root, journal))
     resume = asked_resume(asked.resume, os.environ)
-    if resume == "never":  # the claim has seen that nothing is there
+    if resume == "never":  # `claim` has checked that there is no checkpoint
         return None
     start = time.perf_counter()
     found = read.find(
@@ -78,8 +78,9 @@ def fill_state(
 ) -> bool:
     """Load weights, optimizer state and random states of the checkpoint.
 
-    Returns whether the random states continue (same number of processes, same kind of device).
-    Raises as `find_checkpoint`.
+    Returns whether the random states could be restored: they are seeded again if the number of
+    processes or the kind of device has changed. Raises UserError if the checkpoint's tensors are
+    not those of the model, RunError (74) and StoppedError as `find_checkpoint` does.
     """
     heartbeat.beat("loading the checkpoint")
     ranks, device = processes.launched.ranks, processes.launched.device
@@ -96,7 +97,7 @@ def fill_state(
 
 
 def _clear_away(root: Path, journal: Journal) -> None:
-    """Remove what a killed start has left: saves and deletions that were cut off."""
+    """Remove the unfinished saves and deletions of a killed start."""
     if gone := retention.clean(root):
         journal.event("leftovers_removed", 0, names=gone)
 
@@ -114,7 +115,7 @@ def _refuse_silent_restart(root: Path, found: Found | None, place: Place | None)
 
 
 def _refuse_other_run(found: Found, config: Config, bound: Bound) -> None:
-    """Refuse a checkpoint of another config, whatever became of config.yaml."""
+    """Refuse a checkpoint of another config, even if config.yaml was lost or changed."""
     changed = changes(found.state["config"], bound.binding)
     if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
         raise UserError(*problems)
@@ -123,7 +124,7 @@ def _refuse_other_run(found: Found, config: Config, bound: Bound) -> None:
 def _report_missing(
     found: Found | None, place: Place | None, journal: Journal, resume: str
 ) -> None:
-    """Report where a start resumes from less than the record of the run names."""
+    """Report if a run begins again, or resumes from an older checkpoint than its record names."""
     if place is None:
         return
     if found is None and place.begun:

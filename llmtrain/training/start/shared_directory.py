@@ -1,7 +1,7 @@
-"""Do all processes of a run see one run directory?
+"""A check that all processes of a run see the same run directory.
 
-Rank 0 writes there what the others read: manifest, tokenizer, checkpoints. A machine that has a
-directory of its own under the same name would find out late, or not at all.
+Rank 0 writes files there that the others read: manifest, tokenizer, checkpoints. If a machine had
+a directory of its own with the same name, that would be noticed late, or not at all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NOT_YET = (errno.ENOENT, errno.ESTALE)  # what a network file system may answer
 
 
 def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = time.sleep) -> None:
-    """Check that every rank reads what rank 0 has just written into `run_dir`, and may write there.
+    """Check that every rank can read a file that rank 0 writes to `run_dir`, and can write there.
 
-    On all ranks. Where one does not, UserError on rank 0, which names the ranks and their hosts,
+    Collective. If a rank cannot, raises UserError on rank 0, which names the ranks and their hosts,
     and PeerError with the same code on the others.
     """
     if ranks.world_size == 1:
@@ -48,7 +48,7 @@ def _write_token(path: Path) -> str:
 
 
 def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str | None:
-    """Return why rank 0's directory is not the one that this rank has; None if it is."""
+    """Return why this rank cannot use rank 0's directory; None if it can."""
     said = None
     for _ in range(_LOOKS):
         try:
@@ -66,14 +66,14 @@ def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str 
 
 
 def _refresh(run_dir: Path) -> None:
-    """Open the directories: NFS asks its server then, and otherwise every half minute only."""
+    """Open the directories, so that NFS asks its server; otherwise it asks every half minute."""
     for directory in (*reversed(run_dir.absolute().parents), run_dir):
         with contextlib.suppress(OSError):
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
-    """Refuse ranks that see another directory. heard: the host and the trouble of each rank."""
+    """Raise UserError if any rank has trouble. heard: the host and the trouble of each rank."""
     (run_dir / SHARED).unlink(missing_ok=True)
     troubled: dict[tuple[str, str], list[int]] = {}
     for rank, (host, trouble) in enumerate(heard):

@@ -1,8 +1,8 @@
-"""One forward and backward that is thrown away, before a run's state is loaded.
+"""A forward and backward whose results are discarded, before a run's state is loaded.
 
-DDP orders its buckets by the first backward it sees: without this pass the next step of a straight
-run and the first of a resumed one would add up gradients in another order, and differ in their last
-bits from three processes on. And memory that does not suffice shows before the first step.
+DDP orders its buckets by the first backward it sees. Without this pass, a resumed run would sum the
+gradients of its first step in another order than an uninterrupted run, and with three or more
+processes the last bits would differ. Also, a lack of memory is noticed before the first step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from llmtrain.training.run.rng import leaving_no_trace
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is tried: a prepared model on made-up tokens.
+    """A prepared model, and what is needed to run it on made-up tokens.
 
-    hiding: the attention that hides documents, None where they are not hidden
+    hiding: the attention that hides documents, None if they are not hidden
     """
 
     model: nn.Module
@@ -37,9 +37,9 @@ class Trial:
 
 
 def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
-    """Make a forward and backward with gradient synchronisation, which leaves no trace.
+    """Make a forward and backward with gradient synchronisation.
 
-    Buffers, random states and gradients are put back.
+    Afterwards buffers and random states are restored and gradients are cleared.
     """
     with leaving_no_trace(trial.model, trial.launched.device):
         _pass(trial, micro_batch_size, last=True)
@@ -47,12 +47,13 @@ def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
 
 
 def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
-    """Return the first of `candidates` (falling) that fits the memory of every device.
+    """Return the first of `candidates` (in descending order) that fits the memory of every device.
 
-    Each rank tries alone, two micro-batches without synchronisation, and then all vote: a rank that
-    ran out of memory inside a collective would leave the others hanging. A CPU does not report when
-    memory runs out, so nothing is tried there. Raises UserError when none fits. Leaves no trace, as
-    `discarded_pass` does; what did not fit does not count in the run's peak of memory.
+    Each rank tries two micro-batches by itself without synchronisation, and then all vote: a rank
+    that ran out of memory inside a collective would leave the others hanging. Nothing is tried on a
+    CPU, which does not report that memory runs out. State is restored as by `discarded_pass`, and
+    candidates that did not fit do not count in the run's peak memory. Raises UserError if none
+    fits.
     """
     device = trial.launched.device
     if device.type != "cuda":

@@ -1,8 +1,9 @@
-"""The model of a run: built by every rank, or by rank 0 for all where each holds a part of it.
+"""The model of a run: built by every rank, or only by rank 0 if it is sharded.
 
-One seed makes the same weights on every rank, so a copy for each costs nothing but host memory, of
-which a sharded model may need more than a machine has. There rank 0 alone builds it, the others
-have it on meta, and it is sent once everybody has room for its part.
+One seed gives the same weights on every rank, so every rank can build the model itself. But for a
+sharded model, a copy for each rank may need more host memory than a machine has. So rank 0 alone
+builds it, the others have it on the meta device, and its weights are sent once every rank has
+allocated its part.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ from llmtrain.types import Spec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
+_SMALL_FILES = 10  # about how many a checkpoint has: configs, tokenizer, state, manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     """A model before it is prepared.
 
-    bare: what is trained
-    apart: it is on meta, and rank 0 has it `whole` with its weights
+    bare: the model that is trained
+    apart: whether `bare` is on the meta device, and its weights are only in rank 0's `whole`
+    whole: the model with its weights, if `apart` and on rank 0
     """
 
     bare: PreTrainedModel
@@ -66,7 +68,10 @@ class Built:
 def build_model(
     config: Config, processes: Processes, found: Found | None, revision: str | None
 ) -> ModelSide:
-    """Build the model from one seed, an optimizer with empty state, and make a discarded pass."""
+    """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
+
+    All ranks use the same seed for the weights.
+    """
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
@@ -83,13 +88,16 @@ def build_model(
     vocabulary = built.bare.config.get_text_config().vocab_size
     trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
-    if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's own buffers
+    if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
 
 
 def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
-    """Return the commit of `model.from`, resolved and written down once for the run."""
+    """Return the commit of `model.from`, which is resolved and recorded once for the run.
+
+    Returns None without `model.from`, and if a checkpoint was found.
+    """
     path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
     if path is None or found:
         return None
@@ -102,9 +110,10 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
 
 
 def _build(config: Config, launched: Launched, found: Found | None, revision: str | None) -> Built:
-    """Build the model from the seed, from `model.from`, or as a checkpoint has it (filled later).
+    """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
-    Collective. Raises UserError for a model that cannot be had.
+    A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
+    built or read.
     """
     ranks = launched.ranks
     torch.manual_seed(config.run.seed)
@@ -112,7 +121,7 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
-        if found and config.model.from_:  # the weights it began with may be gone by now
+        if found and config.model.from_:  # the weights that it began with may no longer exist
             model = rebuild(mine, config.model)
         else:
             model = build(mine, config.model, revision)
@@ -133,7 +142,7 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
 def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer) -> nn.Module:
     """Return the module whose forward is called, prepared by the engine. Collective.
 
-    Its weights are loaded; `model.whole` has none afterwards.
+    Its weights are loaded. Afterwards `model.whole` is on the meta device too.
     """
     module: nn.Module = LossModule(model.bare)
     if model.apart:
@@ -161,7 +170,10 @@ def _check_room(config: Config, spec: Spec, run_id: str) -> None:
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:
-    """Return the planned one, or the largest that fits where `auto` can be tried by each rank."""
+    """Return the micro-batch size: under DDP with `auto` the largest that fits, else the planned.
+
+    A size that an earlier start froze takes precedence over trying.
+    """
     planned, launched = processes.planned.layout.micro_batch_size, processes.launched
     if config.micro_batch_size != "auto":
         return planned

@@ -1,11 +1,11 @@
-"""What a run is asked for from outside between two steps, as this rank's part of the step's vector.
+"""Requests to stop or save a run, and the flags by which each rank reports them in a step's vector.
 
     a signal, a launcher that is gone      reported by every rank
     RUN/STOP, `checkpoint.stop_after`      reported by rank 0 alone: end with a checkpoint
     RUN/SAVE, `checkpoint.every_minutes`   reported by rank 0 alone: save and continue
 
-Each file is looked at once a call. A file is deleted when what it asks for is served, so one that
-cannot be deleted is served once only.
+Each call looks for each file once. A file is deleted when its request is served. If it cannot be
+deleted, it is ignored from then on, so that it is served only once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Requests:
-    """The requests of one start of a run. Clocks count seconds and never go back."""
+    """The requests of one start of a run."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Requests:
         started: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """started: what `clock` returned when this process began."""
+        """started: the time by `clock` when this process began. clock: seconds, never goes back."""
         self._run_dir = run_dir
         self._decides = rank == 0
         self._clock = clock
@@ -53,7 +53,7 @@ class Requests:
             )
 
     def flags(self, reason: str | None) -> Flags:
-        """Return what this rank reports now. reason: that of `Signals`."""
+        """Return the requests that this rank reports now. reason: from `Signals`."""
         lost = reason == "launcher_lost"
         signalled = reason is not None and not lost
         if not self._decides:
@@ -69,22 +69,25 @@ class Requests:
         )
 
     def begin_save(self) -> None:
-        """Serve all requests with this save; the minutes count from here."""
+        """Note that a save serves the requests for one; restart the period in minutes."""
         self._begun = self._clock()
         if self._decides:
             self._delete(SAVE)
 
     def end_save(self, seconds: float) -> None:
-        """Note how long a save took, from its begin to its commit."""
+        """Note how many seconds a save took, from its begin to its commit."""
         self._longest_save = max(self._longest_save, seconds)
 
     def end_stop(self) -> None:
-        """Delete the request, now that the run has stopped, whatever had asked for it."""
+        """Delete the STOP file, now that the run has stopped for whatever reason."""
         if self._decides:
             self._delete(STOP)
 
     def _latest(self) -> float:
-        """Return after how many seconds stopping must begin: the last save may be slower."""
+        """Return the seconds since the process began after which it must begin to stop.
+
+        That leaves twice the time of the longest save so far, since the last one may be slower.
+        """
         if self._stop_after is None:
             return math.inf
         return self._stop_after - 2 * self._longest_save
@@ -93,7 +96,7 @@ class Requests:
         try:
             there = (self._run_dir / name).exists()
         except OSError as error:
-            # No answer of a file system is no request; the next step looks again.
+            # Without an answer of the file system there is no request; the next step looks again.
             if name not in self._unseen:
                 _log.warning("%s could not be looked for: %s", name, error)
             self._unseen.add(name)

@@ -1,7 +1,7 @@
-"""Signals as an agreed stop: a handler only sets a flag, which the step's reduction shares.
+"""Signals that stop a run: a handler only sets a flag, which the step's reduction shares.
 
-Standard library only, and installed before torch is imported: the imports take seconds, in which a
-signal must not kill a rank and leave its peers waiting.
+This module uses only the standard library, and handlers are installed before torch is imported:
+imports take seconds, in which a signal must not kill a rank and leave its peers waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmtrain import processes
 
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too
-_GRACE_SECONDS = 30  # torch 2.13's own
+_GRACE_SECONDS = 30  # the default of torch 2.13
 _SAFE_SHARE = 0.7
 _SECOND_INTERRUPT_SECONDS = 2.0
 _DYING_SECONDS = 0.25
@@ -33,11 +33,10 @@ _LOOK, _LEAVE = 0, 255  # no signal has such a number
 
 
 class Signals:
-    """Which stop was asked for, and by what. The only state is what the handlers write.
+    """Whether this process was asked to stop, and by what.
 
-    started: what `time.monotonic` returned when this process began to listen, before it imported
-        torch
-    before_exit: called with a code and a reason where the process ends at once
+    started: what `time.monotonic` returned when this object was made, before torch is imported
+    before_exit: called with an exit code and a reason before the process ends at once
     """
 
     def __init__(self) -> None:
@@ -56,19 +55,25 @@ class Signals:
 
     @property
     def reason(self) -> str | None:
-        """`launcher_lost`, the name of the signal, or None. A lost launcher outranks its signal."""
+        """Why to stop: `launcher_lost`, the name of a signal, or None.
+
+        `launcher_lost` takes precedence over the signal that the death of a launcher causes.
+        """
         if self._lost or self._parent_is_gone():
             self._lost = True
             return "launcher_lost"
-        # A launcher dies thread by thread: its death signal may come while another of its threads,
-        # under the same process number, still counts as this one's parent.
+        # The threads of a launcher end one by one. Its death signal may arrive while another of its
+        # threads, with the same process id, still counts as the parent of this process.
         fresh = time.monotonic() - self._signalled < _DYING_SECONDS
         if self._parent is not None and self._signal == "SIGTERM" and fresh:
             return None
         return self._signal
 
     def install(self) -> None:
-        """Catch the signals that ask for a stop. In the main thread only, as Python demands."""
+        """Catch the signals that ask for a stop; do nothing outside the main thread.
+
+        Python allows handlers to be set only in the main thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in processes.stop_signals():
@@ -78,7 +83,7 @@ class Signals:
         self._follow_launcher()
 
     def restore(self) -> None:
-        """Put the old handlers back."""
+        """Restore the old handlers."""
         if self._listener is None:
             return
         faulthandler.unregister(signal.SIGUSR2)
@@ -90,9 +95,10 @@ class Signals:
 
     @contextmanager
     def stacks_in(self, descriptor: int) -> Iterator[None]:
-        """Have SIGUSR2 write the stacks of all threads into this open file; to stderr elsewhere.
+        """During the block, SIGUSR2 writes the stacks of all threads to this open file.
 
-        No line of Python has to run for it, so it works whatever the threads are stuck in.
+        At other times it writes them to stderr. It needs no Python code to run, so it works
+        whatever the threads are waiting for.
         """
         if self._listener is None:
             yield
@@ -101,13 +107,14 @@ class Signals:
         try:
             yield
         finally:
-            _write_stacks_to(_STDERR)  # the number of a closed file is soon that of another one
+            _write_stacks_to(_STDERR)  # the number of a closed file may be reused for another one
 
     @contextmanager
     def alone(self, on_stop: Callable[[str], int]) -> Iterator[None]:
-        """End the process at a stop, with the code of `on_stop(reason)`: ranks cannot talk yet.
+        """During the block, a stop ends the process with the exit code that `on_stop` returns.
 
-        A rank that waited here for peers which are gone would wait until the rendezvous times out.
+        For the time before ranks can communicate: a rank that waits for peers that are gone would
+        otherwise wait until the rendezvous times out. on_stop: is called with the reason.
         """
         if self._listener is None:
             yield
@@ -119,22 +126,22 @@ class Signals:
             self._listener.answer(None)
 
     def cut_short(self, seconds: float, end_wait: Callable[[], None]) -> None:
-        """Call `end_wait` this many seconds after the first signal.
+        """Arrange that `end_wait` is called this many seconds after the first signal.
 
-        The last call of `cut_short` before the signal counts.
+        Each call replaces the one before.
         """
         self._late = (seconds, end_wait)
 
     def begin(self) -> None:
-        """Note that from now on a step is always under way."""
+        """Note that steps have begun."""
         self._training = True
 
     def end(self) -> None:
-        """Note that the run is over and on disk: there is nothing left to stop."""
+        """Note that the run is over, so that signals no longer ask for a stop."""
         self._ended = True
 
     def receive(self, number: int) -> bool:
-        """Note a signal. Returns whether it asks for a stop of what still runs."""
+        """Note a signal. Returns whether it asks for a stop of a run that is not over."""
         if self._ended or number not in self._old:
             return False
         if self._signal is None:
@@ -167,7 +174,7 @@ class Signals:
         return self._parent is not None and os.getppid() != self._parent
 
     def _follow_launcher(self) -> None:
-        """Have the death of a launcher, of whatever kind, reach this process as a SIGTERM."""
+        """Arrange that this process receives SIGTERM if its launcher dies for any reason."""
         if not _has_launcher(os.environ):
             return
         self._parent = os.getppid()
@@ -177,8 +184,8 @@ class Signals:
 class _Listener:
     """A thread that receives signals while the main thread cannot.
 
-    A handler runs only once the main thread is back in Python, and that thread may wait in a
-    rendezvous, or in a reduction whose peer hangs. A signal's number comes through a pipe at once.
+    A handler runs only when the main thread executes Python code, but that thread may be waiting in
+    a rendezvous, or in a reduction whose peer hangs. A pipe receives the signal's number at once.
     """
 
     def __init__(self, signals: Signals) -> None:
@@ -193,7 +200,10 @@ class _Listener:
         self._thread.start()
 
     def answer(self, on_stop: Callable[[str], int] | None) -> None:
-        """End the process at a stop from now on, with the code of `on_stop`; None: do not."""
+        """From now on, end the process at a stop with the exit code that `on_stop` returns.
+
+        on_stop: None = do not end the process
+        """
         with self._lock:
             self._on_stop = on_stop
         os.write(self._wake, bytes([_LOOK]))
@@ -239,8 +249,8 @@ def _leave(on_stop: Callable[[str], int], reason: str) -> NoReturn:
 
 
 def _write_line(line: bytes) -> None:
-    # From a handler an error would come up in the midst of whatever runs, and end the run without
-    # a checkpoint: in `train | tee log`, Ctrl-C has ended tee by now.
+    # An error in a handler would be raised in whatever code is running, and end the run without a
+    # checkpoint. It can happen: in `train | tee log`, Ctrl-C has already ended tee.
     with suppress(OSError):
         os.write(_STDERR, line)
 
@@ -256,10 +266,10 @@ def _has_launcher(environ: Mapping[str, str]) -> bool:
 def grace_warning(
     save_seconds: float, step_seconds: float, environ: Mapping[str, str]
 ) -> str | None:
-    """Return a warning if a stop may take longer than the launcher waits; None if it does not.
+    """Return a warning if a stop may take longer than the launcher waits, or None.
 
-    The launcher passes a signal on to its processes, and kills them after that time. They need a
-    step or two until all have agreed, and a save.
+    The launcher forwards a signal to its processes, and kills them after its waiting time. They
+    need one or two steps to agree on the stop, and then a save.
     """
     if not _has_launcher(environ):
         return None
@@ -279,7 +289,7 @@ _installed: list[Signals] = []
 
 
 def install() -> Signals:
-    """Install the handlers once for this process; a second call returns the first one's."""
+    """Install the handlers of this process; a second call returns what the first one returned."""
     if not _installed:
         signals = Signals()
         signals.install()
@@ -289,7 +299,7 @@ def install() -> Signals:
 
 @contextmanager
 def catching() -> Iterator[Signals]:
-    """Install handlers for as long as a run lives; if they are installed already, they stay."""
+    """Install handlers for the duration of a run; if they were already installed, they remain."""
     already = bool(_installed)
     try:
         yield install()
