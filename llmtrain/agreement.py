@@ -65,7 +65,7 @@ class Outcome(Generic[T]):
 
 
 def attempt(work: Callable[[], T]) -> Outcome[T]:
-    """Do `work` and keep its result or exception: other ranks must learn of it before a raise."""
+    """Do `work` and keep its result or exception, so that other ranks can first learn of it."""
     try:
         return Outcome((work(),))
     except Exception as caught:  # a vote reports any exception

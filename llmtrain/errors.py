@@ -98,7 +98,7 @@ class RunError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[RunError], tuple[object, ...]]:
-        return RunError, (self.args[0], self.exit_code, self.remedy)  # for another process
+        return RunError, (self.args[0], self.exit_code, self.remedy)  # to send it to a process
 
     def __str__(self) -> str:
         return harmless(f"{self.args[0]}\n    next:     {self.remedy}", keep=_LINES)
@@ -132,7 +132,7 @@ def precedence(exit_code: int) -> int:
 
 
 class PeerError(RunError):
-    """The failure of another rank, with its message and exit code: all ranks raise together."""
+    """The failure of another rank, raised on this one with the other's message and exit code."""
 
     def __init__(self, text: str, exit_code: int, rank: int) -> None:
         super().__init__(text, exit_code, f"the details are in logs/rank-{rank}.log")

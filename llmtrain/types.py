@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The dtype, by its name in safetensors (F32, BF16, I64 …), and shape of a tensor in a file."""
+    """Dtype and shape of one tensor in a file. dtype: safetensors' name (F32, BF16, I64 …)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ Spec = Mapping[str, Mapping[str, TensorSpec]]
 
 
 class Piece(NamedTuple):
-    """A flat, contiguous range of one tensor that this rank holds: a 1-D view of the memory itself.
+    """A contiguous range of one flat tensor that this rank has, as a 1-D view of its memory.
 
     start: index of its first element in the flat tensor
 

@@ -76,7 +76,7 @@ def choose_writers(
     nodes: int,
     network: bool,
 ) -> Literal["rank0", "all"]:
-    """Return which ranks write, as `checkpoint.writers` asks; `auto` is resolved.
+    """Return which ranks write: `writers` itself, or what `auto` means for this run.
 
     network: whether the checkpoints are on a network file system
     """

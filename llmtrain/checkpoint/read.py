@@ -336,11 +336,11 @@ def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
 def _vote(
     ranks: Ranks, error: Exception | None, what: str, *, damage_is_answer: bool = False
 ) -> list[str]:
-    """Share the errors of all ranks and raise on all of them, if there are any.
+    """Share the errors of all ranks and raise on all ranks if there are any.
 
     error: this rank's error
     what: what was being read, for the message
-    damage_is_answer: whether damage is returned and not raised
+    damage_is_answer: whether descriptions of damage are returned and not raised
 
     A stop comes before every other error: the next start will find that error again.
     """

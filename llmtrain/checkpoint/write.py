@@ -132,7 +132,7 @@ def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
 
 
 def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
-    """Do the same as `pieces`, for blocks. share: bytes of all blocks together."""
+    """Do the same as `pieces` for data in blocks. share: bytes of all blocks together."""
     found: dict[str, tuple[Extent, ...]] = {}
     counted = _count(begun, blocks, share)
     before: Future[None] | None = None

@@ -67,7 +67,7 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """(step, mean) of each bucket."""
+        """The step and the mean of each bucket."""
         return list(zip(self.steps, self.mean, strict=True))
 
 
@@ -124,7 +124,7 @@ def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
-    """Reduce points to at most `buckets`, each of as many points; few points stay as they are."""
+    """Reduce points to at most `buckets` of equal size; up to that many points stay as they are."""
     size = -(-len(points) // buckets) if points else 1
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     values = [[value for _, value in group] for group in groups]

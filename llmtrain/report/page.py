@@ -122,9 +122,9 @@ def warnings(tables: Tables) -> list[str]:
 
 
 def _waiting_share(tables: Tables) -> float:
-    """Return the share of their time that all steps, with a line or not, have waited for data.
+    """Return the share of the time for which the steps, logged or not, waited for data.
 
-    The first step of each start is left out, which always has a line of its own: it opens the
+    The first step of each start, which always has a line of its own, is left out: it opens the
     stream, and more workers would not make that shorter.
     """
     first = {start["step"] + 1 for start in tables.starts}
