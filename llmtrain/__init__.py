@@ -1,7 +1,7 @@
 """llmtrain: train causal language models, exactly, on any number of devices.
 
-The public names; everything else may change. They are loaded on first use, so that help and config
-errors do not wait for torch.
+The names in `__all__` are public; everything else may change. They are loaded on first use, so that
+help and config errors do not wait for torch.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _HOMES = {
 
 
 def train(config: Config) -> Result:
-    """Train to the last step, or resume the run in `config.run.dir`; on every rank of a launch.
+    """Train up to the last step; if `config.run.dir` has a run, resume it.
 
-    While it runs, SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for an agreed stop (main thread only).
-    Raises UserError for what a person can correct, RunError for what the machine did.
+    In a launch of several processes, every rank calls it. While it runs, SIGTERM, SIGINT, SIGHUP
+    and SIGUSR1 ask for a stop that all ranks agree on (only in the main thread).
+    Raises UserError for what a person can correct, RunError for a failure of the machine.
     """
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment
@@ -59,8 +60,8 @@ def train(config: Config) -> Result:
         raise UserError(*problems)
     check_environment(os.environ, config.distributed, config.training)
     check_installed(config.logging.trackers)
-    # Threads that wait for work spin by default: on a machine that others use, too, they then take
-    # the cores from what they wait for. Read when torch is imported.
+    # By default, OpenMP threads that wait for work spin. On a shared machine they then take the
+    # cores from the threads that they wait for. The variable is read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with signals.catching():  # before torch is imported, which takes seconds
         from llmtrain.training.ending import Result, StoppedEarlyError
@@ -73,7 +74,7 @@ def train(config: Config) -> Result:
 
 
 def _take_up_faults() -> list[Problem]:
-    """Install the faults that a test asked for; what is wrong with how it asked."""
+    """Install the faults of LLMTRAIN_FAULTS. Return a problem if the variable is not valid."""
     from llmtrain import faults
     from llmtrain.errors import Problem
 

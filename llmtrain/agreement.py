@@ -1,7 +1,7 @@
-"""How all ranks come to one decision, over any `Ranks`.
+"""How all ranks make one decision together, with any implementation of `Ranks`.
 
-Each rank does its part, all learn who failed, and either all continue or all raise: a rank that
-raised alone would leave the others waiting in the next collective. Every function here but
+Each rank does its part, and then all learn who failed. Either all continue or all raise: a rank
+that raised alone would leave the others waiting in the next collective. Every function here except
 `attempt`, `refuse` and `failure` is collective. Values are sent as JSON; nothing is pickled.
 """
 
@@ -43,7 +43,7 @@ class Alone:
 
 
 def failure(rank: int, error: BaseException) -> Failure:
-    """Return an exception as a failed vote."""
+    """Describe an exception as the failed vote of a rank."""
     number = error.errno if isinstance(error, OSError) else None
     file = str(error.filename) if isinstance(error, OSError) and error.filename else None
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -65,10 +65,10 @@ class Outcome(Generic[T]):
 
 
 def attempt(work: Callable[[], T]) -> Outcome[T]:
-    """Do `work` and keep its result or exception: peers must learn of it before it is raised."""
+    """Do `work` and keep its result or exception, so that other ranks can first learn of it."""
     try:
         return Outcome((work(),))
-    except Exception as caught:  # the edge of every vote
+    except Exception as caught:  # a vote reports any exception
         return Outcome(error=caught)
 
 
@@ -83,7 +83,7 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def refuse(vote: Vote, error: BaseException | None) -> None:
-    """Raise what a vote decided, if any rank failed. error: this rank's."""
+    """Raise if any rank failed: this rank's own `error`, else a PeerError with the first cause."""
     if error is not None:
         raise error
     if vote.failures:
@@ -97,7 +97,7 @@ def on_rank_zero(ranks: Ranks, work: Callable[[], object]) -> None:
 
 
 def from_rank_zero(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 alone and return its value, as JSON keeps it, on every rank."""
+    """Do `work` on rank 0 alone and return its value, sent as JSON, on every rank."""
     body = agreed(ranks, lambda: json.dumps(work()).encode() if ranks.rank == 0 else b"")
     value: T = json.loads(ranks.broadcast(body))
     return value

@@ -1,6 +1,6 @@
-"""Writes that survive a crash: a file is there as a whole or not at all.
+"""Writes that survive a crash: a file is written completely or not at all.
 
-A rename is on the disk only once its directory is.
+A rename is on the disk only after its directory has been synced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-# ENOTDIR: the directory is a file now · ESTALE: removed by another client of NFS.
+# ENOTDIR: the directory is a file now. ESTALE: another client of NFS removed the file.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,12 @@ def write(path: Path, data: bytes, *, sync: bool = True, shared: bool = False) -
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True, shared: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file that takes the name `path` once it is written, and is removed otherwise.
+    """Open a new file that is renamed to `path` after the block, or removed if the block raises.
 
-    sync: it is on the disk then; False = a power cut may lose it, a kill cannot damage it.
-    shared: several processes or threads may write the same path at a time.
+    sync: wait until the file is on the disk; otherwise a power cut may lose it, but a kill cannot
+        damage it
+    shared: several processes or threads may write the same path at the same time
+
     Raises OSError.
     """
     partial = path.with_name(f"{path.name}.partial")
@@ -60,9 +62,9 @@ def close_on_error(descriptor: int) -> Iterator[int]:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether the file at a path is the open one: neither removed nor replaced.
+    """Whether the file at a path is still the open one, neither removed nor replaced.
 
-    If the disk does not answer, it counts as there: the next write will fail.
+    True if the disk does not answer: the next write will fail anyway.
     """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -71,7 +73,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def is_gone(path: Path) -> bool:
-    """Whether nothing is at a path. If the disk does not answer, something counts as there."""
+    """Whether a path does not exist. False if the disk does not answer."""
     try:
         path.stat()
     except OSError as error:
@@ -86,7 +88,8 @@ def sync_directory(*directories: Path) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot do it; they make entries durable themselves or never.
+            # Some network file systems cannot sync a directory. They make its entries durable
+            # themselves, or never.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
             _warn_unsynced()
@@ -96,5 +99,5 @@ def sync_directory(*directories: Path) -> None:
 
 @functools.cache
 def _warn_unsynced() -> None:
-    """Log it once in a process."""
+    """Warn, once in a process, that directories cannot be synced."""
     log.warning("this file system cannot fsync directories: a power cut may lose what was written")

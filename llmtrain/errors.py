@@ -1,8 +1,8 @@
-"""What a person reads when something went wrong.
+"""The errors that a person reads when something went wrong.
 
 A `UserError` is for what a person can correct (exit code 2): it collects every problem, so that one
-start reports them all. A `RunError` is for what the machine did: it has its exit code and what to
-do next. Anything else that is raised is a defect: its traceback is shown and the exit code is 1.
+start reports them all. A `RunError` is for a failure of the machine: it has an exit code and a
+remedy. Any other exception is a defect: its traceback is shown and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 UNKNOWN_KEY = "unknown key"
 DISK_FAILED = 74
 RESTARTABLE = 75
-_LINES = "\n"  # kept in texts of several lines
+_LINES = "\n"  # not escaped in messages of several lines
 
 
 def harmless(text: str, keep: str = "") -> str:
-    """Replace every character that is not printable by an escape: a terminal might obey it.
+    """Escape every character that is not printable, since a terminal might act on it.
 
-    Names of files and texts come from elsewhere, and may move the cursor or reverse the direction
-    of writing.
+    File names and texts come from elsewhere. They could move the cursor or reverse the direction of
+    writing.
 
     keep: characters that stay as they are, such as `\\n` in a message of several lines
     """
@@ -36,7 +36,7 @@ def _escape(char: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; the name of its type where it says nothing."""
+    """Return the first line of an error's message, or the name of its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -46,7 +46,7 @@ class Problem:
 
     key: the config key, file or flag
     value: what was found; None = nothing worth showing
-    expected: what would be right, or just that the key is unknown
+    expected: what would be right, or only that the key is unknown
     remedy: what to do, if `expected` does not say it already
     """
 
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def reason(self) -> str:
-        """What is wrong, as in a message: `expected: …`, or `unknown key …`."""
+        """What is wrong, as the message has it: `expected: …`, or `unknown key …`."""
         unknown = self.expected.startswith(UNKNOWN_KEY)
         return self.expected if unknown else f"expected: {self.expected}"
 
@@ -88,7 +88,8 @@ class UserError(Exception):
 class RunError(Exception):
     """A failure of the machine: disk, network, a lost peer.
 
-    exit_code: 74 (the store failed for good), 75 (a restart may cure it) or 1 · remedy: what to do.
+    exit_code: 74 (the disk failed permanently), 75 (a restart may help) or 1
+    remedy: what to do
     """
 
     def __init__(self, message: str, exit_code: int, remedy: str) -> None:
@@ -97,7 +98,7 @@ class RunError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[RunError], tuple[object, ...]]:
-        return RunError, (self.args[0], self.exit_code, self.remedy)  # it may cross processes
+        return RunError, (self.args[0], self.exit_code, self.remedy)  # to send it to a process
 
     def __str__(self) -> str:
         return harmless(f"{self.args[0]}\n    next:     {self.remedy}", keep=_LINES)
@@ -117,20 +118,21 @@ def needed_on_disk(path: Path) -> Iterator[None]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a process ends with for an error: 1 for a defect."""
+    """Return the exit code of a process that ends with this error: 1 for a defect."""
     return error.exit_code if isinstance(error, UserError | RunError) else 1
 
 
 def precedence(exit_code: int) -> int:
     """Return a number that is lower for a cause than for its consequences.
 
-    Bad input comes before the disk, then a defect (as any other code), then a lost peer.
+    Bad input (2) comes first, then the disk (74), then a defect or any other code, and last a lost
+    peer (75).
     """
     return {UserError.exit_code: 0, DISK_FAILED: 1, RESTARTABLE: 3}.get(exit_code, 2)
 
 
 class PeerError(RunError):
-    """Another rank failed: its own message and exit code, raised here because all ranks agreed."""
+    """The failure of another rank, raised on this one with the other's message and exit code."""
 
     def __init__(self, text: str, exit_code: int, rank: int) -> None:
         super().__init__(text, exit_code, f"the details are in logs/rank-{rank}.log")

@@ -1,14 +1,19 @@
-"""Named failpoints, inert unless LLMTRAIN_FAULTS is set: how tests kill, fill and damage a run.
+"""Named failpoints, with which tests kill a run, fill its disk or damage its files.
 
-    point[@step=N][@rank=R][@nth=K][@bytes=B][@p=0.01,seed=S]=action        several joined by ;
+They do nothing unless LLMTRAIN_FAULTS is set to one or more faults, joined by `;`:
+
+    point[@step=N][@rank=R][@nth=K][@bytes=B][@p=0.01,seed=S]=action
 
     save.write@rank=1@bytes=70%=kill       rank 1 dies when it has written 70 % of its share
     save.create@nth=2=enospc;loop.micro@step=7=term
 
-Without `nth` a fault is injected each time that its other conditions hold; with it, when they hold
-for the N-th time in this process. `step` is the step of the checkpoint, elsewhere the current one
-(0 during the start's evaluation; none before). `bytes` is what this rank has written of one
-checkpoint, as a number or as a share. Only the action `short` is carried out by the caller.
+step: the step of the checkpoint that is written or read; at other points the current step (0 during
+    the evaluation at the start, none before it)
+nth: inject only when the other conditions hold for the K-th time in this process; without it, each
+    time that they hold
+bytes: how much of one checkpoint this rank has written, as a number or a percentage of its share
+
+The caller carries out the action `short`; all others are carried out here.
 """
 
 from __future__ import annotations
@@ -82,12 +87,12 @@ _NUMBERED = {"exit": _CODE, "delay": _NUMBER, "hang": _NUMBER, "flip": _COUNT}
 
 
 class InjectedError(Exception):
-    """The action `raise`: for the run it is a defect."""
+    """The exception of the action `raise`, which a run treats as a defect."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """One fault. seen: how often its conditions held."""
+    """One fault to inject. seen: how often its conditions have held."""
 
     text: str
     point: str
@@ -99,7 +104,7 @@ class Fault:
 
 _faults: list[Fault] | None = None
 _rank = 0
-_step: int | None = None  # the current one, from `loop.step`
+_step: int | None = None  # the current step, set at `loop.step`
 
 
 def install(environ: Mapping[str, str]) -> None:
@@ -114,14 +119,15 @@ def install(environ: Mapping[str, str]) -> None:
 def hit(
     point: str, *, step: int | None = None, path: Path | None = None, written: int = 0, of: int = 0
 ) -> str | None:
-    """Inject the faults of this place, if any.
+    """Inject the faults that are installed for this point, if any.
 
-    step: of the checkpoint, or of the run; None = the current one
+    step: step of the checkpoint or of the run; None = the current step
     path: the file that is written or read, for `truncate` and `flip`
-    written, of: bytes of this rank's share so far, and all of it
+    written: bytes of this rank's share that are written so far
+    of: bytes of this rank's whole share
 
-    Returns `short` if the caller must write less than it says, otherwise None. Raises OSError or
-    InjectedError as the fault says.
+    Returns `short` if the caller must write only a part of its data, otherwise None. Raises OSError
+    or InjectedError if the fault asks for it.
     """
     global _step
     if _faults is None:
@@ -179,7 +185,7 @@ def _threshold(value: str, of: int) -> float:
 
 
 def _draw(fault: Fault) -> float:
-    """Return a number in [0, 1), the same each time that the same run comes here."""
+    """Return a number in [0, 1) that is the same whenever the run is repeated."""
     key = f"{fault.conditions.get('seed', 0)} {fault.point} {_rank} {fault.seen}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7]) / 2**56
 
@@ -208,7 +214,7 @@ def _strike(fault: Fault, path: Path | None) -> str | None:
 
 
 def _damage(fault: Fault, path: Path | None) -> None:
-    """Truncate a file to its half, or flip one bit: of the byte at the offset or in the middle."""
+    """Truncate a file to half its size, or flip a bit of the byte at the offset (or the middle)."""
     if path is None:
         raise InjectedError(f"{fault.text}: there is no file at this point")
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Hashes that decide the order of the data: the order of a seed is a contract.
+"""Hashes that decide the order of the data: a seed must always give the same order.
 
 All arithmetic is modulo 2^64. splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014. Golden values are in `tests/unit/test_hashing.py`.
@@ -15,7 +15,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def splitmix64(x: int) -> int:
-    """Do one step of splitmix64 from state `x` (any integer, taken modulo 2^64)."""
+    """Compute one step of splitmix64 from state `x` (any integer, taken modulo 2^64)."""
     z = (x + _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
@@ -31,7 +31,7 @@ def mix(*xs: int) -> int:
 
 
 def permutation(n: int, key: int) -> np.ndarray:
-    """Return the order of `n` items under `key`: int64 (n,), each of 0 … n − 1 once."""
+    """Return the permutation of 0 … n − 1 that belongs to `key`, as int64 (n,)."""
     z = np.arange(n, dtype=np.uint64) + np.uint64(key & _MASK)
     z += np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)

@@ -1,8 +1,8 @@
-"""The heartbeat of this process: a count that work raises, and what the process is doing.
+"""The heartbeat of this process: a count of finished work, and what the process is doing.
 
-The watchdog reads it. Standard library only, and one addition a call, since it is called in the
-innermost loops: at each micro-batch, block of an evaluation, wait for data, 64 MiB of a file, vote
-and stage of the start.
+The watchdog reads it. A call costs one addition, since `beat` is called in the innermost loops: at
+each micro-batch, block of an evaluation, wait for data, 64 MiB of a file, vote and stage of the
+start. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _phase = "the start"
 
 
 def beat(phase: str) -> None:
-    """Count some work as done, and name what comes next. People read `phase`."""
+    """Count a piece of work as finished. phase: what comes next, in words for people."""
     global _count, _phase
     _count += 1
     _phase = phase

@@ -1,8 +1,8 @@
 """What a process asks of the operating system about itself, its parent and its children.
 
 Linux can send a signal to a child whose parent dies (`prctl`, PR_SET_PDEATHSIG). Elsewhere these
-calls do nothing. The trap: the parent may have died before the child asked, so the child has to
-compare `os.getppid()` afterwards.
+calls do nothing. The trap: the parent may have died before the child asked, so afterwards the child
+has to compare `os.getppid()` with the parent's process id.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process started, in ticks since the boot; None if it has ended.
+    """Return when a process started, in clock ticks since boot.
 
-    None too where /proc is missing.
+    None if the process has ended, or if there is no /proc.
     """
     fields = _stat(pid)
     return fields[19] if fields else None
@@ -60,16 +60,16 @@ def is_alive(pid: int) -> bool:
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin `work` in a daemon thread. Whoever waits for the future gets its result or exception.
+    """Start `work` in a daemon thread and return a future of its result or exception.
 
-    It is not a thread of an executor: at exit, Python would wait for one that hangs.
+    An executor is not used: at exit, Python would wait for its threads, even for one that hangs.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # the edge of the thread
+        except BaseException as error:  # raised by `future.result()`
             future.set_exception(error)
 
     Thread(target=run, name=name, daemon=True).start()
@@ -87,7 +87,7 @@ def adopt_orphans(adopt: bool) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat after the name, which can be anything."""
+    """Return the fields of /proc/<pid>/stat after the name, which may contain any character."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

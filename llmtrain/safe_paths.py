@@ -1,7 +1,7 @@
-"""Checks that file names which somebody else wrote lead to regular files inside their directory.
+"""Checks that file names from elsewhere lead to regular files inside their directory.
 
-Anybody can make an index or a manifest, and opening the files that it names would follow `../x` and
-symbolic links silently.
+Anybody can write an index or a manifest. Opening the files that it names would silently follow
+`../x` and symbolic links.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def unsafe_name(name: str) -> str | None:
 
 
 def unsafe_file(directory: Path, name: str, root: Path | None = None) -> str | None:
-    """Return what is wrong with the file at a safe name; None for a regular file inside.
+    """Return what is wrong with a file whose name is safe; None for a regular file inside.
 
     root: the directory in which the real path must be; None = `directory`
 

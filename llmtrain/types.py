@@ -1,4 +1,4 @@
-"""The values that several rooms use. Plain data; foreign types are only in annotations."""
+"""Values that several packages use: plain data, with other libraries only in annotations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 
-NOT_TRAINED = -100  # the label of a position without a loss, as PyTorch and transformers have it
+NOT_TRAINED = -100  # the label of a position without a loss, as in PyTorch and transformers
 
 
 class Cursor(NamedTuple):
-    """Where a lane's next block of one source begins: positions in the permuted lists.
+    """Where a lane's next block of one source begins. All numbers count from 0.
 
-    epoch: passes over the data
-    unit: number among this lane's units of that epoch
-    row: number in that unit
-    offset: tokens of that document before the block
+    epoch: finished passes over the data
+    unit: position in this lane's list of units, in the order of that epoch
+    row: position in that unit, in its own order of rows
+    offset: tokens of that document that come before the block
     """
 
     epoch: int
@@ -39,7 +39,7 @@ class Batch:
     starts: for each block, where its documents begin in ids[:-1] (int32, the first is 0, padding is
         a document of its own); None where documents may attend to each other
     cursors: lane → the cursors of all sources after that lane's last block of this step
-    digest: sum over this rank's blocks modulo 2^64
+    digest: sum of the digests of this rank's blocks, modulo 2^64
     sources: label → trained tokens, without blocks of padding
     counts: label → kind of event → how often
     ended: whether all lanes of this rank have ended
@@ -60,20 +60,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Type and shape of one tensor of a file. dtype: safetensors' name (F32, BF16, I64 …)."""
+    """Dtype and shape of one tensor in a file. dtype: safetensors' name (F32, BF16, I64 …)."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-# Ordered: file name → tensor name → what it is. Equal on all ranks.
+# File name → tensor name → dtype and shape, in the order of the files. Equal on all ranks.
 Spec = Mapping[str, Mapping[str, TensorSpec]]
 
 
 class Piece(NamedTuple):
-    """A flat, contiguous range of one tensor that this rank holds: a 1-D view of the memory itself.
+    """A contiguous range of one flat tensor that this rank has, as a 1-D view of its memory.
 
-    start: in elements of the whole tensor
+    start: index of its first element in the flat tensor
 
     Pieces are in the order of the spec.
     """
@@ -85,7 +85,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter; a tied one is listed once.
+    """One parameter of a model; a tied one is listed once.
 
     trainable: whether it has a gradient
     cast: whether autocast keeps a bf16 copy of it for the backward
@@ -100,16 +100,16 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a plan needs to know of a model, in elements.
+    """The sizes of a model that a plan needs.
 
-    head: elements of the output head's matrix, which is the input embedding's if `tied`
-    embedding: of the input embedding
-    block_class: of the repeated blocks, several joined by commas; None if the model does not name
-        them
-    attention: Σ over layers of heads × head size (for the arithmetic of attention)
-    buffers: persistent and not, in bytes
-    recomputes: whether its code supports activation checkpointing
-    listed: classes of its blocks, for messages, also if it does not name them
+    embedding: elements of the input embedding
+    head: elements of the output head's matrix; if `tied`, it is that of the input embedding
+    block_class: class of the repeated blocks (several are joined by commas); None if the model
+        does not name it
+    attention: Σ over layers of heads × head size (to count the operations of attention)
+    buffers: bytes of all buffers, persistent or not
+    recomputes: whether the model's code supports activation checkpointing
+    listed: as `block_class`, but found from the blocks themselves; for messages
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -140,9 +140,9 @@ class ModelShape:
 class Saved:
     """Bytes that the forward of one sequence keeps for its backward, without head and loss.
 
-    blocks: of all repeated blocks
-    once: outside of them (embedding, final norm, ids)
-    recomputed: peak of what the backward of the blocks needs besides: gradients, and what is
+    blocks: in all repeated blocks
+    once: outside of the blocks (embedding, final norm, ids)
+    recomputed: peak of what the backward of the blocks needs in addition: gradients, and what is
         recomputed of one block
     casts: bf16 copies of weights, which do not grow with the number of sequences
     """
@@ -158,8 +158,8 @@ class Failure:
     """One rank's failed vote.
 
     kind: the class of the error
-    exit_code: what the rank would end with
-    errno, file: of an OSError
+    exit_code: the exit code that the rank would end with
+    errno, file: those of an OSError
     """
 
     rank: int
@@ -187,7 +187,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """0 … world_size − 1."""
+        """Number of this process, 0 … world_size − 1."""
         ...
 
     @property
@@ -204,7 +204,7 @@ class Ranks(Protocol):
         ...
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Tell all ranks this rank's error and return theirs. Never raises for a rank's error."""
+        """Send this rank's error to all ranks and return theirs. Never raises a rank's error."""
         ...
 
     def highest(self, value: int) -> int:
@@ -214,7 +214,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What a rank puts into the 0/1 slots of the step's vector."""
+    """A rank's values for the 0/1 slots of its `StepVector`."""
 
     signal: bool = False
     stop_file: bool = False
@@ -226,12 +226,13 @@ class Flags:
     writer_failed: bool = False
 
 
-# The flags that stop a run, and the names of its stop reasons, the most important first. A lost
-# launcher comes before a signal: ranks are reparented one after another, each with a signal.
+# The flags that stop a run, the most important first; they are also the names of the stop reasons.
+# A lost launcher comes before a signal: when the launcher dies, each rank gets a new parent and a
+# signal, one rank after another.
 STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
-# What every rank puts into the step's one reduction, in order; after them one slot for the trained
-# tokens of each source. The sum of a 0/1 slot is the number of ranks that set it.
+# The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
+# follows, with its trained tokens. The sum of a 0/1 slot is the number of ranks that set it.
 SLOTS = (
     "loss_sum",
     "squares",
@@ -257,13 +258,16 @@ SLOTS = (
 
 @dataclass(frozen=True, slots=True)
 class StepVector:
-    """fp64 (len(SLOTS) + sources,) on the device: one rank's numbers, or their sum over all ranks.
+    """One rank's numbers of a step, or their sum over all ranks.
 
+    data: fp64 (len(SLOTS) + sources,) on the device
+
+    Some of the slots:
     squares: Σ g² of the gradient elements that this rank counts
-    digest_k: the k-th lowest 16 bits of the batch digest (a 64-bit sum would not fit a float)
-    wait_seconds: divided by the number of ranks
-    padding_only: ranks whose blocks are all padding of ended lanes
-    ended: ranks whose data has ended
+    digest_k: bits 16k … 16k + 15 of the batch digest (a 64-bit sum would not fit a float)
+    wait_seconds: divided by the number of ranks, so that the sum is their mean
+    padding_only: number of ranks whose blocks are all padding of ended lanes
+    ended: number of ranks whose data has ended
     """
 
     data: torch.Tensor
@@ -273,13 +277,13 @@ class StepVector:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """() trained tokens of the step."""
+        """Trained tokens of the step, as a tensor of shape ()."""
         return self.data[len(SLOTS) :].sum()
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation on held-out data.
+    """The result of an evaluation on held-out data.
 
     loss: nats per scored token
     bits_per_byte: over the UTF-8 bytes of the scored documents
@@ -304,12 +308,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One finished step, as all ranks agreed on it (host values; units as in `metrics.jsonl`).
+    """The numbers of a finished step, on the host and equal on all ranks.
+
+    Units are those of `metrics.jsonl`.
 
     loss: NaN in a step without a trained token
-    padding_only, ended: true for all ranks
-    stops: why the run must stop
-    save: whether a checkpoint was asked for
+    padding_only, ended: whether this is so on all ranks
+    stops: names of the reasons to stop the run, as in `STOPS`
+    save: whether a checkpoint was asked for, or is due after some minutes
     written: whether every rank has finished its part of a checkpoint in the background, or failed
     """
 

@@ -1,13 +1,13 @@
 """Saves in the background of the training: a thread copies this rank's ranges and writes the copy.
 
-    submit   between two steps: what the forward changes is copied; a thread begins
+    submit   between two steps: copies what the forward changes and starts a thread
     thread   snapshot into host buffers  →  event  →  `write.pieces` on the copy: no collective
     caller   forward, backward … wait_snapshot() before the update … finish() before the commit
 
-Parameters and moments change only in the update, so until then the copy reads them where they are.
-The buffers are kept from save to save. The trap: whatever fails in here is this rank's failed vote.
-It is not raised but returned by `finish`. A snapshot that failed counts as finished, or the
-training would wait for it permanently.
+Parameters and moments change only in the update, so until then the thread can copy them. The
+buffers are kept from save to save. The trap: an error in here is not raised. `finish` returns it,
+and it becomes this rank's failed vote. A snapshot that failed counts as finished, or the training
+would wait for it permanently.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from llmtrain.checkpoint.write import Begun
 from llmtrain.types import Piece
 
 CHUNK_BYTES = 64 << 20  # of one host buffer; torch rounds pinned memory up to powers of two
-_ALIGNMENT = 8  # bytes: of the widest dtype
+_ALIGNMENT = 8  # bytes of an element of the widest dtype
 
 State = Literal["idle", "writing", "ready", "failed"]
 
 
 class _Copy(NamedTuple):
-    """One copy: from a piece's memory on any device to the same elements in a host buffer."""
+    """One copy to make: a piece's memory, on any device, and a host buffer for its elements."""
 
     source: Tensor
     target: Piece
@@ -59,7 +59,7 @@ class Writer:
 
     @property
     def state(self) -> State:
-        """What the writer does; ready and failed: the thread has ended, `release` is awaited."""
+        """What the writer is doing. In `ready` and `failed` it has ended and can be released."""
         if self._work is None:
             return "idle"
         if not self._work.done():
@@ -94,7 +94,7 @@ class Writer:
                 self._copied.wait()
 
     def finish(self) -> tuple[BaseException | None, Extents]:
-        """Wait until this rank has written its part. Returns two arguments of `write.commit`."""
+        """Wait until this rank has written its part. Returns error and extents for the commit."""
         if self._work is None:
             return None, {}
         with self._measure_wait():
@@ -102,26 +102,26 @@ class Writer:
         return error, {} if error else self._work.result()
 
     def release(self) -> float:
-        """Return to idle after a save. Returns the seconds that the caller waited for it."""
+        """Return to idle after a save. Returns the seconds that the caller waited for this save."""
         self.finish()
         self._work = None
         return self._blocked
 
     def _prepare(self, pieces: Iterable[Piece], at_once: frozenset[str]) -> list[_Copy]:
-        """Copy what the forward changes. Returns the copies of all pieces."""
+        """Copy what the forward changes now. Returns the copies to make, of all pieces."""
         copies = self._lay_out(pieces)
         device = next((one.source.device for one in copies if one.source.is_cuda), None)
         for copy in copies:
             if copy.target.name in at_once:
                 _copy(copy)
-        if device is not None:  # after those copies, and after the last update
+        if device is not None:  # the thread's copies wait for these, and for the last update
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no stub
             self._stream.wait_stream(torch.cuda.current_stream(device))
         return copies
 
     def _run(self, begun: Begun, copies: list[_Copy], at_once: frozenset[str]) -> Extents:
-        """Copy the rest and write everything: the work of the thread."""
+        """Copy the rest and write everything. Runs in the thread."""
         try:
             faults.hit("save.snapshot", step=begun.step)
             self._snapshot(copies, at_once)
@@ -181,7 +181,7 @@ def _end_at_once(error: Exception | None) -> Future[Extents]:
 
 
 def _copy(copy: _Copy) -> None:
-    """Copy into the host buffer. From a device it is only queued; the caller waits for it."""
+    """Copy into the host buffer. A copy from a device is only queued; the caller waits for it."""
     if copy.source.is_cuda:
         copy.target.data.copy_(copy.source, non_blocking=True)
     else:  # NumPy copies in one thread, without the GIL; torch would take cores from the training

@@ -1,12 +1,12 @@
 """What rank 0 finds in the directory of checkpoints: which one to resume from, which to rename.
 
-    step-00000400              complete; the number is the order
+    step-00000400              complete; ordered by the number
     step-00000400.damaged      its bytes are not those written; `why.txt` in it has the reason
-    step-00000400.superseded   newer than the one that a start was told to resume from
+    step-00000400.superseded   newer than the one that `checkpoint.resume` named
 
-Nothing is deleted here, only renamed. A link counts as what it leads to. The trap: a checkpoint of
-another run, or of another format, may be in the same directory. It is no candidate and keeps its
-name.
+Nothing is deleted here, only renamed. A symbolic link counts as its target. The trap: a checkpoint
+of another run, or of another format, may be in the same directory. It is not a candidate and is not
+renamed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ class Candidate:
 
 
 def newest(root: Path, run_id: str | None, renamed: list[Renamed]) -> Candidate | None:
-    """Return the newest candidate of this run (None: of any run); rename damaged ones on the way.
+    """Return the newest candidate of a run, or None if it has no checkpoint. Rename damaged ones.
 
-    Raises UserError for a format that is not ours, and if only damaged ones are left.
+    run_id: None = of any run
+    renamed: gets what was renamed
+
+    Raises UserError for a checkpoint of another format, and if all checkpoints are damaged.
     """
     for name in form.complete_names(root):
         if is_foreign(root / name, run_id):
@@ -71,10 +74,10 @@ def newest(root: Path, run_id: str | None, renamed: list[Renamed]) -> Candidate 
 
 
 def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Candidate:
-    """Return the checkpoint that a start was told to resume from. Nothing is renamed yet.
+    """Return the checkpoint that the config names. Nothing is renamed yet.
 
-    Raises UserError if it does not exist, is damaged, is of another run or format, or if newer
-    ones of this run exist and `supersede` is false.
+    Raises UserError if it does not exist, is damaged, is of another run or format, or if this run
+    has newer ones and `supersede` is false.
     """
     own = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
@@ -92,7 +95,7 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
 
 
 def rename(root: Path, name: str, suffix: str, reason: str) -> Renamed:
-    """Rename a checkpoint to `.damaged`, `.damaged-2`, … and leave the reason in it."""
+    """Append `suffix` to a checkpoint's name (then `-2`, `-3`, …) and write the reason into it."""
     taken = set(form.names(root))
     target, count = f"{name}{suffix}", 1
     while target in taken:
@@ -101,17 +104,17 @@ def rename(root: Path, name: str, suffix: str, reason: str) -> Renamed:
     (root / name).rename(root / target)
     logger.warning("renamed %s to %s: %s", name, target, reason)
     durable.sync_directory(root)
-    if (root / target).is_symlink():  # what it leads to may be undamaged under its own name
+    if (root / target).is_symlink():  # its target may be intact under its own name
         return Renamed(name, target, reason)
     try:
         (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
-    except OSError as error:  # the new name says enough
+    except OSError as error:  # the new name is enough
         logger.warning("could not write into %s why it was renamed: %s", target, error)
     return Renamed(name, target, reason)
 
 
 def is_foreign(path: Path, run_id: str | None) -> bool:
-    """Whether a checkpoint is another run's, by its manifest or else by its state."""
+    """Whether a checkpoint is of another run, according to its manifest or else to its state."""
     if run_id is None:
         return False
     try:
@@ -127,14 +130,14 @@ def is_foreign(path: Path, run_id: str | None) -> bool:
 
 
 def unusable(name: str, reason: str) -> Problem:
-    """Return the problem of a checkpoint that was asked for and is damaged."""
+    """Return the problem to report when the checkpoint that the config names is damaged."""
     remedy = f"repair it, name another one, or {_AUTO}"
     return Problem("checkpoint.resume", name, f"a whole checkpoint; {reason}", remedy)
 
 
 @contextmanager
 def of_our_format(path: Path) -> Iterator[None]:
-    """Raise UserError for a checkpoint that was written in another format."""
+    """Raise UserError if the block finds that a checkpoint was written in another format."""
     try:
         yield
     except OtherFormatError as error:
@@ -150,7 +153,7 @@ def state_of(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _other_format(path: Path, error: OtherFormatError) -> Problem:
-    """Return the problem of a checkpoint that was written in another format."""
+    """Return the problem to report when a checkpoint was written in another format."""
     wrote = _writer(path)
     is_newer = isinstance(error.found, int) and error.found > form.FORMAT
     what = "the newest" if is_newer else "the only one"
@@ -199,7 +202,7 @@ def _newer_exist(name: str, newer: tuple[str, ...]) -> Problem:
 
 
 def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
-    """Raise UserError if checkpoints of this run are there, but all of them renamed as damaged."""
+    """Raise UserError if checkpoints of this run were renamed as damaged, when no other is left."""
     lost = [
         name
         for name in form.names(root)

@@ -1,8 +1,8 @@
-"""Checks whether the files of a checkpoint hold what was written: sizes, headers, digests.
+"""Checks that the files of a checkpoint are as they were written: sizes, headers, digests.
 
-One process does it, without torch: the search for a checkpoint distributes the work over ranks, a
-command does all of it. A difference is a DamagedError. An OSError means that the disk did not
-answer, which proves nothing about the checkpoint.
+The checks need neither torch nor other ranks. `read.find` divides them among the ranks, and
+`read.verify` does all of them in one process. A difference raises DamagedError. An OSError means
+that the disk did not answer, which proves nothing about the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors refuses a longer one
 
 
 def file(path: Path, name: str, manifest: Manifest) -> None:
-    """Raise DamagedError unless a file is there with its size and, if it has tensors, opens."""
+    """Raise DamagedError if a file is missing, has another size or an invalid tensor header."""
     size = form.regular_size(path, name)
     if size != manifest.files[name].size:
         raise DamagedError(name, f"has {size} bytes instead of {manifest.files[name].size}")
@@ -30,7 +30,7 @@ def file(path: Path, name: str, manifest: Manifest) -> None:
 
 
 def extent(path: Path, name: str, extent: Extent) -> None:
-    """Raise DamagedError if bytes of a file are not those that were written."""
+    """Raise DamagedError if the bytes of an extent are not those that were written."""
     heartbeat.beat("verifying a checkpoint")
     faults.hit("load.verify", step=form.step_of(path.name), path=path / name)
     hasher = xxh3_128()
@@ -50,7 +50,7 @@ def extent(path: Path, name: str, extent: Extent) -> None:
 
 
 def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
-    """Return what a tensor file holds, in the order of its bytes.
+    """Return the tensors of a file, name → dtype and shape, in the order of their bytes.
 
     Raises DamagedError if its header is not valid.
     """
@@ -70,7 +70,10 @@ def tensors(path: Path, name: str) -> dict[str, TensorSpec]:
 
 
 def _read_header(path: Path) -> None:
-    """Read the bytes that safetensors will map: a disk that fails under a map kills the process."""
+    """Read a header before safetensors maps it, so that a failing disk raises OSError.
+
+    If the disk fails while mapped memory is read, the process is killed.
+    """
     with path.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         opened.read(min(size, _MAX_HEADER_BYTES))

@@ -1,12 +1,13 @@
-"""Saves in which rank 0 writes alone although every rank holds parts: the parts are sent to it.
+"""Saves in which rank 0 writes everything: the other ranks send it their parts.
 
-Tensor by tensor every rank sends what it holds, some MiB at a time, and rank 0 writes it:
+For one tensor after another, every rank sends its parts, some MiB at a time, and rank 0 writes
+them:
 
     round of 16 MiB, 2 ranks     rank 0: a[0, 8)   rank 1: a[20, 28)
                                  rank 0: a[8, 16)  rank 1: a[28, 36)  …
 
 All ranks make the same number of exchanges, so a rank that fails continues with empty messages and
-raises its error at the end. The files are those that the ranks would have written themselves.
+raises its error at the end. The files are the same as if every rank had written its own parts.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
     Part = tuple[int, Tensor]  # offset in the file, bytes as uint8
 
-ROUND_BYTES = 16 << 20  # of all ranks together; rank 0 holds about three times as much
-_HEAD = struct.Struct("<QQ")  # offset in the file, bytes
+ROUND_BYTES = 16 << 20  # of all ranks together; rank 0 needs about three times as much memory
+_HEAD = struct.Struct("<QQ")  # offset in the file, number of bytes
 
 
 def pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
     """Do the same as `write.pieces`, but rank 0 writes the pieces of all ranks.
 
-    Collective; only rank 0 gets extents. Raises what failed on this rank, after the last exchange.
+    Collective; only rank 0 gets extents. An error of this rank is raised after the last exchange.
     """
     failed: list[Exception] = []
     own = attempt(lambda: _by_name(begun, pieces))
@@ -66,7 +67,8 @@ def _exchange(
     for name, place in begun.places.items():
         heartbeat.beat(f"sending {name} to rank 0")
         mine = _messages(own.get(name, []), room)
-        # As many rounds as if one rank held all of it: a rank does not know how others split it.
+        # As many rounds as one rank alone would need for the whole tensor: a rank does not know
+        # which parts the others have.
         for _ in range(-(-form.tensor_bytes(place.tensor) // room)):
             heard = ranks.gather(_next(mine, failed))
             blocks = [Block(place.file, *part) for body in heard for part in _parts(body)]
@@ -83,7 +85,7 @@ def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
 
 
 def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:
-    """Yield the parts as messages of `room` bytes each; the last one may have fewer."""
+    """Yield the parts as messages with `room` bytes of data each; the last one may have fewer."""
     message: list[bytes] = []
     left = room
     for offset, data in parts:
@@ -100,7 +102,7 @@ def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:
 
 
 def _parts(body: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Yield the parts that a message carries: offset in the file, bytes."""
+    """Yield the parts in a message: each one's offset in the file, and its bytes."""
     view = memoryview(body)
     while view.nbytes:
         offset, size = _HEAD.unpack_from(view)

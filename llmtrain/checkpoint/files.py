@@ -1,7 +1,7 @@
-"""Files of a checkpoint that is being written: how they are made, opened and made durable.
+"""Creates, opens and syncs the files of a checkpoint that is being written.
 
 The trap: file systems report failures late, at fsync or even at close. Neither may be left out, and
-every error of theirs counts.
+no error of either may be ignored.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from llmtrain import heartbeat
 from llmtrain.durable import close_on_error
 
-_SYNCS = 8  # at a time
-_OPEN = 64  # files that wait to be durable
-_APPEARS_SECONDS = 30  # that another client of a network file system may need to see a new file
+_SYNCS = 8  # fsyncs at the same time
+_OPEN = 64  # files that may wait for their fsync
+_APPEARS_SECONDS = 30  # in which another client of a network file system must see a new file
 
 logger = logging.getLogger(__name__)
 
 
 def new(path: Path, body: bytes, size: int) -> int:
-    """Make a file that begins with `body`, allocate its `size` bytes, and return it open."""
+    """Create a file of `size` allocated bytes, write `body` at its start, and return it open."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with close_on_error(descriptor):
         if size > len(body):
@@ -38,10 +38,10 @@ def new(path: Path, body: bytes, size: int) -> int:
 
 @contextmanager
 def sync_together() -> Iterator[Callable[[int], None]]:
-    """Give a function that takes open files; by the end of the block they are durable and closed.
+    """Yield a function that syncs and closes an open file; the block ends when all are done.
 
-    Several threads do it: file systems answer waiting fsyncs together (a dozen small files on ext4:
-    3 ms, one after the other 25).
+    Several threads do the work, since file systems answer waiting fsyncs together (a dozen small
+    files on ext4: 3 ms, one after the other 25).
     """
     with ThreadPoolExecutor(_SYNCS) as pool:
         jobs: list[Future[None]] = []
@@ -57,7 +57,7 @@ def sync_together() -> Iterator[Callable[[int], None]]:
 
 
 def durable(descriptor: int) -> None:
-    """Make a file durable and close it. NFS may report a full disk at the close."""
+    """Sync a file to the disk and close it. NFS may report a full disk only at the close."""
     try:
         os.fsync(descriptor)
     finally:
@@ -65,14 +65,14 @@ def durable(descriptor: int) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`; the system may take less at a time."""
+    """Write all of `data` at `offset`; a single system call may write less."""
     while data.nbytes:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
 def open_when_visible(path: Path) -> int:
-    """Open a file that rank 0 made, which this machine may not see at once."""
+    """Open a file that rank 0 created. Wait for it, since this machine may not see it at once."""
     until = time.monotonic() + _APPEARS_SECONDS
     while True:
         try:
@@ -86,7 +86,7 @@ def open_when_visible(path: Path) -> int:
 
 
 def _look_again(root: Path) -> None:
-    """List a directory: NFS remembers that a name is absent until then."""
+    """List a directory: until then, a client of NFS remembers that a name does not exist."""
     try:
         list(root.iterdir())
     except OSError as error:
@@ -94,13 +94,13 @@ def _look_again(root: Path) -> None:
 
 
 def alive(doing: str) -> None:
-    """Beat. In a thread beside the training the phase stays the training's."""
+    """Beat with the phase `doing`. A background thread does not change the phase."""
     beside = threading.current_thread() is not threading.main_thread()
     heartbeat.beat(heartbeat.read()[1] if beside else doing)
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Allocate a file's bytes, so that a full disk shows before anything is written."""
+    """Allocate a file's bytes, so that a full disk is noticed before anything is written."""
     if hasattr(os, "posix_fallocate"):
         try:
             return os.posix_fallocate(descriptor, 0, size)

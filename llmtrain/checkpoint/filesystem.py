@@ -1,8 +1,8 @@
 """What the file system of the checkpoints can do, and which ranks write to it.
 
-A checkpoint is valid because its directory was renamed, so a store without rename is refused. On
+A checkpoint becomes valid when its directory is renamed, so a store without rename is refused. On
 NFS a machine reads and writes through its own cache, so two machines must not write parts of one
-file: there, with several nodes, rank 0 writes everything.
+file. With several nodes on NFS, rank 0 therefore writes everything.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Literal
 from llmtrain import durable
 from llmtrain.errors import Problem, UserError
 
-_PROBE = ".probe"  # the lock is held, so one name is enough, and a kill leaves one directory
+_PROBE = ".probe"  # one name is enough while the run's lock is held; a kill leaves one directory
 _MOUNTS = Path("/proc/self/mountinfo")
-# Coherent between close and open alone, if at all; Lustre, GPFS and CephFS are coherent.
+# Here a client sees what another one wrote only after a close and a new open, if at all. Lustre,
+# GPFS and CephFS are coherent and so are not in this list.
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
 
 
 def probe(root: Path) -> None:
-    """Try what a commit does: make, write and rename a file and a directory.
+    """Try what a commit does: create, write and rename a file and a directory.
 
-    For rank 0, which holds the lock; `root` must exist. Leaves nothing behind. Raises UserError
-    with the store's own error.
+    Only rank 0, which holds the run's lock, may call it. `root` must exist. Leaves nothing behind.
+    Raises UserError with the error of the file system.
     """
     place = root / _PROBE
     try:
@@ -54,13 +55,13 @@ def kind(path: Path) -> str:
     found: dict[Path, str] = {}
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
-        found[Path(_unescape(before.split()[4]))] = after.split()[0]  # the later one covers
+        found[Path(_unescape(before.split()[4]))] = after.split()[0]  # a later mount hides earlier
     above = [mount for mount in found if place.is_relative_to(mount)]
     return found[max(above, key=lambda mount: len(mount.parts))] if above else ""
 
 
 def network(path: Path) -> bool:
-    """Whether a directory is on NFS or its like."""
+    """Whether a directory is on NFS or a similar network file system."""
     return kind(path) in _NETWORK
 
 
@@ -75,7 +76,10 @@ def choose_writers(
     nodes: int,
     network: bool,
 ) -> Literal["rank0", "all"]:
-    """Return what `checkpoint.writers` means here. network: of the directory of checkpoints."""
+    """Return which ranks write: `writers` itself, or what `auto` means for this run.
+
+    network: whether the checkpoints are on a network file system
+    """
     if writers != "auto":
         return writers
     return "rank0" if family == "ddp" or (network and nodes > 1) else "all"

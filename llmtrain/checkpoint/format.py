@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: names, safetensors layout, manifest, digests.
+"""The format of a checkpoint on disk: names, safetensors layout, manifest, digests.
 
 A checkpoint is a directory: named, whole tensors in safetensors files, small files (JSON,
 tokenizer), and a manifest with each file's length and the digests of its bytes. Layout of a
@@ -6,9 +6,9 @@ tensor file:
 
     8 bytes little-endian N │ N bytes of JSON, padded with spaces to a multiple of 8 │ tensors
 
-Every rank knows names, dtypes and shapes, hence each tensor's place, before a byte is written. The
-trap: tensors lie in the order of the spec without gaps, so wide dtypes must come before narrow ones
-or a reader could not map them.
+Every rank knows names, dtypes and shapes, and so each tensor's place, before a byte is written. The
+trap: tensors follow one another in the order of the spec without gaps. Wide dtypes must therefore
+come before narrow ones, or a reader could not map them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 TENSORS = ".safetensors"
 EXTENT_BYTES = 64 << 20
-BLOCK_BYTES = 4 << 20  # hashed and moved at a time: what the processor's cache still holds
+BLOCK_BYTES = 4 << 20  # hashed and written at a time: fits into the processor's cache
 MAX_FILES = 10_000
 MAX_JSON_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 
-# Types that a tensor file may have: safetensors' name → bytes of an element, torch's name.
+# Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
 DTYPES: Mapping[str, tuple[int, str]] = {
     "F32": (4, "torch.float32"),
     "BF16": (2, "torch.bfloat16"),
@@ -85,14 +85,14 @@ class Extent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor is: file, and offset of its first byte in that file."""
+    """Where a tensor is: its file, and the offset of its first byte in that file."""
 
     file: str
     offset: int
     tensor: TensorSpec
 
 
-Extents = Mapping[str, tuple[Extent, ...]]  # file → what was written of it
+Extents = Mapping[str, tuple[Extent, ...]]  # file → the extents that were written
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def directory_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Return the name of that checkpoint while it is being written."""
+    """Return the name of the checkpoint of `step` while it is being written."""
     return f"{directory_name(step)}.partial"
 
 
@@ -182,12 +182,12 @@ def places(spec: Spec) -> dict[str, Place]:
 
 
 def canonical(value: object) -> bytes:
-    """Encode JSON in its only spelling: sorted keys, no spaces."""
+    """Encode a value as canonical JSON: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def extents_of(body: bytes) -> tuple[Extent, ...]:
-    """Return the extents of a file that one rank writes at once."""
+    """Return the extents of bytes that one rank writes to the start of a file."""
     view = memoryview(body)
     return tuple(
         Extent(offset, len(block), xxh3_128_hexdigest(block))
@@ -207,7 +207,7 @@ def gap(entry: Entry) -> str | None:
 
 
 def build(manifest: Manifest) -> bytes:
-    """Build the manifest's bytes: canonical JSON with the digest of the rest under `self`."""
+    """Encode a manifest as canonical JSON, with the digest of its other fields under `self`."""
     rest = {
         "format": FORMAT,
         "run_id": manifest.run_id,
@@ -223,8 +223,8 @@ def build(manifest: Manifest) -> bytes:
 def parse(body: bytes) -> Manifest:
     """Parse the bytes of a manifest.
 
-    Raises DamagedError if any byte is not as `build` made it, OtherFormatError for an intact one of
-    another format. `self` and its rule are the same in every format, so that a flipped bit in the
+    Raises DamagedError if any byte is not as `build` made it, OtherFormatError for an intact
+    manifest of another format. Every format has the same rule for `self`, so a flipped bit in the
     number of the format counts as damage.
     """
     found = _json_object(MANIFEST, body)
@@ -237,7 +237,7 @@ def parse(body: bytes) -> Manifest:
 
 
 def _json_object(file: str, body: bytes) -> dict[str, Any]:
-    """Parse a JSON object that `canonical` can write again; DamagedError for anything else."""
+    """Parse a JSON object that `canonical` can encode again; DamagedError for anything else."""
     try:
         found = json.loads(body)
         canonical(found)
@@ -274,9 +274,9 @@ def _manifest(found: dict[str, Any]) -> Manifest:
 
 
 def load(directory: Path) -> Manifest:
-    """Load the manifest of a checkpoint directory; the other files are not looked at.
+    """Load the manifest of a checkpoint directory. The other files are not checked.
 
-    Raises DamagedError (also for a missing one), OtherFormatError, OSError if the disk does not
+    Raises DamagedError (also if it is missing), OtherFormatError, OSError if the disk does not
     answer.
     """
     manifest = parse(small_file(directory, MANIFEST, MAX_MANIFEST_BYTES))
@@ -318,7 +318,7 @@ def state(directory: Path) -> dict[str, Any]:
 
 
 def complete_names(root: Path) -> list[str]:
-    """List all complete checkpoints, newest first: the number is the order, not a clock."""
+    """List the names of all complete checkpoints, newest first by the number in the name."""
     found = [(step, name) for name in names(root) if (step := step_of(name)) is not None]
     return [name for _, name in sorted(found, reverse=True)]
 

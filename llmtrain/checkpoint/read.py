@@ -1,11 +1,12 @@
 """Finds the newest valid checkpoint, the same one on all ranks, and reads it.
 
-    find     rank 0 offers a candidate, each rank verifies its share of the bytes, vote
-    fill     reads ranges straight into the memory of the pieces
+    find     rank 0 offers a candidate, each rank verifies its share of the bytes, all vote
+    fill     each rank reads ranges directly into the memory of its pieces
 
 *Damage*: the bytes are not those written. The checkpoint is renamed and the next older one is
 offered. *Trouble*: the disk does not answer. There are three tries, then the start fails and
-nothing is renamed. The trap: what only rank 1 cannot see is trouble, since rank 0 saw it.
+nothing is renamed. The trap: a file that rank 0 sees and another rank does not is trouble, not
+damage.
 """
 
 from __future__ import annotations
@@ -61,16 +62,18 @@ def find(
     log: Log = _log_nothing,
     patience: Patience = _PATIENCE,
 ) -> Found | None:
-    """Find the newest valid checkpoint of this run (None: of any run) in `root`.
+    """Find the newest valid checkpoint of a run in `root`, or the one that is named.
 
-    resume: `auto`, or the name of one
-    verify: `sizes` compares only the digests of small files
-    supersede: checkpoints newer than the one that is named are renamed
+    run_id: None = of any run
+    resume: `auto`, or the name of a checkpoint
+    verify: with `sizes`, only the digests of small files are compared
+    supersede: whether checkpoints that are newer than the named one are renamed
     log: called on every rank for each checkpoint that rank 0 has renamed
         (`checkpoint_quarantined`, `checkpoint_superseded`)
 
     Collective. Raises UserError for what a person must decide (another format, only damaged ones, a
-    name that cannot be used), RunError 74 if the disk does not answer, StoppedError.
+    name that cannot be used), RunError 74 if the disk does not answer, StoppedError if a stop was
+    asked for.
     """
     damage: str | None = None
     offer: dict[str, Any] = {}
@@ -100,7 +103,7 @@ def verify(
     jobs: threads that hash
     told: called in this thread with the number of bytes that were hashed since its last call
 
-    Raises OSError if the disk does not answer, UserError for a format that is not ours.
+    Raises OSError if the disk does not answer, UserError for a checkpoint of another format.
     """
     with candidates.of_our_format(path):
         try:
@@ -146,9 +149,10 @@ def fill(
 ) -> None:
     """Read a checkpoint's tensors into the memory of this rank's pieces.
 
-    `spec` is the model's and optimizer's; the files on disk may divide the tensors otherwise.
+    spec: of the model and the optimizer; on the disk, the tensors may be in other files
+
     Collective. Raises UserError if names, dtypes or shapes differ, RunError 74 if the disk does not
-    answer, StoppedError (then only some pieces are filled).
+    answer, StoppedError if a stop was asked for (then only some pieces are filled).
     """
     answer = _from_rank_0(ranks, patience, _log_nothing, partial(_find_tensors, found.path))
     stored = {
@@ -174,7 +178,10 @@ def _offer(
     *,
     supersede: bool,
 ) -> dict[str, Any]:
-    """Return the next candidate (rank 0). damaged: the last one, and what is wrong with it."""
+    """Return the next candidate; called on rank 0.
+
+    damaged: name of the candidate before, and what is wrong with it; None = there was none
+    """
     faults.hit("load.scan", path=root)
     if resume != "auto":
         if damaged:
@@ -186,7 +193,7 @@ def _offer(
 
 
 def _make_way(root: Path, newer: list[str], used: str, renamed: list[Renamed]) -> dict[str, Any]:
-    """Rename what is newer than the checkpoint that was named (rank 0)."""
+    """Rename the checkpoints that are newer than the one to be used; called on rank 0."""
     reason = f"a start was told to resume from {used}"
     for name in newer:
         if (root / name).exists():
@@ -197,9 +204,9 @@ def _make_way(root: Path, newer: list[str], used: str, renamed: list[Renamed]) -
 def _verify_together(
     path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
 ) -> str | None:
-    """Hash each rank's share of the extents. Returns what was found damaged, or None.
+    """Verify a checkpoint, each rank its share of the extents. Return the damage found, or None.
 
-    Raises RunError if the disk does not answer on some rank, StoppedError.
+    Raises RunError if the disk does not answer on some rank, StoppedError if a stop was asked for.
     """
     extents = [
         (name, Extent(*extent))
@@ -231,7 +238,7 @@ def _find_tensors(path: Path, _renamed: list[Renamed]) -> dict[str, Any]:
 
 
 def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
-    """Raise UserError for a checkpoint that does not have the model itself."""
+    """Raise UserError for a checkpoint that has LoRA adapters instead of the model's weights."""
     files = sorted({place.file for place in stored.values()})
     adapters = [file for file in files if file.startswith("adapter_")]
     if adapters:
@@ -242,7 +249,7 @@ def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
 
 
 def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) -> None:
-    """Raise UserError with the first five tensors that checkpoint and model do not share."""
+    """Raise UserError with the first five tensors that differ between checkpoint and model."""
     wanted = {name: tensor for part in spec.values() for name, tensor in part.items()}
     there = {name: place.tensor for name, place in stored.items()}
     every = [*wanted, *(name for name in there if name not in wanted)]
@@ -271,9 +278,10 @@ def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> N
 
 
 def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    """Yield a piece's memory as (offset in bytes, at most 64 MiB of bytes) for the caller to fill.
+    """Yield a piece's memory as (offset in bytes, block of at most 64 MiB) for the caller to fill.
 
-    For a device the caller fills a host buffer, which is copied when it asks for the next block.
+    For a piece on a device the block is a host buffer. It is copied to the device when the caller
+    asks for the next block.
     """
     import torch
 
@@ -302,10 +310,12 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
 def _from_rank_0(
     ranks: Ranks, patience: Patience, log: Log, work: Callable[[list[Renamed]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return what rank 0's work returned, as JSON keeps it; if it failed, raise on all ranks.
+    """Do `work` on rank 0 and return its result, sent as JSON, on all ranks.
 
-    The work appends what it renames to the list that it is given. `log` is called for that even if
-    the work fails afterwards.
+    If it fails, raise on all ranks.
+
+    work: appends what it renames to the list that is its argument
+    log: called for what was renamed, even if the work fails afterwards
     """
     renamed: list[Renamed] = []
     outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else {})
@@ -326,13 +336,13 @@ def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
 def _vote(
     ranks: Ranks, error: Exception | None, what: str, *, damage_is_answer: bool = False
 ) -> list[str]:
-    """Share the errors of all ranks, and raise on all ranks what they mean.
+    """Share the errors of all ranks and raise on all ranks if there are any.
 
-    error: this rank's
-    what: was being read
-    damage_is_answer: damage is returned and not raised
+    error: this rank's error
+    what: what was being read, for the message
+    damage_is_answer: whether descriptions of damage are returned and not raised
 
-    A stop ends the start whatever else has failed: the next start finds it again.
+    A stop comes before every other error: the next start will find that error again.
     """
     if error is not None and not isinstance(error, UserError):
         expected = isinstance(error, DamagedError | StoppedError)
@@ -361,7 +371,7 @@ def _vote(
 
 
 def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
-    """Return the damage that a check finds."""
+    """Return the damage that a check finds, or None."""
     try:
         check(*args, **kwargs)
     except DamagedError as error:

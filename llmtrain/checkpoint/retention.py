@@ -2,8 +2,8 @@
 
 A checkpoint is deleted in three steps: rename to `.trash-300`, fsync the parent, delete. A kill in
 between leaves a name that is never read and that the next start deletes. The trap: only checkpoints
-whose own manifest names this run are deleted, and their order is the number in the name, never a
-time of the disk.
+whose own manifest names this run are deleted, and they are ordered by the number in the name, never
+by a time stamp of the disk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class Policy:
     """Which checkpoints are kept.
 
-    keep_last: so many of the newest
-    keep_every: those whose step is a multiple of it; 0 = none
-    keep_best: so many of those with the lowest held-out loss
+    keep_last: how many of the newest
+    keep_every: those whose step is a multiple of this number; 0 = none
+    keep_best: how many of those with the lowest held-out loss
     """
 
     keep_last: int
@@ -43,14 +43,14 @@ class Policy:
 
     @staticmethod
     def of(asked: CheckpointConfig) -> Policy:
-        """What a config keeps."""
+        """Return the policy that a config asks for."""
         return Policy(asked.keep_last, asked.keep_every, asked.keep_best)
 
 
 def clean(root: Path) -> list[str]:
     """Delete what an earlier process left unfinished. Returns the names.
 
-    For rank 0, at the start, which holds the run's lock. What cannot be deleted is logged.
+    Called by rank 0 at the start, while it holds the run's lock. What cannot be deleted is logged.
     """
     left = [one for one in form.names(root) if _PARTIAL.fullmatch(one) or _TRASH.fullmatch(one)]
     return _delete(root, left)
@@ -64,10 +64,12 @@ def remove_partials(root: Path) -> None:
 
 
 def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> list[str]:
-    """Delete what the policy does not keep. Returns the names. For rank 0, after a commit.
+    """Delete what the policy does not keep. Returns the names. Called by rank 0 after a commit.
 
-    `resumed_from` is the name that this start resumed from, or None. It is kept until two newer
-    ones are committed. What cannot be deleted is logged and tried again at the next call.
+    resumed_from: name of the checkpoint that this start resumed from, or None; it is kept until two
+        newer ones are committed
+
+    What cannot be deleted is logged and tried again at the next call.
     """
     own = {
         step: name
@@ -124,10 +126,12 @@ def loss_in(state: Mapping[str, Any]) -> float | None:
 def space_needed(
     root: Path, policy: Policy, steps: int, checkpoint_bytes: int, run_id: str | None = None
 ) -> int:
-    """Return how many bytes must be free for a run of `steps`.
+    """Return how many bytes must be free for the checkpoints of a run of `steps`.
 
-    They are for the checkpoints that the policy keeps, one being written and one being deleted,
-    less those of this run (None: of any run) that exist already; at least for one checkpoint.
+    It counts the checkpoints that the policy keeps, one being written and one being deleted. It
+    subtracts those of the run that exist already, and returns the bytes of at least one checkpoint.
+
+    run_id: None = subtract those of any run
     """
     return _missing(root, policy, steps, run_id) * checkpoint_bytes
 
@@ -149,9 +153,9 @@ def check_space(
     checkpoint_files: int,
     run_id: str | None = None,
 ) -> None:
-    """Raise UserError if the disk has no room for the policy, with what is needed and what is free.
+    """Raise UserError, with what is needed and what is free, if the disk has too little room.
 
-    Counts bytes and, where the file system has a limit, files. `root` need not exist yet.
+    Counts bytes and, if the file system has a limit, files. `root` need not exist yet.
 
     run_id: as in `space_needed`
     """
@@ -180,7 +184,7 @@ def size(count: float) -> str:
 
 
 def _is_of_run(path: Path, run_id: str) -> bool:
-    """Whether an intact manifest names this run; retention must not delete anything else."""
+    """Whether an intact manifest names this run. Retention must not delete anything else."""
     try:
         return not path.is_symlink() and form.load(path).run_id == run_id
     except (form.DamagedError, form.OtherFormatError, OSError) as error:
@@ -189,7 +193,7 @@ def _is_of_run(path: Path, run_id: str) -> bool:
 
 
 def _loss(path: Path) -> float | None:
-    """Return the held-out loss of a checkpoint; None if it has none that can be read."""
+    """Return the held-out loss of a checkpoint; None if there is none or it cannot be read."""
     try:
         return loss_in(form.state(path))
     except (form.DamagedError, OSError) as error:
@@ -211,7 +215,7 @@ def _to_trash(root: Path, name: str) -> bool:
 
 
 def _delete(root: Path, found: Iterable[str]) -> list[str]:
-    """Delete directories. Returns those that were deleted."""
+    """Delete directories. Returns the names of those that were deleted."""
     gone = []
     for name in found:
         try:
@@ -225,9 +229,9 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
 
 
 def _missing(root: Path, policy: Policy, steps: int, run_id: str | None) -> int:
-    """Return for how many checkpoints the run still needs room.
+    """Return the number of checkpoints for which the run still needs room.
 
-    Another run's checkpoints do not count: they will not be deleted for this one.
+    Checkpoints of another run are not subtracted: they will not be deleted for this one.
     """
     there = [
         name

@@ -1,8 +1,8 @@
-"""Reads again when the disk does not answer, until a stop is asked for.
+"""Retries reading when the disk does not answer, unless a stop is asked for.
 
-There are three tries within half a minute: the second soon, since many a hiccup of a network file
-system is short, and the third much later. Damage is not a failure of the disk and is not tried
-again.
+There are three tries within half a minute: the second one soon, since many failures of a network
+file system are short, and the third one much later. Damage is not a failure of the disk and is not
+retried.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def never() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often a disk is asked.
+    """How reading is retried.
 
-    stopping: returns why reading must end, or None
+    stopping: returns the reason of a stop, or None
     wait: sleeps for a number of seconds
     """
 
@@ -48,9 +48,9 @@ class Patience:
     wait: Callable[[float], object] = time.sleep
 
     def retry(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work`, which has three tries if the disk does not answer.
+        """Return the result of `work`, which is tried up to three times if it raises OSError.
 
-        Raises OSError after the third try, StoppedError before any try if a stop was asked for.
+        Raises OSError after the third try, StoppedError before a try if a stop was asked for.
         """
         for pause in PAUSES:
             self.check_stop()

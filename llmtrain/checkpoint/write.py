@@ -1,11 +1,11 @@
 """Writes one checkpoint: partial directory → fsync → manifest → rename.
 
     begin    rank 0 makes `step-00000300.partial` with small files, headers and room; vote
-    pieces   each rank writes the ranges it holds, hashing on the way; no collective, any thread
+    pieces   each rank hashes and writes its own ranges; no collective, any thread
     commit   vote; rank 0 checks coverage, writes the manifest, renames; the outcome is broadcast
 
-The final name exists exactly if the checkpoint is complete. The trap: whatever fails on a rank is
-its failed vote and is not raised there, so that all ranks end together and alike.
+The final name exists only if the checkpoint is complete. The trap: an error of a rank is not raised
+there but becomes its failed vote, so that all ranks end the save together and with the same result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llmtrain.checkpoint.retention import remove_partials
 from llmtrain.safe_paths import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec
 
-BEAT_BYTES = 64 << 20  # written between two signs of life
+BEAT_BYTES = 64 << 20  # written between two heartbeats
 
 Error = TypeVar("Error", bound=BaseException)
 logger = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Begun:
     """A checkpoint that is being written.
 
     places: tensor → where it is
-    sizes: tensor file → its bytes
+    sizes: tensor file → its size in bytes
     extents: what `begin` wrote (rank 0's small files and headers)
-    started: on `time.perf_counter`
+    started: when `begin` was called, by `time.perf_counter`
     """
 
     root: Path
@@ -85,7 +85,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A save that failed: who failed, and how. The partial directory is gone."""
+    """A save that failed, with the failures of the ranks. The partial directory was removed."""
 
     failures: tuple[Failure, ...]
 
@@ -93,11 +93,13 @@ class Failed:
 def begin(
     root: Path, step: int, spec: Spec, small: Mapping[str, bytes], ranks: Ranks, run_id: str
 ) -> Begun | Failed:
-    """Make the partial directory and everything in it but the tensors' bytes.
+    """Create the partial directory and everything in it except the tensors' bytes.
 
-    `root` is the directory of checkpoints; `small` (file name → bytes) counts on rank 0 only. A
-    full disk shows here: the tensor files get their space at once. Collective; never raises for
-    what fails on a rank.
+    root: directory of checkpoints
+    small: file name → bytes of the other files; used on rank 0 only
+
+    The tensor files get their space here, so a full disk is noticed now. Collective. An error of a
+    rank is not raised: all ranks return Failed.
     """
     started = time.perf_counter()
     places: Mapping[str, Place] = {}
@@ -121,8 +123,8 @@ def begin(
 def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
     """Write this rank's ranges and make them durable. Returns what was written, with digests.
 
-    Talks to no other rank and may run in any thread. Raises OSError of the disk, and ValueError for
-    a piece that is not in the spec.
+    It does not wait for other ranks and may run in any thread. Raises OSError if the disk fails,
+    ValueError for a piece that is not in the spec.
     """
     own = list(pieces)  # views: nothing is copied
     share = sum(piece.data.nbytes for piece in own)
@@ -130,7 +132,7 @@ def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
 
 
 def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
-    """Do the same as `pieces` for what is divided into blocks. share: bytes of all blocks."""
+    """Do the same as `pieces` for data in blocks. share: bytes of all blocks together."""
     found: dict[str, tuple[Extent, ...]] = {}
     counted = _count(begun, blocks, share)
     before: Future[None] | None = None
@@ -138,7 +140,7 @@ def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
         descriptor, written = _write_ranges(begun.partial / file, group)
         found[file] = found.get(file, ()) + written
         disk.alive(f"fsync of {file} of step {begun.step}")
-        if before:  # the file before went to the disk while this one was copied
+        if before:  # the previous file was synced while this one was written
             before.result()
         before = processes.begin(partial(_sync, begun, file, descriptor), "fsync")
     if before:
@@ -149,10 +151,13 @@ def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
 def commit(
     begun: Begun, extents: Extents, error: BaseException | None, ranks: Ranks
 ) -> Committed | Failed:
-    """Make the checkpoint valid, if every rank wrote its part (`error`: this rank did not).
+    """Make the checkpoint valid if every rank has written its part.
 
-    Collective; never raises for what fails on a rank. If only the last fsync, that of `root`,
-    fails, the complete checkpoint stays, and the result is Failed: then the older ones are kept.
+    error: why this rank has not written its part, or None
+
+    Collective. An error of a rank is not raised: all ranks return Failed. That is also the result
+    if only the last fsync fails, that of `root`: the complete checkpoint stays, and so do the older
+    ones.
     """
     error = error or attempt(partial(faults.hit, "save.vote2", step=begun.step)).error
     vote = ranks.vote(_log_error(error, begun.step), form.canonical(extents))
@@ -169,7 +174,7 @@ def commit(
 
 
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
-    """Make the partial directory: small files, headers and room for the tensors, all durable."""
+    """Create the partial directory: small files, headers and room for the tensors, all synced."""
     _check_names(spec, small)
     if not root.is_dir():
         root.mkdir(parents=True)
@@ -198,7 +203,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
 
 
 def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
-    """Raise ValueError for a file name that reading would refuse, or that is there twice."""
+    """Raise ValueError for a file name that reading would refuse, or that is given twice."""
     wrong = [text for file in [*spec, *small] if (text := unsafe_name(file))]
     if twice := (spec.keys() | {form.MANIFEST}) & small.keys():
         wrong.append(f"{min(twice)} is written twice")
@@ -207,7 +212,7 @@ def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
 
 
 def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
-    """Return where a piece begins in its file, and its bytes: uint8, the memory itself.
+    """Return where a piece begins in its file, and a view of its memory as bytes (uint8).
 
     Raises ValueError if it is not in the spec.
     """
@@ -232,7 +237,7 @@ def _cut(begun: Begun, piece: Piece) -> Iterator[Block]:
 
 
 def _count(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]:
-    """Yield the same blocks, and beat now and then; where a fault is injected, half of a block."""
+    """Yield the same blocks, and beat now and then. The fault `short` cuts a block in half."""
     written = beaten = 0
     for block in blocks:
         written += block.data.nbytes
@@ -258,21 +263,24 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
                 hasher, length = xxh3_128(), 0
             if not length:
                 start = offset
-            hasher.update(block)  # first: the copy then reads it from the processor's cache
+            hasher.update(block)  # first: the write then reads it from the processor's cache
             disk.write_at(descriptor, block, offset)
             length += block.nbytes
     return descriptor, (*found, Extent(start, length, hasher.hexdigest()))
 
 
 def _sync(begun: Begun, file: str, descriptor: int) -> None:
-    """Do what `disk.durable` does, for the bytes of a rank."""
+    """Sync and close a file as `disk.durable` does, after the failpoint `save.fsync`."""
     with durable.close_on_error(descriptor):
         faults.hit("save.fsync", step=begun.step, path=begun.partial / file)
     disk.durable(descriptor)
 
 
 def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
-    """Check that all was written, write the manifest, rename (rank 0). Returns bytes on disk."""
+    """Check that everything was written, write the manifest and rename the directory.
+
+    Called on rank 0. Returns the size of the checkpoint in bytes.
+    """
     files = _entries(begun, bodies)
     for name, entry in files.items():
         size = form.regular_size(begun.partial, name)
@@ -295,7 +303,7 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
 
 
 def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
-    """Return what `begin` and all ranks wrote, by file."""
+    """Return the files of the checkpoint, with what `begin` and all ranks wrote of each."""
     found = {file: list(extents) for file, extents in begun.extents.items()}
     for body in bodies:
         for file, extents in json.loads(body).items():
@@ -309,7 +317,7 @@ def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
 
 
 def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks) -> Failed:
-    """Remove the partial directory after a failed vote; what is left, a later save removes."""
+    """Remove the partial directory after a failed vote. A later save removes what is left."""
     if ranks.rank == 0:
         try:
             shutil.rmtree(root / form.partial_name(step))

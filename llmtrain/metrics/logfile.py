@@ -41,7 +41,7 @@ class LogFile:
         _quiet_libraries()
 
     def open(self, path: Path) -> None:
-        """Write to `path` from now on, first the lines that were kept in memory."""
+        """Write to `path` from now on, beginning with the lines that were kept in memory."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _File(path, encoding="utf-8")
         self._file.setFormatter(_Formatter(self._hide))
@@ -52,7 +52,7 @@ class LogFile:
 
     @property
     def descriptor(self) -> int:
-        """The number of the open file, for writers that do not use Python's logging."""
+        """File descriptor of the open log file, for writers that do not use Python's logging."""
         stream = self._file.stream if self._file is not None else None
         assert stream is not None, "the file is open"
         return stream.fileno()
@@ -85,7 +85,7 @@ def _asked_level() -> int:
 
 
 class _Formatter(logging.Formatter):
-    """Formats without secrets: a library may log an address or its arguments."""
+    """Formats lines and hides secrets in them: a library may log an address or its arguments."""
 
     def __init__(self, hide: secrets.Hide) -> None:
         super().__init__(_FORMAT)
@@ -96,9 +96,9 @@ class _Formatter(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A log file that is made again if somebody deletes it, while the run directory exists.
+    """A log file that is created again if it is deleted while the run directory exists.
 
-    Under the same descriptor, since stack dumps are written to that without Python's help.
+    It keeps its descriptor, since stack dumps are written to that without Python's logging.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -109,7 +109,7 @@ class _File(logging.FileHandler):
     def _make_again(self, descriptor: int) -> None:
         path = Path(self.baseFilename)
         try:
-            path.parent.mkdir(exist_ok=True)  # without parents: the next save makes the directory
+            path.parent.mkdir(exist_ok=True)  # not the run directory: the next save creates that
             new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError:
             return  # later lines go to the deleted file

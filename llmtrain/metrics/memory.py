@@ -1,6 +1,6 @@
 """The peak memory of a process, and the memory of the host.
 
-On a GPU that is the memory which torch allocated, on a CPU the resident memory.
+The memory of a process is what torch allocated on a GPU, and the resident memory on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def peak_bytes(device: torch.device) -> int:
     """Return the peak since `reset_peak`; where it is not known, the bytes in use now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not every kernel has both files, and a peak that was never reset covers the time before, too.
+    # Not every kernel has both files. A peak that cannot be reset would include earlier work.
     if not os.access(_REFERENCES, os.W_OK) or not _STATUS.is_file():
         return resident_bytes()
     lines = _STATUS.read_text().splitlines()
@@ -41,14 +41,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory."""
+    """Return the bytes of this process's resident memory."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine, or what control groups allow this process of it."""
+    """Return the memory of this machine, or less if control groups limit this process."""
     import psutil
 
     there = int(psutil.virtual_memory().total)
@@ -57,7 +57,7 @@ def host_bytes() -> int:
 
 
 def free_host_bytes() -> int:
-    """Return the free memory of this machine, within what control groups allow this process."""
+    """Return the free memory of this machine, or less if control groups limit this process."""
     import psutil
 
     free, limit = int(psutil.virtual_memory().available), limit_bytes()

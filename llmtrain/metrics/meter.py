@@ -30,7 +30,7 @@ class Decides(Protocol):
     """What the meter needs of `training.run.due.Due`."""
 
     def learn(self, numbers: Numbers) -> None:
-        """Receive a step's numbers before anybody else."""
+        """Receive a step's numbers, before anything else does."""
         ...
 
     def anything(self, step: int) -> bool:
@@ -66,7 +66,7 @@ class Meter:
         self._learning_rate = learning_rate
         self._world_size = world_size
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
-        # Sources of an earlier start stay counted, also when the config has others now.
+        # Sources of an earlier start stay counted, even if the config no longer has them.
         self.sources = {**sources, **{label: sources.get(label, 0) for label in self._labels}}
         self.stream_digest = stream_digest
         self.step_seconds = 0.0  # of the last step whose numbers have arrived
@@ -95,7 +95,7 @@ class Meter:
         self._pending.append(_Sent(self._step, packed, seconds, self._started, arrived))
 
     def receive(self, step: int, due: Decides) -> Iterator[Numbers]:
-        """Yield the numbers of the step before, and those of `step` if anything is due at it.
+        """Yield the numbers of the previous step, and those of `step` if anything is due at it.
 
         Raises DataFailedError, on all ranks, for a step in which a rank had no data.
         """

@@ -1,10 +1,10 @@
-"""Shows how far a run is: one moving line on a terminal, plain lines elsewhere.
+"""Shows the progress of a run: one moving line on a terminal, plain lines elsewhere.
 
     step 1,240/5,000 ━━━━━ 25 %  loss 3.412 ▼  12.4 k tok/s  wait 0.3 %  left 2 h 10 m
 
 Elsewhere (a batch queue, CI) each line of `metrics.jsonl` is shown as one line of `key=value`,
 without control characters. The trap: the loop calls `training` at every step, so a call that draws
-nothing must cost nothing: it looks at the clock and returns.
+nothing must cost almost nothing: it reads the clock and returns.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_DRAWS = 0.25
 _BAR = 5
-# All control characters but the newline, and those that turn the direction of writing: a sample or
-# a path must not move somebody's cursor.
+# All control characters except the newline, and those that change the direction of writing: a
+# sample or a path must not move the cursor of a terminal.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class Progress:
-    """Shows a run on `stream`; on None (ranks > 0) it shows nothing.
+    """Shows a run on `stream`; shows nothing if that is None (ranks > 0).
 
-    steps: of the whole run; must be set before the first step is shown
+    steps: number of steps of the whole run; must be set before the first step is shown
 
-    A stream that breaks (its terminal was closed) is not written to again; the run continues.
+    If writing to the stream fails (its terminal was closed), it is not used again. The run
+    continues.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Progress:
         self._checkpoint = step
 
     def note(self, text: str) -> None:
-        """Print lines of text above the moving one."""
+        """Print lines of text, above the moving line."""
         if self._stream is not None:
             self._print(_CONTROL.sub(" ", text))
 
@@ -144,7 +145,7 @@ class Progress:
         return parts
 
     def _trend(self, loss: float) -> str:
-        """Return an arrow: the loss against a slow mean of those shown before."""
+        """Return an arrow that compares the loss with a slow mean of the losses shown before."""
         before = self._shown_loss
         if loss != loss:
             return ""
@@ -154,7 +155,7 @@ class Progress:
         return " ▼" if loss < before else " ▲"
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """Estimate the rest from the pace of this start, evaluations and saves included."""
+        """Estimate the remaining time from the speed of this start, with evaluations and saves."""
         if self._first is None or step <= self._first[0]:
             return None
         return (now - self._first[1]) / (step - self._first[0]) * max(0, self.steps - step)
@@ -174,7 +175,7 @@ class Progress:
             self._guard(lambda: print(text, file=self._stream, flush=True))
 
     def _guard(self, call: Callable[[], Any]) -> Any:
-        """Call a function that writes; if the terminal is gone, stop showing and go on training."""
+        """Call a function that writes. If the terminal is gone, nothing more is written to it."""
         try:
             return call()
         except (OSError, ValueError) as error:  # ValueError: the file object was closed
@@ -203,8 +204,8 @@ def _open_live(stream: TextIO | None) -> Live:
     from rich.console import Console
     from rich.live import Live
 
-    # No refresh thread (we say when to draw), and nobody's stdout or stderr is replaced. The
-    # console itself reads NO_COLOR.
+    # There is no refresh thread, since `_draw` decides when to draw, and stdout and stderr are not
+    # replaced. The console itself reads NO_COLOR.
     console = Console(file=stream, force_terminal=True)
     live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
     live.start()
@@ -225,7 +226,7 @@ def _wait_share(numbers: Numbers) -> float:
 
 
 def _number(value: float) -> str:
-    """Format a number with four significant digits, as many as a person compares."""
+    """Format a number with four significant digits, which are enough to compare by eye."""
     return f"{value:.4g}"
 
 

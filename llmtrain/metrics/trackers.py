@@ -1,9 +1,9 @@
 """TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 only.
 
 Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`. Ids are kept in
-`trackers.json`, so a resumed run continues the same tracker run. The trap: a tracker is somebody
-else's service. Whatever it raises is one event of the run. It is tried again every 100 logs, and it
-never ends the run.
+`trackers.json`, so a resumed run continues the same tracker run. The trap: a tracker is an outside
+service. Its exceptions must never end the run: a failure is reported as one event, and the tracker
+is tried again every 100 logs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 class _Guarded:
-    """One tracker whose failures are events."""
+    """One tracker, whose failures are reported as events and not raised."""
 
     def __init__(self, name: Name, open_tracker: Callable[[], Tracker], report: Report) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class _Guarded:
         self._report = report
         self._tracker: Tracker | None = None
         self._failing = False
-        self._to_skip = 0  # logs before the next try: asking a dead service costs time
+        self._to_skip = 0  # logs to skip before the next try: calling a dead service costs time
 
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._to_skip:
@@ -78,7 +78,7 @@ class _Guarded:
     def _works(self, call: Callable[[], object]) -> bool:
         try:
             call()
-        except Exception as error:  # the edge to a foreign service: anything may come back from it
+        except Exception as error:  # an outside service may raise anything
             _log.warning("tracker %s failed", self._name, exc_info=True)
             self._to_skip = RETRY_EVERY - 1
             if not self._failing:
@@ -97,7 +97,7 @@ class Trackers:
         self._hide = hide
 
     def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
-        """Send the content of a line of `metrics.jsonl`: its numbers, and the text of a sample."""
+        """Send a line of `metrics.jsonl` to every tracker: its numbers, and a sample's text."""
         flat = _flat(kind, fields)
         values = {k: self._hide(v) if isinstance(v, str) else v for k, v in flat.items()}
         if values:
@@ -105,7 +105,7 @@ class Trackers:
                 tracker.log(values, step)
 
     def close(self) -> None:
-        """Close every tracker; a failure is an event."""
+        """Close every tracker. A failure is reported as an event."""
         for tracker in self._trackers:
             tracker.close()
 
@@ -129,11 +129,11 @@ def open_trackers(
     """Open the trackers of a run, or continue those that an earlier start opened.
 
     ids_file: in the run directory; TensorBoard and Weights & Biases write to that directory, too
-    step: the last finished one; TensorBoard forgets what an earlier start wrote after it
+    step: the last finished step; TensorBoard drops what an earlier start wrote after it
+    report: called as report(event, detail) for a failure and for a recovery
 
-    report(event, detail) is called for a failure and for a recovery. After `Accelerator()` only:
-    accelerate's trackers ask its process state. Raises UserError for a missing package or a broken
-    `ids_file`, RunError (74) when that cannot be written.
+    May be called only after `Accelerator()`, whose process state accelerate's trackers need. Raises
+    UserError for a missing package or a broken `ids_file`, RunError (74) if that cannot be written.
     """
     check_installed(names)
     ids, run_dir = _ids(names, ids_file), ids_file.parent
@@ -150,10 +150,11 @@ def open_trackers(
 
 
 def _ids(names: Sequence[Name], path: Path) -> dict[str, str]:
-    """Return one id for each tracker, kept or new.
+    """Return one id for each tracker, from an earlier start or new.
 
-    New ones are written before their first use, so that a kill in between makes no second tracker
-    run. Raises UserError for a file that is not ours, RunError (74) when the disk refuses.
+    New ids are written before their first use, so that after a kill in between the next start does
+    not open a second tracker run. Raises UserError if the file is not one of ours, RunError (74) if
+    it cannot be written.
     """
     kept = _kept(path)
     ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
@@ -181,10 +182,10 @@ def _kept(path: Path) -> dict[str, str]:
 def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> Tracker:
     from accelerate.tracking import TensorBoardTracker
 
-    # purge_step: what a killed start logged after the checkpoint is drawn by the redone steps.
+    # purge_step: drop what a killed start logged after the checkpoint; redone steps log it again.
     tracker: Tracker = TensorBoardTracker("tensorboard", str(run_dir), purge_step=step + 1)
     tracker.start()
-    # As text: TensorBoard's form for hyperparameters would add a run to its list at every start.
+    # As text, because TensorBoard's hyperparameters would add a run to its list at every start.
     text = json.dumps(config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
     tracker.log({"config": f"    {text}"}, step=step)
     return tracker
@@ -207,7 +208,7 @@ def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> Tracke
 
 
 def _flat(prefix: str, fields: Mapping[str, object]) -> dict[str, Any]:
-    """Flatten to `kind/field`, nested fields to `kind/field/name`: numbers, and a sample's text."""
+    """Return numbers and a sample's text by `kind/field`, nested ones by `kind/field/name`."""
     flat: dict[str, Any] = {}
     for key, value in fields.items():
         name = f"{prefix}/{key}"

@@ -1,7 +1,7 @@
 """Reads a run directory into tables: the final history of the run, without torch.
 
 `metrics.jsonl` is only appended to. After a resume it has the lines of redone steps twice, and
-lines of steps that were lost. A start goes back to its own step:
+lines of steps that were lost. Each start line has the step that the run went back to:
 
     start 0 · train 1 … train 178      killed
     start 100 · train 101 …            earlier lines of steps after 100 do not count, redone or not
@@ -37,7 +37,7 @@ class Tables:
 
     events and starts are those of all starts; the rest is the final history.
 
-    steps: of the whole run; None if the config does not say
+    steps: number of steps of the whole run; None if it is not known
     end: the `end` line of the last start; None while it runs
     """
 
@@ -57,7 +57,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A column of numbers in buckets: the middle step, low, mean and high of each."""
+    """A column of numbers in buckets, with the middle step, low, mean and high of each bucket."""
 
     steps: tuple[int, ...]
     low: tuple[float, ...]
@@ -67,12 +67,12 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """(step, mean) of each bucket."""
+        """The step and the mean of each bucket."""
         return list(zip(self.steps, self.mean, strict=True))
 
 
 def collect(run_dir: Path) -> Tables:
-    """Read a run directory. Raises UserError if it holds no `metrics.jsonl`."""
+    """Read a run directory. Raises UserError if it has no `metrics.jsonl`."""
     path = run_dir / contents.METRICS
     if not path.is_file():
         problem = Problem(
@@ -102,7 +102,11 @@ def collect(run_dir: Path) -> Tables:
 
 
 def final_history(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines that count, by step: the last of each kind; a start undoes later steps."""
+    """Return the lines of the final history, sorted by step.
+
+    Of several lines about the same thing at the same step the last one counts. A start removes the
+    lines of later steps.
+    """
     kept: dict[tuple[object, ...], Line] = {}
     for line in lines:
         if line["kind"] == "start":
@@ -120,7 +124,7 @@ def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
-    """Reduce points to at most `buckets`, each of as many points; few points stay as they are."""
+    """Reduce points to at most `buckets` of equal size; up to that many points stay as they are."""
     size = -(-len(points) // buckets) if points else 1
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     values = [[value for _, value in group] for group in groups]
@@ -149,7 +153,7 @@ def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:
 def _is_of_resident_memory(event: Line) -> bool:
     """Whether an event compares the plan with resident memory, much of which is not planned.
 
-    It is in the record for measurements, and says nothing to the reader of a report.
+    It is recorded for measurements and is of no use to the reader of a report.
     """
     return event.get("event") == "memory_compared" and event.get("device") == "cpu"
 
@@ -170,7 +174,7 @@ def _text(path: Path) -> str:
 
 
 def _steps(lines: list[dict[str, Any]], config: str) -> int | None:
-    """Return the steps of the whole run in the last start: `training.steps` may change."""
+    """Return the steps of the whole run, from the last start: `training.steps` may change."""
     import yaml
 
     for line in reversed(lines):
@@ -179,7 +183,7 @@ def _steps(lines: list[dict[str, Any]], config: str) -> int | None:
     try:
         value = yaml.safe_load(config)["training"]["steps"]
     except (yaml.YAMLError, KeyError, TypeError):
-        return None  # written by hand or damaged: the report does without
+        return None  # the config was written by hand or is damaged: the report leaves it out
     return value if isinstance(value, int) else None
 
 

@@ -25,7 +25,7 @@ _PURPLE = "#9b6ef3"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve of a figure. Short ones get a mark at each point."""
+    """One curve of a figure. A curve of few points gets a mark at each of them."""
 
     label: str
     colour: str
@@ -84,7 +84,7 @@ def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
     last = max(
         (series.curve.steps[-1] for plan in plans for series in _with_numbers(plan)), default=1
     )
-    # A little wider than the run, so that the marks at its ends are whole.
+    # A little wider than the run, so that the marks at its ends are not cut off.
     edges = (-0.01 * max(1, last), 1.01 * max(1, last))
     steps = Range1d(*edges, bounds=edges)
     document, roots = Document(), {}
@@ -110,7 +110,7 @@ def _figure(plan: Plan, steps: Range1d, restarts: tuple[int, ...]) -> Figure:
         y_range=DataRange1d(start=0) if plan.from_zero else DataRange1d(),
         x_axis_label="step",
         y_axis_label=plan.unit or None,
-        # No drag tool is on at first: on a telephone it would catch the finger that scrolls.
+        # No drag tool is active at first: on a phone it would prevent scrolling by finger.
         tools="pan,box_zoom,wheel_zoom,reset",
         active_drag=None,
         active_scroll=None,

@@ -28,7 +28,7 @@ _EVENTS = 200
 _TEXT_CHARACTERS = 4000
 _CONFIG_CHARACTERS = 100_000
 
-# Not set_log_level: it writes a line to the console itself, and so does level info.
+# Bokeh's set_log_level is not used: it writes a line to the console itself, and so does level info.
 _START = """
 "use strict";
 Bokeh.logger.set_level("error");
@@ -42,7 +42,7 @@ Bokeh.embed.embed_items({figures: figures.document}, [
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the report of a run and return its path (`report.html` in the run directory).
 
-    Raises UserError if the directory holds no run or the file cannot be written.
+    Raises UserError if the directory has no run or the file cannot be written.
     """
     path = out or run_dir / contents.REPORT
     page = render(collect(run_dir))
@@ -67,7 +67,7 @@ def render(tables: Tables) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"duration": duration, "compact": compact, "clip": _clip}
     environment.filters |= {"number": number, "count": count, "size": size, "when": when}
-    # The only texts that are not escaped: BokehJS, the lines above, and JSON without a bracket.
+    # Only BokehJS, `_START` and the JSON, which has no angle brackets, are not escaped.
     return environment.from_string(template).render(
         run=tables,
         state=str(tables.status.get("state", "unknown")),
@@ -122,10 +122,10 @@ def warnings(tables: Tables) -> list[str]:
 
 
 def _waiting_share(tables: Tables) -> float:
-    """Return the share of the time that all steps, logged or not, have waited for data.
+    """Return the share of the time for which the steps, logged or not, waited for data.
 
-    The first step of a start, which has a line of its own, is left out: it opens the stream, and
-    more workers would not make that shorter.
+    The first step of each start, which always has a line of its own, is left out: it opens the
+    stream, and more workers would not make that shorter.
     """
     first = {start["step"] + 1 for start in tables.starts}
     lines = [line for line in tables.train if line["step"] not in first]
@@ -208,7 +208,7 @@ def when(value: object) -> str:
 
 
 def _figure(plan: Plan, drawn: Drawn) -> dict[str, Any]:
-    """Return what the template needs for a figure: its place, and its numbers as tables."""
+    """Return what the template needs for a figure: ids and titles, and its numbers as tables."""
     tables = []
     for series in plan.series:
         if series.curve.steps:
@@ -239,7 +239,7 @@ def _json(drawn: Drawn) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return a policy by which nothing is loaded and only these scripts run."""
+    """Return a content security policy: nothing is loaded and only these scripts run."""
     hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in hashes)
     return (
