@@ -212,7 +212,7 @@ def model_keywords(
     The arguments are those of `LossModule`. There is never an attention_mask: with one, documents
     would no longer be hidden from each other.
     """
-    keywords: dict[str, Any] = {"use_cache": False}  # a cache makes it ignore documents
+    keywords: dict[str, Any] = {"use_cache": False}  # with a cache it would ignore documents
     if position_ids is not None:
         keywords["position_ids"] = position_ids
     if cu_seq_lens is not None:

@@ -104,7 +104,7 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to report them by name below
+            ignore_mismatched_sizes=True,  # they are reported below, with their names
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         expected = f"a model directory with whole safetensors: {first_line(error)}"

@@ -195,7 +195,7 @@ def _make_zero(
 
 @contextmanager
 def own_environment() -> Iterator[None]:
-    """Let a single process be a group by variables, and restore os.environ at the end.
+    """Set variables that make a single process a group, and restore os.environ at the end.
 
     For FSDP2 and ZeRO a single process needs a rendezvous too. Also, accelerate writes its settings
     to os.environ, where a child or a second run in this process would take them for a launch.
@@ -207,7 +207,8 @@ def own_environment() -> Iterator[None]:
             port = probe.getsockname()[1]
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # or accelerate does
+        # Without this accelerate chooses the number of threads.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         yield
     finally:

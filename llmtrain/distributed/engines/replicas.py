@@ -55,7 +55,7 @@ def unequal(names: Sequence[str], held: Sequence[Tensor], replicas: int) -> dict
     world_size = dist.get_world_size()
     shards = world_size // replicas
     sums = torch.stack([checksum(tensor) for tensor in held])
-    # The minimum is the complement of the largest complement, so one reduction finds both bounds.
+    # min(x) is ~max(~x), so one reduction finds the largest and the smallest sum.
     bounds = sums.new_full((shards, 2, len(sums)), _LEAST)
     bounds[dist.get_rank() % shards] = torch.stack([sums, ~sums])
     dist.all_reduce(bounds, dist.ReduceOp.MAX)

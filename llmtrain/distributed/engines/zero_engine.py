@@ -78,7 +78,7 @@ class DeepSpeedEngine:
         return evaluating(self._engine)
 
     def clear(self) -> None:
-        """Drop all gradients by a step that DeepSpeed skips. Collective."""
+        """Make a step that DeepSpeed skips, which drops all gradients. Collective."""
         self._engine.set_gradient_accumulation_boundary(True)
         with overflowing(self._zero):
             self._engine.step()

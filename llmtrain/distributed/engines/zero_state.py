@@ -25,7 +25,8 @@ from llmtrain.distributed.engines import state
 from llmtrain.types import Piece, Spec
 
 Kind = Literal["partitions", "bf16", "fragments"]
-# The attribute of the masters in DeepSpeed's optimizers: stage 3; stage 1 in bf16; other 1 and 2.
+# The attribute with the masters in each of DeepSpeed's optimizers. "partitions" is stage 3, "bf16"
+# is stage 1 in bf16, "fragments" is any other stage 1 or 2.
 _MASTERS: dict[Kind, str] = {
     "partitions": "fp32_partitioned_groups_flat",
     "bf16": "fp32_groups_flat_partition",

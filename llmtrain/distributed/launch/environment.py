@@ -204,7 +204,7 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
     elif asked == "hsdp":
         on_a_node = number(env, "LOCAL_WORLD_SIZE") or 1
         mesh = named_mesh(env) or (world_size(env) // on_a_node, on_a_node)
-        if named_mesh(env) is None or mesh[0] == 1:  # else parallelism_config is the problem
+        if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
             yield from one_sided("distributed.strategy", mesh, "hsdp")
 
 

@@ -149,7 +149,8 @@ def memory(
     states = model_states(shape, layout.strategy, work.precision, hardware)
     micro = layout.micro_batch_size
     head = head_bytes(shape, work, layout)
-    again = max(0, micro * saved.recomputed - head)  # begins when the head's memory is free again
+    # Recomputed activations are needed only when the head's memory is free again.
+    again = max(0, micro * saved.recomputed - head)
     resident = 0 if layout.strategy in OFFLOADS else 1
     parts = {
         "parameters": resident * states.parameters + shape.buffers,

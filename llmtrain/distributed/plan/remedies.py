@@ -89,7 +89,10 @@ def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
 
 
 def _scale(saved: Saved, share: float) -> Saved:
-    """Scale saved activations, which grow linearly with the tokens, attention's too."""
+    """Return saved activations scaled to shorter blocks.
+
+    They grow linearly with the tokens, because attention keeps no matrix of T × T elements.
+    """
     one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
     return Saved(one, two, three, saved.casts)
 
