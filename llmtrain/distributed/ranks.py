@@ -1,7 +1,7 @@
-"""The processes of a run as a group, and what they exchange besides gradients.
+"""The processes of a run as a group, and their exchanges other than gradients.
 
-Bytes and votes go over the control group (gloo, so that they work beside a busy or broken device);
-the step's numbers are summed on the device itself. Nothing pickled is ever sent.
+Bytes and votes are sent over the control group, which uses gloo and therefore works while a device
+is busy or broken. The step's numbers are summed on the device itself. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmtrain.agreement import count_votes
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.types import Vote
 
-# What gloo and NCCL say when a peer is gone: bare RuntimeErrors out of whatever was called.
+# Messages of gloo and NCCL when a peer is gone. They arrive as plain RuntimeErrors from any call.
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -41,7 +41,7 @@ class Group:
         self.world_size = dist.get_world_size()
 
     def gather(self, body: bytes) -> list[bytes]:
-        """Every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
+        """Return every rank's body at rank 0, in the order of ranks; elsewhere an empty list."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(body)]), group=self._group)
         longest = max(int(size) for size in sizes)
@@ -53,7 +53,7 @@ class Group:
         return [_bytes(part)[: int(size)] for part, size in zip(parts or [], sizes, strict=False)]
 
     def broadcast(self, body: bytes) -> bytes:
-        """Rank 0's body on every rank."""
+        """Return rank 0's body on every rank."""
         size = torch.tensor([len(body)])
         dist.broadcast(size, src=0, group=self._group)
         data = _tensor(body) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
@@ -62,7 +62,7 @@ class Group:
         return _bytes(data)
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Say whether this rank failed, and learn who did."""
+        """Tell all ranks this rank's error and return theirs."""
         return count_votes(self, error, body)
 
     def highest(self, value: int) -> int:
@@ -81,7 +81,7 @@ def _bytes(data: torch.Tensor) -> bytes:
 
 
 def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:
-    """The step's reduction: add up `vector` over all ranks, in place, on its own device."""
+    """Sum `vector` over all ranks in place, on its own device, and return it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(vector)
     return vector
@@ -95,7 +95,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def peer_lost(error: BaseException) -> RunError:
-    """What a person reads when another process is gone."""
+    """Return the error that reports a lost process."""
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return RunError(
         f"a peer process is gone: {first_line}",

@@ -1,17 +1,17 @@
-"""One attention function for every model whose attention is plain and causal: `llmtrain`.
+"""`llmtrain`: one attention function for every model whose attention is plain and causal.
 
-transformers finds it by name and, as no mask function has that name, builds no mask tensor. It
-takes the kernel from what it is given:
+transformers finds the function by its name. As no mask function has that name, transformers builds
+no mask tensor. The kernel depends on the arguments:
 
     documents    device and dtype       kernel
     none         any                    SDPA with is_causal
     given        CUDA, bf16 or fp16     varlen_attn, all documents of the micro-batch at once
-    given        else                   SDPA with is_causal, once a document: exact, Σ len²
+    given        other                  SDPA with is_causal, once a document: exact, Σ len²
 
 Models with sliding windows, sinks, soft caps or masks of their own keep transformers' attention,
-which hides documents from each other where `position_ids` restart. The traps: it does so only
-without a cache and without an `attention_mask`; and our function uses neither, so a model gets it
-only after `install` has compared the two.
+which hides documents from each other where `position_ids` restart. It does so only without a cache
+and without an `attention_mask`. Our function supports neither, so a model uses it only after
+`install` has compared the two.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 NAME = "llmtrain"
-_TRIED = "llmtrain_tried"  # while a model is examined
+_TRIED = "llmtrain_tried"  # registered while a model is examined
 _TRIED_TOKENS = 8
-# What transformers' models pass on that changes nothing here: positions are in q and k already.
+# Keywords of transformers' models that have no effect here: q and k include positions already.
 _MEANINGLESS = {"position_ids", "position_embeddings", "layer_idx", "num_items_in_batch"}
 _DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
@@ -40,15 +40,15 @@ _log = logging.getLogger(__name__)
 
 
 def install(model: PreTrainedModel, seq_len: int, *, compare: bool = True) -> str:
-    """Let the model use our function if it computes what the model's own attention computes.
+    """Let the model use our function if it computes the same as the model's own attention.
 
     model: on the CPU in fp32.
     seq_len: positions of a block.
-    compare: whether logits are compared, which those of fake tensors cannot be. All else is looked
-        at in any case: of 26 architectures none was given another attention without logits.
+    compare: whether to compare logits, which is not possible on fake tensors. The other checks are
+        always made. For 26 architectures the choice was the same without logits.
 
-    Returns the name of what it uses now: `llmtrain`, or transformers' `sdpa` or `eager`, with the
-    reason in the log.
+    Returns the name of the attention that the model uses now: `llmtrain`, or transformers' `sdpa`
+    or `eager`, in which case the reason is logged.
     """
     AttentionInterface.register(NAME, attention)
     reason = _why_not(model, seq_len, compare=compare)
@@ -61,14 +61,14 @@ def install(model: PreTrainedModel, seq_len: int, *, compare: bool = True) -> st
 
 
 def use(model: PreTrainedModel, name: str) -> None:
-    """Let a model, which may be on meta, use the attention that `install` chose for its equal."""
+    """Let a model, which may be on meta, use the attention that `install` has returned for it."""
     AttentionInterface.register(NAME, attention)
     if name == NAME:
         model.set_attn_implementation(NAME)
 
 
 def backend(model: PreTrainedModel) -> str:
-    """The name of the attention function that the model uses."""
+    """Return the name of the attention function that the model uses."""
     name: str = model.config.get_text_config()._attn_implementation
     return name
 
@@ -87,12 +87,15 @@ def attention(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document, in the signature of transformers' interface.
+    """Compute causal attention inside each document, as a function for transformers' interface.
 
-    query (B, H, T, D) · key, value (B, H or a divisor, T, D) · cu_seq_lens_q (n + 1,) int32:
-    borders of the documents in the B·T positions, rows joined end to end; absent: each row is
-    one document · max_length_q: at least the longest document's length.
-    Returns (B, T, H, D). Raises OtherAttentionError for what it cannot compute.
+    query: (B, H, T, D).
+    key, value: (B, H or a divisor of it, T, D).
+    cu_seq_lens_q: (n + 1,) int32, borders of the documents in the B·T positions of the rows joined
+        end to end. Without it each row is one document.
+    max_length_q: at least the longest document's length.
+
+    Returns (B, T, H, D). Raises OtherAttentionError for an attention that it cannot compute.
     """
     heads = query, key, value
     borders: Tensor | None = keywords.get("cu_seq_lens_q")
@@ -114,7 +117,7 @@ def _refuse(
     longest: int,
     keywords: dict[str, Any],
 ) -> None:
-    """An error is better than a wrong number: whatever is not known to be harmless is refused."""
+    """Raise OtherAttentionError for every argument that is not known to have no effect."""
     causal = keywords.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise OtherAttentionError("it is not causal")
@@ -140,7 +143,7 @@ def _causal(heads: _Heads, dropout: float, scaling: float | None) -> Tensor:
 def takes_varlen(
     device: torch.device, dtype: torch.dtype, head: int, value_head: int, dropout: float
 ) -> bool:
-    """Whether torch's kernel for documents takes these heads. It has no dropout of its own."""
+    """Whether torch's kernel for documents supports these heads. It has no dropout."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout > 0:
         return False
     return head == value_head and head % 8 == 0 and head <= 256 and _has_flash(device)
@@ -148,13 +151,13 @@ def takes_varlen(
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether the device has flash attention, which is for Ampere and newer."""
+    """Whether the device supports flash attention, which needs Ampere or newer."""
     built = torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _dtype(query: Tensor) -> torch.dtype:
-    """What SDPA would compute in: under autocast q and k arrive in fp32 from the rotation."""
+    """Return the dtype of SDPA. Under autocast it differs from that of q and k, which are fp32."""
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -165,7 +168,7 @@ def _varlen(heads: _Heads, borders: Tensor, longest: int, scaling: float | None)
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, _ = heads
-    dtype = _dtype(query)  # autocast does not know this kernel
+    dtype = _dtype(query)  # autocast does not cast for this kernel
     q, k, v = (_in_a_row(one).to(dtype) for one in heads)
     out = varlen_attn(
         *(q, k, v, borders, borders, longest, longest),
@@ -177,12 +180,13 @@ def _varlen(heads: _Heads, borders: Tensor, longest: int, scaling: float | None)
 
 
 def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: float | None) -> Tensor:
-    """`split`, not slices: the backward of each slice would fill a tensor of the whole size.
+    """Compute the attention of one document after the other.
 
-    On CUDA it waits for the device once a layer, to read the borders.
+    It uses `split`, because the backward of a slice fills a tensor of the whole size. On CUDA it
+    waits for the device once a layer, to read the borders.
     """
     lengths = borders.diff().tolist()
-    # Of each document (len, H, D) → (1, H, len, D), a view.
+    # For each document a view: (len, H, D) → (1, H, len, D).
     q, k, v = (
         [document.transpose(0, 1)[None] for document in torch.split(_in_a_row(one), lengths)]
         for one in heads
@@ -194,7 +198,7 @@ def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: floa
 
 
 def _in_a_row(heads: Tensor) -> Tensor:
-    """(B, H, T, D) → (B·T, H, D): a view of the layout that projections have in memory."""
+    """Return (B, H, T, D) as (B·T, H, D), a view if the memory is laid out as by projections."""
     return heads.transpose(1, 2).flatten(0, 1)
 
 
@@ -203,11 +207,12 @@ def model_keywords(
     cu_seq_lens: Tensor | None = None,
     max_length: int | None = None,
 ) -> dict[str, Any]:
-    """What a transformers model takes, to hand it down to its attention; arguments: `LossModule`.
+    """Return the keywords that a transformers model passes on to its attention.
 
-    Never an attention_mask: its presence alone would show documents to each other again.
+    The arguments are those of `LossModule`. There is never an attention_mask: with one, documents
+    would no longer be hidden from each other.
     """
-    keywords: dict[str, Any] = {"use_cache": False}  # with a cache packing is ignored in silence
+    keywords: dict[str, Any] = {"use_cache": False}  # with a cache it would ignore documents
     if position_ids is not None:
         keywords["position_ids"] = position_ids
     if cu_seq_lens is not None:
@@ -217,12 +222,12 @@ def model_keywords(
 
 
 def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
-    """Find why the model must keep its own attention; empty: ours computes the same.
+    """Return why the model must keep its own attention; "" if ours computes the same.
 
-    Runs forwards on few tokens, with its own and with ours. They cannot show masks with a window or
-    chunks; so the mask functions that the model asks for are tried on `seq_len` positions.
+    It runs forwards on a few tokens with both. They are too short to show masks with a window or
+    chunks, so the mask functions that the model requests are tried on `seq_len` positions.
     """
-    if not type(model)._can_set_attn_implementation():  # private, but asking aloud is logged
+    if not type(model)._can_set_attn_implementation():  # private, but the public function logs
         return "it does not go through transformers' attention interface"
     own, training = backend(model), model.training
     handed_down: list[bool] = []
@@ -257,7 +262,10 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
 
 
 def _recording(handed_down: list[bool], *, split: bool) -> Callable[..., tuple[Tensor, None]]:
-    """Record each call. split: by documents, whose borders fake tensors do not know."""
+    """Return our attention, which also records for each call whether it was passed documents.
+
+    split: whether to use the documents. Fake tensors have no values for their borders.
+    """
 
     def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
         handed_down.append(keywords.get("cu_seq_lens_q") is not None)
@@ -269,7 +277,7 @@ def _recording(handed_down: list[bool], *, split: bool) -> Callable[..., tuple[T
 
 def _refuse_other_masks(seq_len: int) -> Callable[..., None]:
     def no_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> None:
-        with unset_fake_temporarily():  # its answers are real ones
+        with unset_fake_temporarily():  # the masks are computed on real tensors
             zero, count = torch.zeros((), dtype=torch.int64), torch.arange(seq_len)
             last_sees = mask_function(zero, zero, zero + seq_len - 1, count)
             first_is_seen = mask_function(zero, zero, count, zero)

@@ -1,7 +1,7 @@
-"""`model.config` or `model.from` → a transformers causal LM in fp32, ready to train.
+"""Build a transformers causal LM in fp32 from `model.config` or `model.from`, ready to train.
 
-Weights come from safetensors alone and code from transformers alone. A misspelt field of
-`model.config` is an error: transformers itself would keep it and build something else.
+Weights are read only from safetensors, and only transformers' own code is run. A misspelt field of
+`model.config` is an error, because transformers would accept it and build another model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmtrain.model.tokenizer import SpecialTokens
 
 
 def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any:
-    """The transformers config of the model, checked against the tokenizer and `seq_len`.
+    """Return the transformers config of the model, checked against the tokenizer and `seq_len`.
 
     Raises UserError with every problem found.
     """
@@ -38,9 +38,10 @@ def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any
 
 
 def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedModel:
-    """The model with random weights (from torch's global generator), or with those of `from`.
+    """Return the model with the weights of `from`, or with random ones.
 
-    Raises UserError for weights that do not fit, and for patterns of `model.freeze`.
+    Random weights use torch's global generator. Raises UserError for weights that do not fit, and
+    for patterns of `model.freeze` that cannot be applied.
     """
     if asked.from_ is None:
         return rebuild(config, asked)
@@ -50,21 +51,21 @@ def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedMo
 
 
 def stored_config(checkpoint: Path) -> Any:
-    """The transformers config in a checkpoint of ours. Raises UserError if it has its own code."""
+    """Return the config in one of our checkpoints. Raises UserError if it has its own code."""
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     untrusted.refuse_code(config, str(checkpoint))
     return config
 
 
 def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
-    """The model of a checkpoint of ours with random weights: they are filled in afterwards."""
+    """Return a model of this config with random weights. A checkpoint may be read into it later."""
     model = from_config(config)
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
 
 
 def skeleton(config: Any, asked: ModelConfig) -> PreTrainedModel:
-    """The same model on meta, for a rank that receives its weights from another."""
+    """Return the same model on meta, for a rank that receives its weights from another rank."""
     return _set_up(on_meta(config), asked)
 
 
@@ -76,7 +77,10 @@ def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
 
 
 def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
-    """Encoders have causal heads too: with their own attention the loss would mean nothing."""
+    """Raise UserError for a model whose positions see later ones.
+
+    Encoders have causal heads too, but with their attention the loss would have no meaning.
+    """
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     other = ids.clone()
     other[0, -1] = 0
@@ -100,7 +104,7 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # else a weight of another shape is not named; see below
+            ignore_mismatched_sizes=True,  # they are reported below, with their names
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         expected = f"a model directory with whole safetensors: {first_line(error)}"
@@ -125,7 +129,10 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
 
 
 def resolve_revision(path: str, revision: str | None) -> str | None:
-    """The commit that a Hub id's branch or tag points at now; None for a local directory."""
+    """Return the commit that a Hub id's branch or tag points at now; None for a local directory.
+
+    Raises UserError if the Hub does not have it or cannot be reached.
+    """
     if Path(path).is_dir():
         return None
     from huggingface_hub import HfApi
@@ -176,12 +183,12 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
         expected = f"fields that {model_type} accepts: {_in_a_line(error)}"
         raise UserError(named or Problem("model.config", None, expected)) from error
     if "is_decoder" not in given and field(config, "is_decoder") is False:
-        config.is_decoder = True  # BERT and its kin: causal attention
+        config.is_decoder = True  # for causal attention in BERT and similar models
     return config
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What the config classes of transformers raise for fields that they cannot take."""
+    """Return the errors of transformers' config classes for fields that they do not accept."""
     from huggingface_hub.errors import StrictDataclassError
 
     own = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -189,7 +196,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _refused_weights(error: Exception, path: str) -> Problem:
-    """The problem where transformers refuses the config of a directory or of a Hub model."""
+    """Return the problem of a directory or Hub model whose config transformers refuses."""
     file = Path(path) / "config.json"
     fields = json.loads(file.read_bytes()) if file.is_file() else {}
     if named := _refused_field(error, fields, f"{file}: "):
@@ -199,7 +206,7 @@ def _refused_weights(error: Exception, path: str) -> Problem:
 
 
 def _refused_field(error: Exception, fields: Mapping[str, Any], prefix: str) -> Problem | None:
-    """The field that transformers' own check of types refuses; None: another error."""
+    """Return the problem of the field that transformers' type check refuses, if it is the cause."""
     found = re.match(r"Validation error for field '(\w+)':", str(error))
     if found is None or found[1] not in fields:
         return None

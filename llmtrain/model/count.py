@@ -1,23 +1,24 @@
-"""Saved activations of a forward, counted on fake tensors: for any model that transformers builds.
+"""The saved activations of a forward, counted on fake tensors for any model of transformers.
 
 A copy of the model with one block and a copy with two, at full width, run forward under
-`FakeTensorMode`, which knows shapes and types and computes nothing. Whatever storage is still alive
-when only the graph is held is what the backward will need. The second copy's surplus is a block;
-where blocks are of several kinds all of them run instead.
+`FakeTensorMode`, which tracks shapes and types and computes nothing. Then only the autograd graph
+is kept, and the storages that are still alive are those that the backward needs. The difference
+between the two copies is one block. If blocks are of several kinds, all of them run instead.
 
-The trap is the device: the count is for an accelerator, but runs on the processor. The processor's
-attention has no dropout and no values of another width than its queries, and its dropout keeps four
-bytes an element. `_Accelerator` corrects that.
+The count is for an accelerator but runs on the CPU. Attention on the CPU has no dropout and
+requires values as wide as its queries, and dropout there keeps four bytes an element.
+`_Accelerator` corrects that.
 
-Head and loss are not in it. For `model.loss` as it is, t tokens, V entries, h hidden, on top of
-what is counted here, measured with the oracle of the tests:
+Head and loss are not included. With `model.loss`, t tokens, V entries and h hidden they need these
+bytes in addition, as measured with the tests' reference:
 
     fp32       max(12tV + 4th, 4tV + 4Vh + 8th)
     bf16       max(12tV + 2th, 2tV + 2Vh + 4th)
     autocast   max(12tV + 2th, 4Vh + 4th)         and the head's copy, which is in `casts`
 
-The second is the weight's gradient beside that of an earlier micro-batch. While blocks run back,
-the head's room is free again: the larger of head and `recomputed` counts, not their sum.
+The second term of max includes the gradient of the head's weight and that of an earlier
+micro-batch. The head's memory is free again while the backward of the blocks runs, so the larger of
+the head and `recomputed` counts, not their sum.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _known: dict[tuple[object, ...], Saved] = {}  # counts by everything they depend
 
 
 class CannotCountError(Exception):
-    """The model's code does not run on fake tensors: it asks for values, which they do not have."""
+    """The model's code fails on fake tensors, for example because it reads their values."""
 
 
 def count_saved(
@@ -63,7 +64,7 @@ def count_saved(
     checkpointing: str,
     freeze: Sequence[str] = (),
 ) -> Saved:
-    """What the forward of one sequence of `seq_len` tokens keeps for its backward.
+    """Return what the forward of one sequence of `seq_len` tokens keeps for its backward.
 
     arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast`.
     checkpointing: `none`, `selective` or `full`.
@@ -72,8 +73,8 @@ def count_saved(
     Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
     match nothing.
 
-    A count takes about half a second, and a process that plans several layouts of one model would
-    repeat it: the last counts are kept.
+    A count takes about half a second. The last counts are cached, because a process that plans
+    several layouts of one model needs the same count several times.
     """
     try:
         key = (
@@ -88,7 +89,7 @@ def count_saved(
         if key not in _known:
             if len(_known) == _MOST_KNOWN:
                 del _known[next(iter(_known))]
-            # of a copy: to build a model of a config changes fields of it
+            # building a model from a config changes its fields, so use a copy
             own = copy.deepcopy(model_config)
             _known[key] = _count(own, seq_len, arithmetic, checkpointing, freeze)
         return _known[key]
@@ -126,7 +127,7 @@ def _count(
 
 
 def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
-    """What `number` blocks keep, from what one and two do."""
+    """Return what `number` blocks keep, extrapolated from one block and two."""
     first = one.once + one.blocks
     block = two.once + two.blocks - first
     once = max(0, first - block)
@@ -139,8 +140,12 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
 
 
 def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
-    """The model as a run trains it. name: of its attention. frozen: names of parameters."""
-    # Not in fp32 and then `.to(bf16)`: fake parameters would keep their type.
+    """Return the model as a run trains it.
+
+    name: the name of its attention.
+    frozen: the names of its frozen parameters.
+    """
+    # Built in bf16 at once, since `.to(bf16)` does not change the type of fake parameters.
     model = from_config(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
     attention.use(model, name)
     for of, parameter in model.named_parameters():
@@ -149,10 +154,10 @@ def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreT
 
 
 def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:
-    """Run the decoder without its head, and look at what its graph keeps alive.
+    """Run the decoder without its head, and return what its graph keeps alive.
 
-    Then run the backward to the first block's input only: gradients of weights do not grow with the
-    tokens, and are planned elsewhere.
+    back: whether to run the backward too, for `recomputed`. It goes only to the first block's
+        input. Gradients of weights do not grow with the tokens, and are planned elsewhere.
     """
     live = _Live(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
@@ -166,9 +171,9 @@ def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool)
 
 
 def _forward(model: PreTrainedModel, seq_len: int) -> tuple[Node | None, Tensor]:
-    """The root of the graph alone: what only the output or the caller keeps alive is freed here.
+    """Return the root of the forward's graph and a tensor on meta that is like the output.
 
-    Returns with it a tensor on meta that is like the output.
+    All memory that the graph does not need is freed on return, the output's too.
     """
     ids = torch.zeros((1, seq_len), dtype=torch.int64)
     out: Tensor = model.base_model(ids, **attention.model_keywords())[0]
@@ -183,11 +188,11 @@ def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> No
 
 @contextmanager
 def _fake_tensors() -> Iterator[None]:
-    """`FakeTensorMode`, made to see what real tensors would see.
+    """Enter `FakeTensorMode`, with changes by which models behave as on real tensors.
 
     transformers finds out from the positions whether a row has several documents. For fake
-    positions it assumes so, and would build masks that no run has. Failures are raised, so they
-    are not logged.
+    positions it assumes so, and would build masks that no run has. Messages of fake tensors are
+    not logged, since their failures are raised.
     """
     own = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda _positions: None
@@ -201,7 +206,7 @@ def _fake_tensors() -> Iterator[None]:
 
 
 class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
-    """The product of a mixture's experts in fp32, which torch knows for bf16 alone on fakes."""
+    """The product of a mixture's experts in fp32; on fake tensors torch supports only bf16."""
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -212,9 +217,9 @@ class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
-    """Storages that operations made and that are still alive.
+    """The storages that operations have made and that are still alive.
 
-    first: where the graph enters the first block; None where nothing before it is trained.
+    first: the edge of the graph into the first block; None if nothing before it is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -223,7 +228,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
         self._known = self._weights | {b.untyped_storage()._cdata for b in model.buffers()}
         self._alive: dict[int, tuple[bool, int]] = {}
-        self._casts: dict[int, int] = {}  # copies of weights, apart from all else
+        self._casts: dict[int, int] = {}  # copies of weights, not in _alive
         self._in_block = False
         self._size = self._most = 0
 
@@ -257,25 +262,25 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self._size -= self._alive.pop(key)[1]
 
     def bytes_alive(self) -> tuple[int, int]:
-        """Bytes alive: those made outside of blocks, and those made inside."""
+        """Return the bytes that are alive: those made outside of blocks, and those made inside."""
         found = [0, 0]
         for in_block, size in self._alive.values():
             found[in_block] += size
         return found[0], found[1]
 
     def casts(self) -> int:
-        """Bytes of copies of weights."""
+        """Return the bytes of the copies of weights."""
         return sum(self._casts.values())
 
     def most(self, work: Callable[[], None]) -> int:
-        """The most bytes by which what is alive grows while something runs."""
+        """Return the most bytes by which living storages grow while `work` runs."""
         before = self._most = self._size
         work()
         return self._most - before
 
     @contextmanager
     def watching(self, repeated: Sequence[nn.Module]) -> Iterator[None]:
-        """Know when a block runs."""
+        """Record in this context when a block runs."""
         hooks = [one.register_forward_pre_hook(self._enter) for one in repeated]
         hooks += [one.register_forward_hook(self._leave) for one in repeated]
         yield
@@ -292,7 +297,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
 
 class _Accelerator(TorchFunctionMode):
-    """Attention and dropout keep what they would keep on an accelerator."""
+    """A mode in which attention and dropout keep what they would keep on an accelerator."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -313,7 +318,10 @@ def _attention(
     dropout_p: float = 0.0,
     **given: Any,
 ) -> Tensor:
-    """Without dropout, whose mask no kernel keeps, and with values as wide as the queries."""
+    """Run SDPA without dropout, and with values padded to the width of the queries.
+
+    No kernel keeps the mask of dropout.
+    """
     surplus = query.shape[-1] - value.shape[-1]
     out = F.scaled_dot_product_attention(
         query, key, F.pad(value, (0, surplus)) if surplus > 0 else value, attn_mask, **given
@@ -322,12 +330,12 @@ def _attention(
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """With a mask of a byte an element. In place is no different: the mask is what is kept."""
+    """Run a dropout that keeps a mask of one byte an element, as it also does in place."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
 def _alike(model_config: Any, repeated: Sequence[nn.Module]) -> bool:
-    """Whether all blocks keep the same: same code, same shapes, same entries in lists by layer."""
+    """Whether all blocks have the same code, shapes and values in the config's lists by layer."""
     described = model_config.get_text_config()
     number = len(repeated)
     lists = [
@@ -347,7 +355,7 @@ def _signature(block: nn.Module) -> tuple[object, ...]:
 
 
 def shorten(model_config: Any, number: int, count: int) -> Any:
-    """The config with fewer blocks, and its lists by layer shortened to match."""
+    """Return the config with `count` of its `number` blocks, and its lists by layer shortened."""
     short = copy.deepcopy(model_config)
     if count == number:
         return short

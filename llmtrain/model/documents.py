@@ -1,12 +1,12 @@
-"""Where the documents of a micro-batch begin, as the model takes it: positions and borders.
+"""The positions and borders of a micro-batch's documents, as arguments of the model.
 
-    starts         [0, 3] [0]         of two rows of five tokens
-    position_ids   0 1 2 0 1 · 0 1 2 3 4
-    cu_seq_lens    0 3 5 10           borders in the rows joined end to end
+    starts         [0, 3] [0]               two rows of five tokens
+    position_ids   [0 1 2 0 1] [0 1 2 3 4]
+    cu_seq_lens    0 3 5 10                 borders in the rows joined end to end
     max_length     5
 
-In numpy: torch would wake its threads for arrays of this size, which costs up to milliseconds where
-cores are busy.
+They are computed in numpy. torch would start its threads for arrays of this size, which takes up to
+milliseconds on busy cores.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from llmtrain.model.attention import NAME
 def document_tensors(
     starts: Sequence[np.ndarray], seq_len: int, name: str, device: torch.device
 ) -> dict[str, Any]:
-    """What `LossModule.forward` takes beside ids and labels, so that documents are hidden.
+    """Return the arguments of `LossModule.forward` that hide documents from each other.
 
-    starts: as in `Batch`, one array a row · name: the model's attention. position_ids (B, T) int64;
-    for `llmtrain` also cu_seq_lens (n + 1,) int32 and max_length. On CUDA copied without waiting.
+    starts: as in `Batch`, one array a row.
+    name: the model's attention.
+
+    The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
+    (n + 1,) int32, and max_length. Copies to CUDA do not wait for the device.
     """
     first, lengths = _flat(starts, seq_len)
     total = len(starts) * seq_len
@@ -40,12 +43,12 @@ def document_tensors(
 
 
 def round_up(longest: int, seq_len: int) -> int:
-    """Round up to a power of two, at most seq_len: kernels are chosen and compiled by it."""
+    """Round up to a power of two, at most seq_len, so that kernels see few different lengths."""
     return min(1 << (longest - 1).bit_length(), seq_len)
 
 
 def on(device: torch.device, array: np.ndarray) -> Tensor:
-    """The array on the device; the copy to CUDA waits for nothing."""
+    """Return the array on the device. A copy to CUDA does not wait for the device."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -53,6 +56,6 @@ def on(device: torch.device, array: np.ndarray) -> Tensor:
 
 
 def _flat(starts: Sequence[np.ndarray], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents begin in the rows joined end to end, and their lengths."""
+    """Return the starts and lengths of the documents in the rows joined end to end."""
     first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
     return first, np.diff(first, append=len(starts) * seq_len)

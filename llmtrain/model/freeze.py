@@ -1,4 +1,4 @@
-"""`model.freeze`: parameters that keep the values they begin with.
+"""`model.freeze`: parameters that are not trained and keep their initial values.
 
 A tied parameter has several names, and any of them freezes it.
 """
@@ -17,10 +17,10 @@ KEY = "model.freeze"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take the gradient from every parameter whose name matches one of the patterns (`*`, `?`).
+    """Set requires_grad to False for all parameters whose names match a pattern (`*`, `?`).
 
-    model: the bare one, also on meta. Raises UserError for each pattern that matches nothing, and
-    where nothing would be left to train.
+    model: the bare model, which may be on meta. Raises UserError for each pattern that matches
+    nothing, and if nothing would be left to train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     names = [name for name, _ in named]
@@ -37,6 +37,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def _no_match(pattern: str, names: Sequence[str]) -> Problem:
     near = difflib.get_close_matches(pattern.strip("*?."), names, n=3, cutoff=0.3)
-    inside = [name for name in names if pattern.strip("*?.") in name][:3]  # without its stars
+    inside = [name for name in names if pattern.strip("*?.") in name][:3]  # without stars
     shown = ", ".join(inside or near or names[:3])
     return Problem(KEY, pattern, "a pattern that matches a parameter's name", f"like {shown}")

@@ -1,7 +1,8 @@
-"""The module that is trained: a Hugging Face causal LM that returns its summed loss, nothing else.
+"""The module that is trained: a Hugging Face causal LM that returns only its summed loss.
 
-The sum, not the mean: the step divides once by the trained tokens of all micro-batches and ranks.
-A scalar, not logits: under mixed precision accelerate copies every output tensor to fp32.
+It is the sum, not the mean, because the step divides once by the trained tokens of all
+micro-batches and ranks. Logits are not returned, because under mixed precision accelerate copies
+every output tensor to fp32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from llmtrain.types import NOT_TRAINED
 
 
 class LossModule(nn.Module):
-    """Wraps a causal LM (`.model`); parameter names in files are those of `.model`."""
+    """A wrapper of a causal LM (`.model`). Parameter names in files are those of `.model`."""
 
-    # With these two, accelerate's wrapping by block finds the same units as in the bare model.
+    # By this and `base_model`, accelerate's wrapping by block finds the same units as in `.model`.
     base_model_prefix = "base_model"
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -44,10 +45,10 @@ class LossModule(nn.Module):
             each other.
         cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
             attention.
-        max_length: at least the longest document's; only for `llmtrain` attention.
+        max_length: at least the longest document's length; only for `llmtrain` attention.
 
-        Returns the summed cross-entropy in nats, () fp32; without labels the last position's
-        logits, (B, V) fp32, or with `all_logits` those of all, (B, T, V) fp32.
+        Returns the summed cross-entropy in nats, () fp32. Without labels it returns the logits of
+        the last position, (B, V) fp32, or with `all_logits` of all positions, (B, T, V) fp32.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length)
         logits: Tensor = self.model(input_ids, **keywords).logits
@@ -58,7 +59,7 @@ class LossModule(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The model's config, which accelerate asks the root module for."""
+        """The model's config, which accelerate reads from the root module."""
         return self.model.config
 
     @property
@@ -76,17 +77,17 @@ class LossModule(nn.Module):
         self.model.tie_weights()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The input embeddings of the model."""
+        """Return the input embeddings of the model."""
         embeddings: nn.Module = self.model.get_input_embeddings()
         return embeddings
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output head of the model."""
+        """Return the output head of the model."""
         head: nn.Module | None = self.model.get_output_embeddings()
         return head
 
 
 def made_up_batch(rows: int, seq_len: int, vocabulary: int, device: torch.device) -> Tensor:
-    """(rows, seq_len) int64 token ids that mean nothing and draw no random numbers."""
+    """Return (rows, seq_len) int64 meaningless token ids, made without random numbers."""
     count = torch.arange(rows * seq_len, device=device).reshape(rows, seq_len)
     return (count * 7919 + 13) % vocabulary

@@ -1,10 +1,11 @@
-"""`model.activation_checkpointing`: what the backward computes again instead of keeping it.
+"""`model.activation_checkpointing`: activations that the backward recomputes.
 
-    none        nothing: every tensor that the backward needs is kept
-    selective   all but the results of matrix products and attention, which are expensive to compute
-    full        whole blocks: of each only its input is kept
+    none        nothing is recomputed: every tensor that the backward needs is kept
+    selective   the results of matrix products and attention, which are expensive, are kept
+    full        whole blocks are recomputed: only the input of each block is kept
 
-The random state is kept with it, so dropout is the same both times and gradients do not change.
+The random state is restored for the second forward, so dropout is the same and gradients do not
+change.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _KEPT = {
 
 
 def apply(model: PreTrainedModel, checkpointing: str) -> None:
-    """Set up `none`, `selective` or `full` for the training forwards of a bare model, in place.
+    """Set up `none`, `selective` or `full` in place for the training forwards of a bare model.
 
-    Before its optimizer is made and before it is sharded. Raises UserError for a model whose code
-    does not support it.
+    Call it before the optimizer is made and before the model is sharded. Raises UserError for a
+    model whose code does not support it.
     """
     if checkpointing == "none":
         return
@@ -52,8 +53,8 @@ def apply(model: PreTrainedModel, checkpointing: str) -> None:
     if checkpointing == "selective":
         keywords["context_fn"] = _contexts
     model.activation_checkpointing_enable(keywords)
-    # It lets the embeddings' output ask for a gradient, which reentrant checkpoints need alone:
-    # frozen blocks at the bottom would keep what nobody differentiates.
+    # transformers makes the embeddings' output require a gradient, which only reentrant
+    # checkpoints need. Frozen first blocks would then keep activations that are never used.
     model.disable_input_require_grads()
 
 

@@ -1,7 +1,7 @@
-"""A transformers config → what a memory plan needs to know of its model, without any memory.
+"""The shape of the model of a transformers config, for the memory plan.
 
-The model is built on meta: no weights, no download. The trap is to count by names: parameters are
-told apart by identity, so that a tied one counts once, under whatever names it has.
+The model is built on meta, without memory, weights or a download. Parameters are identified by the
+object, not by name, so that a tied parameter counts once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmtrain.errors import Problem, UserError, first_line
 from llmtrain.model import freeze as freezing
 from llmtrain.types import ModelShape, ParameterShape
 
-# What transformers raises for a config whose values do not go together.
+# The errors of transformers for a config with inconsistent values.
 _CANNOT_BUILD = (
     RuntimeError,
     TypeError,
@@ -28,15 +28,17 @@ _CANNOT_BUILD = (
     ArithmeticError,
     ImportError,
 )
-# What hands its weight to an operation that autocast runs in bf16. Embeddings and norms do not, nor
-# do experts of a mixture, which are stacked in three dimensions and multiplied group by group.
+# Modules whose weights autocast casts to bf16. It does not cast those of embeddings and norms, nor
+# the experts of a mixture, which are stacked in three dimensions and multiplied group by group.
 _CAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
 
 
 def census(model_config: Any, freeze: Sequence[str] = ()) -> ModelShape:
-    """The shape of the model that `build` makes of this config, with `model.freeze` patterns.
+    """Return the shape of the model that `build` makes from this config.
 
-    Takes about a tenth of a second, for models of any size. Raises UserError for bad patterns.
+    freeze: patterns of `model.freeze`. Raises UserError for patterns that cannot be applied.
+
+    It takes about a tenth of a second for models of any size.
     """
     model = on_meta(model_config)
     freezing.freeze(model, freeze)
@@ -44,9 +46,9 @@ def census(model_config: Any, freeze: Sequence[str] = ()) -> ModelShape:
 
 
 def on_meta(model_config: Any) -> PreTrainedModel:
-    """The model without storage: shapes, names and ties alone.
+    """Return the model on meta, which has shapes, names and ties but no storage.
 
-    Raises UserError for a config that transformers accepts, and cannot build a model of.
+    Raises UserError for a config that transformers accepts but cannot build a model from.
     """
     try:
         with torch.device("meta"):
@@ -56,7 +58,7 @@ def on_meta(model_config: Any) -> PreTrainedModel:
 
 
 def _cannot_build(model_config: Any, error: Exception) -> Problem:
-    """The field whose value transformers looked up in vain, if it is known, and its message."""
+    """Return the problem of a config that fails to build, with the field at fault if known."""
     path = model_config.name_or_path
     prefix = f"{path}/config.json: " if path else "model.config."
     expected = (
@@ -70,7 +72,7 @@ def _cannot_build(model_config: Any, error: Exception) -> Problem:
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """The values of nested mappings by dotted name."""
+    """Yield the values of nested mappings with their dotted names."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -79,7 +81,7 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model with random weights, from torch's global generator."""
+    """Return the model with random weights from torch's global generator."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         model_config, dtype=dtype, trust_remote_code=False
     )
@@ -87,12 +89,12 @@ def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTra
 
 
 def field(model_config: Any, name: str) -> Any:
-    """A field that not every architecture has, by any of its names; None where it is missing."""
+    """Return a field that some architectures lack, by any of its names; None if it is missing."""
     return getattr(model_config, name, None)
 
 
 def shape(model: PreTrainedModel) -> ModelShape:
-    """The shape of a bare model, on any device."""
+    """Return the shape of a bare model, on any device."""
     described = model.config.get_text_config()
     repeated = blocks(model)
     of_block = {id(p): number for number, one in enumerate(repeated) for p in one.parameters()}
@@ -118,9 +120,10 @@ def shape(model: PreTrainedModel) -> ModelShape:
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks in order: those that the model must not split, else its longest list.
+    """Return the repeated blocks in order.
 
-    A block inside a block (experts of a mixture) does not count.
+    They are the modules in lists that the model declares as not to be split, otherwise those of the
+    list with the most parameters. A block inside a block (experts of a mixture) does not count.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     named = [one for found in lists for one in found if type(one).__name__ in _whole(model)]
@@ -132,12 +135,12 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _whole(model: PreTrainedModel) -> set[str]:
-    """Names of the classes that the model wants kept whole."""
+    """Return the names of the classes that the model declares as not to be split."""
     return set(model._no_split_modules or ())
 
 
 def _block_class(model: PreTrainedModel) -> str | None:
-    """What FSDP2 shards one by one, joined by commas, as accelerate reads them."""
+    """Return the classes that FSDP2 shards one by one, joined by commas as for accelerate."""
     kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
     return ",".join(name for name in kinds if name in _whole(model)) or None
 
@@ -147,7 +150,10 @@ def _weight(module: nn.Module | None) -> nn.Parameter | None:
 
 
 def _attention(described: Any) -> int:
-    """Σ heads × head size over layers with attention; state-space and linear ones have none."""
+    """Return Σ heads × head size over the layers with softmax attention.
+
+    State-space layers and linear attention do not count.
+    """
     count = described.num_hidden_layers
     kinds = field(described, "layer_types") or ["attention"] * count
     return sum(

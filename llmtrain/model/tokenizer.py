@@ -1,4 +1,4 @@
-"""The run's tokenizer: saved once by rank 0 with transformers, opened by the data room without."""
+"""The run's tokenizer: rank 0 saves it with transformers; the data code opens it without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from llmtrain.errors import Problem, UserError, first_line
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What the model must know of its tokenizer: entries, and the ids of its special tokens."""
+    """The facts about a tokenizer that a model needs.
+
+    length: number of entries.
+    bos, eos, pad: ids of the special tokens; None if the tokenizer has no such token.
+    """
 
     length: int
     bos: int | None
@@ -24,7 +28,7 @@ class SpecialTokens:
 def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     """Load the tokenizer of a directory or Hub id and write it as `tokenizer.json` to `directory`.
 
-    Raises UserError for one that cannot be loaded, needs its own code or is not a fast one.
+    Raises UserError if it cannot be loaded, needs its own code or is not a fast tokenizer.
     """
     tokenizer = _load(path, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -34,7 +38,10 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
 
 def special_tokens(path: str | Path) -> SpecialTokens:
-    """Read what the model must know from a tokenizer's directory or Hub id. Raises UserError."""
+    """Return the length and special tokens of the tokenizer in a directory or of a Hub id.
+
+    Raises UserError if it cannot be loaded or has no end-of-text token.
+    """
     tokenizer = _load(str(path), None)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"

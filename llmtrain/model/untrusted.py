@@ -1,12 +1,12 @@
-"""Check the model directory of somebody else before anything in it is opened.
+"""Check an untrusted model directory before transformers opens anything in it.
 
-    config.json                      no code of its own (`auto_map`), JSON of a moderate size
+    config.json                      has no code of its own (`auto_map`), JSON of a moderate size
     model.safetensors.index.json     names files of this directory, each weight once
-    *.safetensors                    regular files of this directory, dtypes that mean numbers
+    *.safetensors                    regular files of this directory, with supported dtypes
 
-Weights come from safetensors alone: a pickled file can run anything when it is opened. A message
-says how to convert such files. The trap: transformers follows `../x.safetensors` in an index, and a
-symbolic link to anywhere.
+Weights are read from safetensors only, because a pickled file can run any code when it is opened.
+A message describes how to convert such files. The paths are checked because transformers follows
+`../x.safetensors` in an index and symbolic links to any place.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _DCP = (
 
 
 def check(path: str) -> None:
-    """Refuse what is not a safe model directory. A Hub id, which is no path here, passes.
+    """Raise UserError, with every problem, if the path is not a safe model directory.
 
-    Raises UserError with every problem found.
+    A Hub id, which is not an existing path, is accepted.
     """
     place = Path(path)
     if place.is_file():
@@ -55,7 +55,7 @@ def check(path: str) -> None:
 
 
 def refuse_code(config: Any, path: str) -> None:
-    """Refuse a config that brings its own code. Raises UserError."""
+    """Raise UserError if a config refers to code of its own."""
     if own := vars(config).get("auto_map"):
         raise UserError(_own_code(path, own))
 
@@ -80,7 +80,7 @@ def _problems(place: Path) -> Iterator[Problem]:
 
 
 def _other_kind(place: Path, names: set[str]) -> Problem | None:
-    """What the directory is, where it is no model directory with safetensors."""
+    """Return a problem if the directory is something else than a model with safetensors."""
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
         return Problem(_KEY, place, "a model directory; this is a DCP checkpoint (pickled)", _DCP)
     weights = [name for name in names if name.endswith(".safetensors")]
@@ -101,7 +101,7 @@ def _other_kind(place: Path, names: set[str]) -> Problem | None:
 
 
 def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
-    """The weight files that will be opened, and what is wrong with the index that names them."""
+    """Return the weight files that will be opened, and the problems of the index."""
     if "model.safetensors" in names or INDEX not in names:
         return {name for name in names if name.endswith(".safetensors")}, []
     if said := unsafe_file(place, INDEX, _cache_of(place)):
@@ -132,7 +132,7 @@ def _config_problems(place: Path) -> Iterator[Problem]:
         yield _own_code(str(place), config["auto_map"])
     prefix = f"{place / 'config.json'}: "
     yield from field_problems(config, prefix)
-    if "model_type" in config:  # without one transformers says which it knows
+    if "model_type" in config:  # without it transformers lists the types it knows
         yield from type_problems(config["model_type"], f"{prefix}model_type")
 
 
@@ -151,12 +151,12 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object in which each key appears once. Raises ValueError."""
+    """Read a file with a JSON object. Raises ValueError if it is another value or repeats a key."""
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
     found = json.loads(path.read_bytes(), object_pairs_hook=_once)
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no JSON object")  # as json's own errors
+        raise ValueError(f"{path.name} is no JSON object")  # ValueError, as json's own errors
     return found
 
 
@@ -170,7 +170,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _cache_of(place: Path) -> Path | None:
-    """Snapshots in the Hub's cache are links to the `blobs` beside them, as made by its client."""
+    """Return the directory of the Hub's cache in which `place` is a snapshot; None elsewhere.
+
+    The Hub's client makes the files of a snapshot as links to `blobs` in that directory.
+    """
     real = place.resolve()
     is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if is_snapshot else None

@@ -1,7 +1,7 @@
 """The only place that makes an `Accelerator`.
 
-Everything that decides what it becomes is passed as an object or an argument, because the
-environment and a default config file would otherwise decide unnoticed.
+All its settings are passed as objects or arguments. Otherwise the environment and a default config
+file would decide them unnoticed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from llmtrain.types import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launch became.
+    """A started launch.
 
     strategy: as `distributed.strategy` names it.
-    ranks: the control group, over which votes and bytes go.
-    engine: what drives the strategy.
-    sharding: of FSDP2 and HSDP alone.
+    ranks: the control group, which carries votes and bytes.
+    engine: the engine of the strategy.
+    sharding: the settings of FSDP2 and HSDP; None for other strategies.
     """
 
     accelerator: Accelerator
@@ -57,13 +57,13 @@ class Launched:
 
 
 def on_cpu() -> bool:
-    """Whether this run has no accelerator to use: none is visible, or a CPU was asked for."""
+    """Whether this run uses a CPU: no GPU is visible, or a CPU was requested."""
     asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
     return asked or not torch.cuda.is_available()
 
 
 def resolve_precision(asked: str) -> tuple[str, str]:
-    """`training.precision` → (bf16 or fp32, why)."""
+    """Return the precision, bf16 or fp32, that `training.precision` leads to, and the reason."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked != "auto":
         return asked, "asked for"
@@ -79,9 +79,9 @@ def resolve_precision(asked: str) -> tuple[str, str]:
 
 
 def default_config() -> str | None:
-    """The config file that `accelerate launch` takes when none is named, if there is one."""
+    """Return accelerate's default config file, if it exists and `accelerate launch` was used."""
     path = str(default_config_file)
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # what every accelerate launch exports
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # set by every accelerate launch
     return path if launched and Path(path).is_file() else None
 
 
@@ -101,13 +101,13 @@ def make_accelerator(
     largest_block: elements of the model's largest block.
     fsdp_sync: every or last, never auto.
 
-    Raises what torch raises when the rendezvous fails, UserError where `hsdp` has no mesh or
-    DeepSpeed cannot work.
+    Raises torch's error if the rendezvous fails, and UserError if `hsdp` has no mesh or DeepSpeed
+    cannot work.
     """
     timeout = timedelta(minutes=distributed.timeout_minutes)
     meet_again(timeout)
     # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
-    # beats `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
+    # overrides `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
     common = {
         "cpu": on_cpu(),
         "mixed_precision": "bf16" if precision == "bf16" else "no",
@@ -128,7 +128,7 @@ def make_accelerator(
     if family(strategy) == "zero":
         engine = DeepSpeedEngine(accelerator)
     else:
-        # Under DDP every rank has all gradients, under HSDP every replica: one of them counts.
+        # Under DDP every rank has all gradients, under HSDP every replica. Only one counts them.
         copy = ranks.rank if sharding is None else sharding.replica
         engine = TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
@@ -141,12 +141,12 @@ def _control_group(accelerator: Accelerator, timeout: timedelta) -> Ranks:
 def _make_ddp(
     distributed: DistributedConfig, timeout: timedelta, common: dict[str, Any]
 ) -> Accelerator:
-    """DDP, or one process without wrapping."""
+    """Make the `Accelerator` for DDP, or for one process without wrapping."""
     return Accelerator(
         **common,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout),
-            # Views halve the memory of gradients; buffers are equal on all ranks from the start.
+            # Views halve the memory of gradients. Buffers are equal on all ranks at the start.
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
@@ -165,7 +165,7 @@ def _make_fsdp(
     sync: str,
     common: dict[str, Any],
 ) -> Sharding:
-    """FSDP2 or HSDP; of the launch file only the numbers of processes count."""
+    """Make the `Accelerator` and settings of FSDP2 or HSDP, without FSDP_* in os.environ."""
     env = dict(os.environ)
     with own_environment():
         for name in env:
@@ -176,7 +176,7 @@ def _make_fsdp(
             strategy, precision, env, timeout, kwargs_handlers=handlers, **common
         )
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in env:
-        # transformers reads it too, and would load weights on rank 0 alone.
+        # transformers reads it too, and would load weights on rank 0 only.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     offload = strategy == "fsdp2_offload" and not common["cpu"]
     return Sharding(accelerator, distributed.wrap_class, sync, replica, replicas, offload)
@@ -185,20 +185,20 @@ def _make_fsdp(
 def _make_zero(
     strategy: str, precision: str, timeout: timedelta, more: dict[str, Any]
 ) -> Accelerator:
-    """DeepSpeed's ZeRO, of a single process too."""
+    """Make the `Accelerator` for DeepSpeed's ZeRO, also for a single process."""
     with own_environment():
         accelerator = zero.make(strategy, precision, timeout, **more)
-    # DeepSpeed reads a launcher's LOCAL_RANK as long as it runs, of a single process too.
+    # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
     os.environ.setdefault("LOCAL_RANK", "0")
     return accelerator
 
 
 @contextmanager
 def own_environment() -> Iterator[None]:
-    """An environment in which this process can be a group of its own; afterwards it is as before.
+    """Set variables that make a single process a group, and restore os.environ at the end.
 
-    Beyond DDP a single process needs a rendezvous too. And accelerate notes what it became in
-    os.environ, where a child or a second run in this process would take it for a launch.
+    For FSDP2 and ZeRO a single process needs a rendezvous too. Also, accelerate writes its settings
+    to os.environ, where a child or a second run in this process would take them for a launch.
     """
     before = dict(os.environ)
     if "LOCAL_RANK" not in before:
@@ -207,7 +207,8 @@ def own_environment() -> Iterator[None]:
             port = probe.getsockname()[1]
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it is chosen
+        # Without this accelerate chooses the number of threads.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         yield
     finally:
@@ -216,10 +217,10 @@ def own_environment() -> Iterator[None]:
 
 
 def close(*, failed: bool = False) -> None:
-    """Leave the process group and forget accelerate's state, so that another run may follow.
+    """Leave the process group and clear accelerate's state, so that another run may follow.
 
-    failed: peers, where there are any, may be gone or wait elsewhere; the group is then left to the
-    end of the process.
+    failed: whether the run failed. Peers may then be gone or waiting elsewhere, so a group of
+        several processes is not destroyed; it ends with the process.
     """
     if dist.is_initialized():
         if failed and dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""Batch norm over several processes: statistics of all rows of a micro-batch, on all ranks."""
+"""Batch norm over several processes, with statistics of the micro-batch's rows on all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _log = logging.getLogger(__name__)
 
 
 def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Replace batch norms by torch's own that sees the rows of all ranks, where there are several.
+    """Replace batch norms by torch's SyncBatchNorm if there are several processes.
 
-    Otherwise each rank has statistics of its own: ranks score different losses, and a resumed run
-    continues with those of rank 0. torch has no such norm for CPUs, so there it raises UserError.
+    With ordinary batch norm each rank has its own statistics: losses would differ between ranks,
+    and a resumed run would continue with the statistics of rank 0. Raises UserError on CPUs, which
+    SyncBatchNorm does not support.
     """
     norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
     if not norms or accelerator.num_processes == 1:
@@ -31,5 +32,5 @@ def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Mo
 
 
 def _some(found: list[str]) -> str:
-    """The first of them, and how many there are."""
+    """Return the first of the names, and how many more there are."""
     return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"

@@ -1,9 +1,9 @@
-"""The step adapter: what a strategy does with one micro-batch, one norm and one update.
+"""The engine of a strategy: how it runs a micro-batch, and clips and applies the gradients.
 
-`TorchEngine` drives DDP, FSDP2, HSDP and a single process. Nothing here waits for the device (but
-for offloaded shards, which are updated on the host): norm, clipping and the skip of a bad update
-are computed where the gradients are, from the step's reduced vector, so that they are the same bits
-on every rank.
+`TorchEngine` drives DDP, FSDP2, HSDP and a single process. A step does not wait for the device,
+except with offloaded shards, which are updated on the host. The norm, clipping and the decision to
+skip a bad update are computed on the device from the step's reduced vector, so they are equal in
+every bit on all ranks.
 """
 
 from __future__ import annotations
@@ -23,64 +23,64 @@ from llmtrain.types import Piece, Spec, StepVector
 
 
 class Engine(Protocol):
-    """What the loop asks of a strategy."""
+    """The operations that the training loop needs from a strategy."""
 
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> nn.Module:
-        """Spread a model over the devices.
+        """Distribute a model over the devices, and return the module whose forward the loop calls.
 
-        module: what is trained, which holds `model`, the bare one, whose names a checkpoint has.
-        Returns the module whose forward the loop calls.
+        module: the module that is trained; it contains `model`.
+        model: the bare model; a checkpoint uses its parameter names.
         """
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
-        """Forward and backward of one micro-batch run in here; the last synchronises gradients."""
+        """Return the context of a micro-batch. Gradients are fully reduced in the last one."""
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
-        """Accumulate the gradient of `loss_sum · scale`. Never steps."""
+        """Accumulate the gradient of `loss_sum · scale`, without a step of the optimizer."""
 
     def squares(self) -> Tensor:
-        """() fp64: Σ g² of the gradient elements that this rank counts."""
+        """Return () fp64: Σ g² of the gradient elements that this rank counts."""
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
-        """Scale the gradients down to `max_norm`, on the device."""
+        """Scale the gradients down to a norm of `max_norm`, on the device."""
 
     def step(self, factor: float, sums: StepVector) -> None:
-        """Update, each group at its own rate × `factor`, unless `sums` forbids it."""
+        """Update the weights at each group's rate times `factor`, unless `sums` forbids it."""
 
     def norm(self, sums: StepVector) -> Tensor:
-        """() fp32: the gradient norm before clipping."""
+        """Return () fp32: the gradient norm before clipping."""
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """Forwards in here do not train: no gradients, no dropout; training mode is back after."""
+        """Return a context without gradients and dropout; it restores training mode at its end."""
 
     def clear(self) -> None:
         """Drop all gradients."""
 
     def create_state(self) -> None:
-        """Moments of zero for every trainable parameter, before any step."""
+        """Create moments of zero for every trainable parameter, before any step."""
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
-        """The ranges of weights and moments that this rank holds, in the order of the spec.
+        """Yield the ranges of weights and moments on this rank, in the order of the spec.
 
-        writing: only what this rank shall write, so that all ranks together write each element
-            once. Otherwise the caller fills the memory, and then calls `finish_loading`.
-        dealt: parameters and moments that every rank holds are shared out among the ranks for
-            writing, instead of all to rank 0. Rank 0 writes buffers in any case: they may differ.
+        writing: yield only what this rank writes; all ranks together write each element once.
+            Otherwise the caller fills the memory, and then calls `finish_loading`.
+        dealt: when writing, share out the parameters and moments that every rank has, instead of
+            giving them all to rank 0. Rank 0 always writes the buffers, as they may differ.
         """
 
     def finish_loading(self, steps: int) -> None:
-        """Take over the pieces, filled from a checkpoint of a run that had made `steps` updates."""
+        """Apply the pieces, which were filled from a checkpoint made after `steps` updates."""
 
     def optimizer_steps(self) -> int:
-        """How many updates the optimizer has made. Waits for the device."""
+        """Return how many updates the optimizer has made. Waits for the device."""
 
     def unequal_replicas(self) -> dict[str, list[int]]:
-        """Parameters whose bits are not those of the other replicas → the ranks that differ.
+        """Return parameters whose bits differ between replicas, each with the ranks that differ.
 
-        Collective; equal on all ranks, and empty where no rank holds what another holds. See
-        `replicas.unequal` for which ranks are named. Waits for the device.
+        `replicas.unequal` describes which ranks are named. The result is the same on all ranks,
+        and empty if the strategy has no replicas. Collective. Waits for the device.
         """
 
 
@@ -95,15 +95,15 @@ class TorchEngine:
         sharding: Sharding | None = None,
     ) -> None:
         self._accelerator = accelerator
-        self._sharding = sharding  # None: every rank holds everything
-        self._counts = counts_gradients  # replicas hold equal gradients: one of them counts
+        self._sharding = sharding  # None: every rank has all weights
+        self._counts = counts_gradients  # replicas have equal gradients, so only one counts them
 
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> nn.Module:
-        """Wrap or shard the model, keep the raw optimizer (accelerate's costs 0.1 ms a step).
+        """Wrap or shard the model. The optimizer is not wrapped: that costs 0.1 ms a step.
 
-        Raises UserError for a model that this strategy cannot take.
+        Raises UserError for a model that this strategy does not support.
         """
         self._bare = model
         if self._sharding:
@@ -122,7 +122,7 @@ class TorchEngine:
         return self._model
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
-        """DDP reduces gradients in the backward of the last micro-batch alone."""
+        """See `Engine.micro`. DDP reduces gradients in the last micro-batch's backward only."""
         if self._sharding:
             fsdp.reduce_in_backward(self._model, self._sharding, last=last)
         elif not last:
@@ -131,11 +131,14 @@ class TorchEngine:
         return nullcontext()
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
-        """Not accelerator.backward: it divides by an accumulation count from the environment."""
+        """See `Engine.backward`.
+
+        Not accelerator.backward, which divides by an accumulation count from the environment.
+        """
         (loss_sum * scale).backward()  # type: ignore[no-untyped-call]  # torch has no stub for it
 
     def squares(self) -> Tensor:
-        """In fp64, so that another way to split the sum rounds to the same fp32 norm."""
+        """See `Engine.squares`. In fp64 the fp32 norm does not depend on how the sum is split."""
         gradients = self._gradients() if self._counts else []
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
@@ -149,15 +152,16 @@ class TorchEngine:
             torch._foreach_mul_(self._gradients(), factor.to(self._updates_on))
 
     def step(self, factor: float, sums: StepVector) -> None:
-        """AdamW's fused kernel leaves weights, moments and step alone where `found_inf` is 1.
+        """See `Engine.step`.
 
-        A kernel that is not fused has no such flag, so this waits for the device.
+        With `found_inf` at 1, AdamW's fused kernel changes neither weights nor moments nor step
+        counts. Other kernels have no such flag, so for them this waits for the device.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
         refused = not_finite(sums)
         if self._fused:
-            # Never the count: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
+            # Must be 0 or 1: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
             found_inf = refused.float().to(self._updates_on)
             self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # of fused kernels
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # ditto
@@ -171,19 +175,19 @@ class TorchEngine:
             parameter.grad = None
 
     def norm(self, sums: StepVector) -> Tensor:
-        """() fp32: the root of all squares."""
+        """Return () fp32: the square root of the sum of squares over all ranks."""
         return sums["squares"].sqrt().float()
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """As Engine.evaluating. Weights that FSDP2 gathered for a forward are freed afterwards."""
+        """See `Engine.evaluating`. At its end it frees the weights that FSDP2 has gathered."""
         return evaluating(self._model)
 
     def create_state(self) -> None:
-        """As Engine.create_state."""
+        """See `Engine.create_state`."""
         state.create_state(self._optimizer, steps=0)
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
-        """As Engine.pieces: one of the replicas writes; what is not split, rank 0 writes."""
+        """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         if writing and dealt and not self._sharding:
             yield from self._share_pieces(spec, rank, ranks)
@@ -200,18 +204,19 @@ class TorchEngine:
         return state.share_out(own, names, rank, of)
 
     def finish_loading(self, steps: int) -> None:
-        """As Engine.finish_loading."""
+        """See `Engine.finish_loading`."""
         state.set_steps(self._optimizer, steps)
 
     def optimizer_steps(self) -> int:
-        """As Engine.optimizer_steps."""
+        """See `Engine.optimizer_steps`."""
         return state.optimizer_steps(self._optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
-        """As Engine.unequal_replicas, of DDP and HSDP.
+        """See `Engine.unequal_replicas`; DDP and HSDP have replicas.
 
-        Parameters alone: a wrong moment makes a wrong weight in the next update, and reading
-        moments too would take three times as long. Buffers may depend on what one rank has seen.
+        Only parameters are compared. A wrong moment makes a wrong weight in the next update, and
+        to compare moments too would take three times as long. Buffers may differ rightly, as they
+        may depend on the data of one rank.
         """
         count = self._sharding.replicas if self._sharding else self._accelerator.num_processes
         if count == 1:
@@ -225,13 +230,13 @@ class TorchEngine:
         return torch.device("cpu") if offload else self._accelerator.device
 
     def _gradients(self) -> list[Tensor]:
-        """What this rank holds of each gradient; of a short parameter it may be nothing."""
+        """Return this rank's part of each gradient, which may be empty for a short parameter."""
         return [state.local(p.grad) for p in self._parameters if p.grad is not None]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the modules are back in training mode afterwards."""
+    """Set evaluation mode without gradients, and restore training mode at the end."""
     model.eval()
     try:
         with torch.no_grad():
@@ -242,7 +247,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def not_finite(sums: StepVector) -> Tensor:
-    """() bool on the device: whether the update of this step must not be applied."""
+    """Return () bool on the device: whether the update of this step must not be applied."""
     norm = sums["squares"].sqrt().float()
     refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
     return refused | ~torch.isfinite(norm)

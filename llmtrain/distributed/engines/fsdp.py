@@ -1,16 +1,16 @@
-"""FSDP2 and HSDP: what accelerate is given, what is refused, and what torch leaves open.
+"""FSDP2 and HSDP: the arguments for accelerate, the cases that are refused, and calls to torch.
 
-FSDP2 gives every rank 1/N of the rows of each parameter, gathers a block's parameters when its
-forward or backward needs them and frees them afterwards. HSDP does so within groups of ranks,
+FSDP2 gives every rank 1/N of the rows of each parameter. It gathers a block's parameters when its
+forward or backward needs them, and frees them afterwards. HSDP does so within groups of ranks,
 which are replicas of each other:
 
     hsdp of 2 × 2      shard 0   shard 1
         replica 0      rank 0    rank 1     all-gather, reduce-scatter: along a row
         replica 1      rank 2    rank 3     all-reduce of gradients: along a column, once a step
 
-The trap: the environment of an accelerate launch is full of FSDP_* variables, defaults of
-accelerate among them, which override arguments in silence. They are read here, a warning names each
-one that is not followed, and none of them is left for accelerate to read.
+An accelerate launch sets many FSDP_* variables, some of them from accelerate's defaults, and they
+silently override arguments. They are read here, a warning names each one that is not followed, and
+all are removed before accelerate could read them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from llmtrain.errors import Problem, UserError
 
 _log = logging.getLogger(__name__)
 
-# Values of a launch file that are not followed: (key, value, what is done instead).
+# Values of a launch file that are not followed: (key, value, reason or replacement).
 _OVERRULED = (
     (
         "fsdp_cpu_ram_efficient_loading",
@@ -56,14 +56,14 @@ _OVERRULED = (
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How FSDP2 is driven.
+    """The settings of FSDP2 for a run.
 
-    accelerator: the one that shards.
+    accelerator: the `Accelerator` that shards the model.
     wrap_class: as `distributed.wrap_class`.
     sync: as `distributed.fsdp_sync`: gradients are reduced at every or the last micro-batch.
     replica: number of this rank's replica (0 except under HSDP).
-    replicas: how many there are.
-    offload: whether shards live in host memory.
+    replicas: number of replicas.
+    offload: whether shards are kept in host memory.
     """
 
     accelerator: Accelerator
@@ -77,11 +77,11 @@ class Sharding:
 def plugin(
     strategy: str, precision: str, env: Mapping[str, str], *, cpu: bool
 ) -> FullyShardedDataParallelPlugin:
-    """The plugin that configures FSDP2 in accelerate.
+    """Return the plugin that configures FSDP2 in accelerate.
 
-    cpu: a rehearsal; offload cannot be rehearsed.
-    env: the environment of the launch, read for `fsdp_reshard_after_forward` and for values that
-        are not followed, which are logged. `os.environ` must have no FSDP_* variable any more.
+    env: the environment of the launch. `fsdp_reshard_after_forward` is taken from it, and values
+        that are not followed are logged. `os.environ` itself must have no FSDP_* variable.
+    cpu: whether this is a rehearsal on a CPU, which has no offload.
     """
     for key, ignored, done in _OVERRULED:
         if value(env, key).lower() == ignored.lower():
@@ -92,8 +92,8 @@ def plugin(
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        # Else the policy is made of `mixed_precision`: gradients are reduced in bf16 and the
-        # summed loss is returned with eight bits (accelerate 1.15).
+        # Without a policy accelerate 1.15 makes one from `mixed_precision`, which reduces gradients
+        # in bf16 and returns the summed loss with eight bits.
         mixed_precision_policy=bf16 if precision == "bf16" else MixedPrecisionPolicy(),
         reshard_after_forward=value(env, "fsdp_reshard_after_forward").lower() != "false",
         cpu_offload=offload and not cpu,
@@ -105,9 +105,10 @@ def plugin(
 
 
 def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, int]:
-    """(replicas, shards of each): those of the launch's parallelism_config, or nodes × processes.
+    """Return (replicas, shards of each replica).
 
-    Raises UserError where HSDP has nothing to replicate or nothing to shard.
+    For HSDP they come from the launch's parallelism_config; without one they are the number of
+    nodes and of processes on a node. Raises UserError if HSDP has nothing to replicate or to shard.
     """
     if strategy != "hsdp":
         return 1, world_size
@@ -126,11 +127,13 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
 def make(
     strategy: str, precision: str, env: Mapping[str, str], timeout: timedelta, **common: object
 ) -> tuple[Accelerator, int, int]:
-    """Make the `Accelerator` of FSDP2 or HSDP; returns also the replicas and this rank's one.
+    """Make the `Accelerator` for FSDP2 or HSDP.
 
-    env: the environment of the launch. os.environ must hold a rendezvous and no FSDP_* variable;
-        the caller restores what accelerate writes there.
-    common: more arguments of the `Accelerator`.
+    env: the environment of the launch. os.environ itself must describe a rendezvous and have no
+        FSDP_* variable. accelerate writes to os.environ, and the caller restores it.
+    common: further arguments of the `Accelerator`.
+
+    Returns the `Accelerator`, the number of replicas and the number of this rank's replica.
     """
     replicas, shards = mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
     cpu = bool(common["cpu"])
@@ -148,10 +151,10 @@ def make(
 
 
 def rehearse(timeout: timedelta) -> None:
-    """Make accelerate shard on a CPU, which it offers for devices alone.
+    """Make accelerate shard on a CPU, which it supports for other devices only.
 
     Without this an FSDP launch on a CPU silently becomes plain DDP. It uses a private name of
-    accelerate 1.15, which appears nowhere else and has a test of its own.
+    accelerate 1.15, which appears nowhere else and has its own test.
     """
     PartialState(cpu=True, timeout=timeout)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -160,9 +163,9 @@ def rehearse(timeout: timedelta) -> None:
 def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
     """Shard `module` and give the optimizer the new parameters; both in place.
 
-    A module that is sharded already is taken as it is, with its optimizer. Raises UserError for a
-    model that FSDP2 cannot take, ValueError for parameters without memory (accelerate tells them
-    apart by address) and where the sharded model is not the one that was given.
+    If the module is sharded already, it and its optimizer are only checked. Raises UserError for a
+    model that FSDP2 does not support. Raises ValueError for parameters on meta, because accelerate
+    identifies parameters by their address, and if the result does not match the given model.
     """
     if not isinstance(module, FSDPModule):
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
@@ -171,8 +174,8 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
         module = _shard(module, optimizer, sharding)
     _verify(module, optimizer)
     assert isinstance(module, FSDPModule)
-    # Where ranks or micro-batches use different parameters (experts), what they reduce differs in
-    # size otherwise, and they never stop waiting for each other.
+    # Ranks or micro-batches may use different parameters (experts). Without this they would reduce
+    # tensors of different sizes, and wait for each other permanently.
     module.set_reduce_scatter_unused_params(True)
     return module
 
@@ -180,14 +183,15 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
 def prepare_empty(
     module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding
 ) -> nn.Module:
-    """Shard a module on meta: no rank ever holds the whole. Its memory is still to be filled.
+    """Shard a module on meta, so that no rank ever has the whole model in memory.
 
-    `weights.share` fills it; `prepare` then takes it as it is. Raises as `prepare` does.
+    Its memory is allocated, but not yet filled: call `weights.share`, then `prepare`. Raises the
+    same errors as `prepare`.
     """
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     driven = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     module = _shard(module, optimizer, sharding)
-    # On meta all have one address, so accelerate gave the optimizer one parameter many times.
+    # On meta all addresses are equal, so accelerate gave the optimizer one parameter many times.
     parameters = dict(module.named_parameters())
     for group, names in zip(optimizer.param_groups, driven, strict=True):
         group["params"] = [parameters[name] for name in names]
@@ -213,7 +217,7 @@ def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shardi
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has more than one."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -221,7 +225,7 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check what other versions of accelerate silently got wrong."""
+    """Raise ValueError for errors that other versions of accelerate made silently."""
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if lost := [name for key, name in trained.items() if key not in driven]:
@@ -234,10 +238,10 @@ def _verify(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> None:
-    """Set which gradients the next backward reduces, over which ranks.
+    """Set which gradients the next backward reduces, and over which ranks.
 
-    Within a replica after every micro-batch, unless whole gradients may stay until the last one;
-    over replicas, whose network is the slower one, after the last alone.
+    Within a replica, gradients are reduced after every micro-batch, or after the last one if
+    `sync` is `last`. Between replicas, whose network is slower, only after the last one.
     """
     assert isinstance(module, FSDPModule)
     if sharding.sync == "last":
@@ -249,10 +253,11 @@ def reduce_in_backward(module: nn.Module, sharding: Sharding, *, last: bool) -> 
 
 
 def _fill_unused(module: nn.Module) -> None:
-    """Give parameters that no micro-batch has used zeros where other gradients wait.
+    """Give unused parameters a gradient of zeros if others of their group have accumulated one.
 
-    Waiting gradients have the dtype of the reduction, a first gradient that of the forward, and
-    torch refuses to reduce both together. Private names of torch 2.13: here alone, with a test.
+    Accumulated gradients have the dtype of the reduction, but a first gradient has the dtype of the
+    forward, and torch refuses to reduce both together. The private names of torch 2.13 are used
+    only here, and have a test.
     """
     for part in module.modules():
         if not isinstance(part, FSDPModule):
@@ -269,9 +274,9 @@ def _fill_unused(module: nn.Module) -> None:
 
 
 def wrap_classes(model: nn.Module, asked: str) -> list[str]:
-    """Names of the classes whose modules are sharded one by one.
+    """Return the names of the classes whose modules are sharded one by one.
 
-    asked: `distributed.wrap_class`. Raises UserError where the model has no such module.
+    asked: `distributed.wrap_class`. Raises UserError if the model has no such module.
     """
     named = getattr(model, "_no_split_modules", None) or ()
     wanted = sorted(named) if asked == "auto" else asked.split(",")
@@ -292,7 +297,8 @@ def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 def reshard(module: nn.Module) -> None:
     """Free gathered parameters.
 
-    A forward without a backward keeps those of the root, and a save would see plain tensors.
+    After a forward without a backward, the root module's parameters stay gathered, and a
+    checkpoint would find plain tensors.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

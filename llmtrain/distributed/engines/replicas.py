@@ -1,11 +1,12 @@
-"""Whether replicas still hold the same bits.
+"""A check that replicas still have equal weights, bit by bit.
 
 Replicas make the same updates from the same gradients, so their weights are equal in every bit. If
-they were not, each would silently continue with its own. So one number of each parameter is
-compared, the sum of its memory in words of eight bytes modulo 2^64, which any single bit changes.
+they became different, each replica would silently continue with its own. A checksum of each
+parameter is therefore compared: the sum of its memory in words of eight bytes, modulo 2^64. Any
+single changed bit changes it.
 
     hsdp of 2 × 2      shard 0   shard 1
-        replica 0      rank 0    rank 1       ranks of a column must hold equal sums
+        replica 0      rank 0    rank 1       ranks of a column must have equal sums
         replica 1      rank 2    rank 3
 """
 
@@ -24,14 +25,14 @@ _LEAST = torch.iinfo(_WORD).min
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """() int64 on the device: the sum of the bit patterns of a contiguous tensor modulo 2^64.
+    """Return () int64 on the device: the sum modulo 2^64 of the bits of a contiguous tensor.
 
-    It adds words of eight bytes, then the elements that are left over. That is four times as fast
-    as adding all elements one by one.
+    It adds words of eight bytes, then the remaining elements. That is four times as fast as adding
+    all elements one by one.
     """
     flat = tensor.detach().view(-1)
     per_word = _WORD.itemsize // flat.dtype.itemsize
-    if flat.storage_offset() % per_word:  # torch reads words at multiples of their size alone
+    if flat.storage_offset() % per_word:  # torch reads words only at multiples of their size
         flat = flat.clone()
     even = flat.numel() - flat.numel() % per_word
     rest = flat[even:].view(_INTEGERS[flat.dtype.itemsize])
@@ -39,18 +40,22 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def unequal(names: Sequence[str], held: Sequence[Tensor], replicas: int) -> dict[str, list[int]]:
-    """Names of the tensors that differ between replicas → the ranks that hold the other bits.
+    """Return the names of tensors that differ between replicas, each with the ranks that differ.
 
-    held: what this rank holds of each. A rank is named if it does not hold what more than half of
-    the tensor's replicas hold. Without such a majority, which two replicas never have, nobody can
-    know which is right, and all of them are named. Collective, over all ranks of the default group;
-    the same answer on each. One reduction of 16 bytes a tensor and shard, and a second one only
-    where something differs. Waits for the device.
+    held: this rank's part of each tensor.
+
+    A rank is named if its bits are not those of more than half of the tensor's replicas. Without
+    such a majority it is unknown which replica is right, and all of them are named. Two replicas
+    that differ never have a majority.
+
+    Collective over all ranks of the default group, with the same result on each. It takes one
+    reduction of 16 bytes per tensor and shard, and a second exchange only if something differs.
+    Waits for the device.
     """
     world_size = dist.get_world_size()
     shards = world_size // replicas
     sums = torch.stack([checksum(tensor) for tensor in held])
-    # The least is the greatest of the complements: both come with one reduction.
+    # min(x) is ~max(~x), so one reduction finds the largest and the smallest sum.
     bounds = sums.new_full((shards, 2, len(sums)), _LEAST)
     bounds[dist.get_rank() % shards] = torch.stack([sums, ~sums])
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -64,7 +69,7 @@ def unequal(names: Sequence[str], held: Sequence[Tensor], replicas: int) -> dict
 
 
 def odd(sums: Sequence[int], shards: int) -> list[int]:
-    """Ranks that hold another sum than the majority of their shard's replicas; sums: by rank."""
+    """Return the ranks whose sum is not that of most replicas of their shard. sums: one a rank."""
     found: list[int] = []
     for shard in range(shards):
         ranks = range(shard, len(sums), shards)

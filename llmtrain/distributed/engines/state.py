@@ -1,13 +1,13 @@
-"""Model and optimizer as named, whole tensors: what a checkpoint is made of.
+"""The model and the optimizer as named, whole tensors, which are the content of a checkpoint.
 
-For one process and DDP every rank holds everything, so a piece is a whole tensor. FSDP2 gives each
-rank some rows, so its piece is a range: of 5 rows of 3 over 3 ranks
+In a single process and under DDP every rank has all tensors, so a piece is a whole tensor. FSDP2
+gives each rank some rows, so a piece is a range. A tensor of 5 rows and 3 columns on 3 ranks:
 
     rank 0: [0, 6)    rank 1: [6, 12)    rank 2: [12, 15)
 
 Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
-name. The trap: `step` of AdamW is no tensor of the file; it is one integer for all parameters, and
-state is made out of zeros, never by a step of the optimizer.
+name. AdamW's `step` is not a tensor of the files: a checkpoint has one integer for all parameters.
+The optimizer's state is created as zeros, never by a step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
 def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
-    """Files, tensors, dtypes and shapes of a checkpoint; equal on all ranks.
+    """Return the files, tensors, dtypes and shapes of a checkpoint; equal on all ranks.
 
-    No file holds more than `shard_bytes` of tensors unless one tensor alone does. Raises ValueError
-    for a trainable weight that is not fp32, and for a dtype that no checkpoint holds.
+    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger.
+    Raises ValueError for a trainable weight that is not fp32, and for an unsupported dtype.
     """
     weights = {name: _tensor_spec(name, tensor) for name, tensor in _weights(model).items()}
     moments = {
@@ -59,11 +59,13 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
 def pieces(
     model: Module, optimizer: Optimizer, spec: Spec, *, shards: bool = True, whole: bool = True
 ) -> Iterator[Piece]:
-    """This rank's ranges, in the order of the spec: 1-D views, to be written from or read into.
+    """Yield this rank's ranges in the order of the spec, as 1-D views to write from or read into.
 
-    shards, whole: whether to give those of tensors that are split over ranks, and of the others.
-    The optimizer must have its state (`create_state` makes it). Raises ValueError for a tensor
-    whose memory is not contiguous, or that is split otherwise than by rows.
+    shards: whether to yield ranges of the tensors that are split over ranks.
+    whole: whether to yield the tensors that are not split.
+
+    The optimizer must have its state (see `create_state`). Raises ValueError for a tensor that is
+    not contiguous in memory, or that is not split by rows.
     """
     tensors = _weights(model)
     for name, parameter in trained_parameters(model, optimizer).items():
@@ -76,15 +78,18 @@ def pieces(
 
 
 def share_out(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
-    """Of whole tensors that every rank holds, this rank's share: as many bytes for each of `of`.
+    """Yield this rank's share of whole tensors that every rank has, equal in bytes for all ranks.
 
-    names: those that are shared out; equal on all ranks, as is the order. The others are given as
-    they are. Tensors are cut where a share ends: one matrix may be most of a model.
+    held: the tensors of this rank, in the same order on all ranks.
+    names: the tensors that are shared out, equal on all ranks; the others are yielded unchanged.
+    of: the number of ranks.
+
+    A tensor is cut where a share ends, since one matrix may be most of a model.
     """
     pieces = list(held)
     total = sum(piece.data.nbytes for piece in pieces if piece.name in names)
     first, end = total * rank // of, total * (rank + 1) // of
-    offset = 0  # of the piece, in bytes of all that is dealt
+    offset = 0  # of the piece, in bytes of all tensors that are shared out
     for piece in pieces:
         if piece.name not in names:
             yield piece
@@ -97,18 +102,18 @@ def share_out(held: Iterable[Piece], names: Container[str], rank: int, of: int) 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the memory itself."""
+    """Return this rank's part of a tensor, without a copy."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # else it is a view that belongs to a graph
+    with torch.no_grad():  # otherwise the view belongs to an autograd graph
         part: Tensor = tensor.to_local()
     return part
 
 
 def create_state(optimizer: Optimizer, steps: int) -> None:
-    """Give every parameter of the optimizer moments of zero, as if `steps` had been made.
+    """Give every parameter of the optimizer moments of zero, and a count of `steps` updates.
 
-    What the optimizer has already is replaced. No step is made, so nothing else changes.
+    It replaces the optimizer's state. No step is made, so nothing else changes.
     """
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
@@ -125,15 +130,15 @@ def set_steps(optimizer: Optimizer, steps: int) -> None:
     for state in optimizer.state.values():
         if isinstance(state["step"], Tensor):
             state["step"].fill_(float(steps))
-        else:  # DeepSpeed's Adam for host memory counts in a Python number
+        else:  # DeepSpeed's CPU Adam counts in a Python number
             state["step"] = steps
 
 
 def optimizer_steps(optimizer: Optimizer) -> int:
-    """How many updates the optimizer has made: 0 without state. Waits for the device.
+    """Return how many updates the optimizer has made, 0 without state. Waits for the device.
 
-    A parameter that never had a gradient stays at 0, which decides nothing: its moments are zero.
-    Raises ValueError if the others disagree: one integer could not store that.
+    A parameter that never had a gradient stays at 0 and is left out; its moments are zero. Raises
+    ValueError if the other counts differ, because a checkpoint stores one integer.
     """
     made = [torch.as_tensor(state["step"]) for state in optimizer.state.values() if "step" in state]
     if not made:
@@ -145,12 +150,12 @@ def optimizer_steps(optimizer: Optimizer) -> int:
 
 
 def bytes_of(spec: Spec) -> int:
-    """Bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(_bytes(tensor) for part in spec.values() for tensor in part.values())
 
 
 def index(spec: Spec) -> dict[str, bytes]:
-    """Make the file by which transformers finds a weight's shard; empty for a single file."""
+    """Return transformers' index of the weight files by name; empty for a single file."""
     shards = {file: part for file, part in spec.items() if file.startswith("model-")}
     if not shards:
         return {}
@@ -162,7 +167,7 @@ def index(spec: Spec) -> dict[str, bytes]:
 
 
 def piece(name: str, tensor: Tensor) -> Piece:
-    """What this rank holds of a tensor. Raises ValueError as `pieces` does."""
+    """Return this rank's range of a tensor. Raises ValueError as `pieces` does."""
     part = local(tensor)
     if not part.is_contiguous():
         raise ValueError(f"{name} is not contiguous in memory")
@@ -170,7 +175,7 @@ def piece(name: str, tensor: Tensor) -> Piece:
 
 
 def _first_row(name: str, tensor: Tensor) -> int:
-    """The first row of this rank: FSDP2 cuts as torch.chunk does, the last ranks may have none."""
+    """Return the first row of this rank. FSDP2 splits like torch.chunk: last ranks may be empty."""
     if not isinstance(tensor, DTensor):
         return 0
     cuts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
@@ -182,24 +187,24 @@ def _first_row(name: str, tensor: Tensor) -> int:
 
 
 def _weights(model: Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a tied tensor once."""
+    """Return parameters and persistent buffers by name, a tied tensor once."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:
-    """The buffers that a checkpoint holds, by name."""
+    """Return the buffers that belong in a checkpoint, by name."""
     persistent = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
-    """The parameters that the optimizer changes, by name, in the order of the model."""
+    """Return the parameters that the optimizer changes, by name, in the order of the model."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {name: weight for name, weight in model.named_parameters() if id(weight) in own}
 
 
 def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
-    """A weight as the spec names it."""
+    """Return the dtype and shape of a weight, as the spec has them."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or (tensor.requires_grad and dtype != "F32"):
         expected = "torch.float32" if tensor.requires_grad else "a dtype that a checkpoint holds"
@@ -210,7 +215,7 @@ def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
 def _files(
     kind: str, tensors: Mapping[str, TensorSpec], shard_bytes: int, *, numbered: bool
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Deal tensors out over files in their order, wide dtypes first so that all are aligned."""
+    """Distribute tensors over files in order. Wide dtypes come first, so that all are aligned."""
     parts: list[dict[str, TensorSpec]] = []
     room = 0
     for name in sorted(tensors, key=lambda name: -_ITEM_BYTES[tensors[name].dtype]):

@@ -1,8 +1,8 @@
 """Send weights from rank 0 into the shards of all ranks.
 
-One rank reads or draws the weights, and sends them a piece at a time; each rank keeps its rows. No
-other rank holds the whole model, not even in host memory. The trap: other tensors have to be sent
-as well, above all buffers that no checkpoint has (rotary frequencies).
+Rank 0 reads or initialises the weights and sends them in pieces; each rank keeps its rows. No other
+rank ever has the whole model, not even in host memory. Tensors that are not in a checkpoint, such
+as buffers of rotary frequencies, are sent as well.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from llmtrain import heartbeat
 from llmtrain.distributed.engines import state
 
-_SENT = 64 << 20  # bytes that are under way at once
+_SENT = 64 << 20  # bytes that are sent at once
 
 
 def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Give every rank its part of the weights, and all buffers, of rank 0's `whole`.
+    """Send every rank its part of the weights of `whole`, and all buffers.
 
-    model: the sharded one.
-    whole: the same model with its weights, on rank 0; elsewhere None.
+    model: the sharded model, which is filled.
+    whole: the same model with its weights on rank 0, None on the other ranks.
 
-    Collective. Extra memory: `_SENT` bytes on the device.
+    Collective. It needs `_SENT` bytes of extra memory on the device.
     """
     source = dict(whole.named_parameters()) if whole else {}
     for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> No
         _receive(part.data, part.start, math.prod(parameter.shape), given, device)
     others = dict(_other_tensors(whole)) if whole else {}
     for (owner, name), tensor in list(_other_tensors(model)):
-        # On the device, also where parameters are offloaded: they are gathered there, these not.
+        # On the device even if parameters are offloaded: those are gathered on it, buffers are not.
         into = torch.empty_like(tensor, device=device)
         given = others[owner, name].reshape(-1) if whole else None
         _receive(into.view(-1), 0, into.numel(), given, device)
@@ -45,7 +45,11 @@ def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> No
 def _receive(
     into: Tensor, start: int, size: int, given: Tensor | None, device: torch.device
 ) -> None:
-    """Fill `into` with a flat tensor of `size` from `start` on. given: all of it, on rank 0."""
+    """Fill `into` with the elements from `start` on of a flat tensor that rank 0 sends.
+
+    size: elements of the whole flat tensor.
+    given: the whole flat tensor on rank 0, None on the other ranks.
+    """
     step = max(1, _SENT // into.element_size())
     for first in range(0, size, step):
         sent = torch.empty(min(step, size - first), dtype=into.dtype, device=device)
@@ -59,7 +63,7 @@ def _receive(
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Buffers, persistent or not, and tensors that are plain attributes of a module."""
+    """Yield buffers, persistent or not, and tensors that are plain attributes of a module."""
     for owner, module in model.named_modules():
         found = {**vars(module), **module._buffers}
         for name, value in found.items():

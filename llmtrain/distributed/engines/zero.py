@@ -1,9 +1,9 @@
-"""DeepSpeed's config, made in code, and what must be set up around it.
+"""DeepSpeed's config, which is made in code, and the set-up that DeepSpeed needs.
 
-accelerate and DeepSpeed read much from the environment, some of it when DeepSpeed is imported: so
-nothing here imports it at the top. The trap: accelerate hands the config to transformers, which
-then silently partitions models while it builds them, with other initial weights. `make` undoes
-that, and the model is partitioned when it is prepared.
+accelerate and DeepSpeed read many variables of the environment, some of them when DeepSpeed is
+imported. Nothing here therefore imports it at the top. accelerate also hands the config to
+transformers, which then silently partitions models while it builds them, and gives them other
+initial weights. `make` undoes that, and the model is partitioned when it is prepared.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from llmtrain.distributed.launch.keys import STRATEGIES
 from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, OFFLOADS
 from llmtrain.errors import Problem, UserError
 
-_LIVE = 1_000_000_000  # elements; DeepSpeed's own stage3_max_live_parameters
-_BUILD_SECONDS = 600.0  # a build of an extension takes one minute; other nodes' are not seen here
-_YAML = "ACCELERATE_DEEPSPEED_"  # what accelerate makes of `deepspeed_config:` in its YAML
+_LIVE = 1_000_000_000  # elements; DeepSpeed's default stage3_max_live_parameters
+_BUILD_SECONDS = 600.0  # a build takes one minute; those on other nodes cannot be seen
+_YAML = "ACCELERATE_DEEPSPEED_"  # the variables that accelerate makes from `deepspeed_config:`
 _ADAM = "cpu_adam"
 
 
@@ -42,7 +42,10 @@ def config(
     largest_block: int,
     cpu: bool,
 ) -> dict[str, Any]:
-    """Make DeepSpeed's config. largest_block: elements (`plan.largest_block`), 0 if unknown."""
+    """Return DeepSpeed's config.
+
+    largest_block: elements of the largest block (`memory.largest_block`), 0 if unknown.
+    """
     stage, offload = STRATEGIES["zero"][strategy]["zero_stage"], strategy in OFFLOADS
     optimization: dict[str, Any] = {
         "stage": stage,
@@ -56,17 +59,17 @@ def config(
         host = {"device": "cpu", "pin_memory": not cpu}
         optimization |= {"offload_optimizer": host, "offload_param": host}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # nobody reads it: the step counts its own blocks
-        "gradient_accumulation_steps": 1,  # we name the last micro-batch to the engine
+        "train_micro_batch_size_per_gpu": 1,  # nothing reads it: the step counts its own blocks
+        "gradient_accumulation_steps": 1,  # `DeepSpeedEngine.micro` marks the last one
         "managed_gradient_accumulation": True,
         "gradient_clipping": max_grad_norm or 0.0,
         "zero_optimization": optimization,
         "zero_allow_untested_optimizer": True,
-        # DeepSpeedCPUAdam is compiled on first use, five times as fast as torch's on a host.
+        # DeepSpeedCPUAdam is compiled on first use. It is five times as fast as torch's on a host.
         "zero_force_ds_cpu_optimizer": offload and not cpu,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        # ZeRO-1 would else keep all gradients in bf16 beside their sums in fp32.
+        # immediate_grad_update: without it ZeRO-1 keeps all gradients in bf16 as well as in fp32.
         "bf16": {
             "enabled": precision == "bf16",
             "check_grad_overflow": True,
@@ -85,20 +88,23 @@ def make(
     largest_block: int,
     **common: Any,
 ) -> Accelerator:
-    """Make the `Accelerator` of ZeRO. It changes os.environ, which the caller restores.
+    """Make the `Accelerator` for ZeRO.
 
-    os.environ must hold a rendezvous; its other variables for DeepSpeed were read and checked by
-    then (`launch`). common: more arguments, `cpu` for a rehearsal with gloo. Raises UserError, with
-    every problem, where DeepSpeed could not work.
+    os.environ must describe a rendezvous. Its other variables for DeepSpeed have been read and
+    checked already (`launch`). This function changes os.environ, and the caller restores it.
+
+    common: further arguments of the `Accelerator`; `cpu` asks for a rehearsal with gloo.
+
+    Raises UserError, with every problem, if DeepSpeed cannot work on this machine.
     """
     from transformers.integrations import unset_hf_deepspeed_config
 
     cpu = bool(common.pop("cpu"))
     refuse(strategy, cpu=cpu)
-    # With it accelerate drops DeepSpeed and trains plain DDP.
+    # If it is set, accelerate drops DeepSpeed and trains with plain DDP.
     os.environ.pop("ACCELERATE_USE_CPU", None)
     for name in [one for one in os.environ if one.startswith(_YAML)]:
-        del os.environ[name]  # each a key that DeepSpeedPlugin refuses beside a config
+        del os.environ[name]  # DeepSpeedPlugin refuses these keys beside a config
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     _import(cpu=cpu)
     settings = config(
@@ -112,13 +118,13 @@ def make(
 
 
 def refuse(strategy: str, *, cpu: bool) -> None:
-    """Raise UserError, with every problem, where DeepSpeed could not work on this machine."""
+    """Raise UserError, with every problem, if DeepSpeed cannot work on this machine."""
     if problems := list(missing(strategy, cpu=cpu)):
         raise UserError(*problems, where=f"distributed.strategy {strategy}")
 
 
 def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
-    """Find what keeps DeepSpeed from working on this machine."""
+    """Yield the problems that keep DeepSpeed from working on this machine."""
     if importlib.util.find_spec("deepspeed") is None:
         yield Problem(
             "distributed.strategy", strategy, "DeepSpeed, which is not here", INSTALL_DEEPSPEED
@@ -131,13 +137,13 @@ def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
             "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), expected, remedy
         )
     if strategy in OFFLOADS and not cpu:
-        # Private, but the only place that knows: it depends on Python and on the kind of torch.
+        # Private, but the directory depends on the versions of Python and torch.
         built = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
         yield from build_problems(built.parent)
 
 
 def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iterator[Problem]:
-    """Find what keeps DeepSpeed's Adam for host memory from being built in `directory`."""
+    """Yield the problems that keep DeepSpeed's CPU Adam from being built in `directory`."""
     compiler = env.get("CXX", "c++")  # as torch chooses it
     for program, remedy in (
         (compiler, "install g++, which brings c++ (or set CXX)"),
@@ -154,9 +160,12 @@ def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iter
 
 
 def leave() -> bool:
-    """Leave the process group if DeepSpeed knows it: it has further groups of its own."""
+    """Destroy the process group through DeepSpeed, which has made further groups.
+
+    Return whether it did: False if DeepSpeed has no process group.
+    """
     if "WORLD_SIZE" not in os.environ:
-        os.environ.pop("LOCAL_RANK", None)  # of no launcher: `accelerator` sets it for DeepSpeed
+        os.environ.pop("LOCAL_RANK", None)  # set by `accelerator`, not by a launcher
     comm = sys.modules.get("deepspeed.comm")
     if comm is None or not comm.is_initialized():
         return False
@@ -165,15 +174,16 @@ def leave() -> bool:
 
 
 def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Path]:
-    """Find locks of extension builds that nobody works on: a run that needs one never gets past it.
+    """Return the locks of extension builds that no process holds; a run would wait for them.
 
-    A builder keeps its lock open. On several nodes one that is young may be another node's.
+    A process that builds keeps its lock open. On several nodes, a recent lock is left out: another
+    node may hold it.
     """
     several = env.get("WORLD_SIZE", "1") != env.get("LOCAL_WORLD_SIZE", "1")
     found = []
     for lock in sorted(directory.glob("*/lock")):
         try:
-            # A time stamp of the file system, hence the clock.
+            # A file's time stamp can only be compared with the clock.
             age = time.time() - lock.stat().st_mtime  # noqa: TID251
         except FileNotFoundError:  # built by now
             continue
@@ -183,7 +193,7 @@ def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Pa
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process of this machine holds a file open (of processes that we may look at)."""
+    """Whether a process of this machine has the file open. Other users' may not be visible."""
     import psutil
 
     wanted = os.path.realpath(path)
@@ -202,9 +212,9 @@ def _import(*, cpu: bool) -> None:
     import deepspeed.ops
     from deepspeed.utils import logger
 
-    logger.handlers.clear()  # they write to stdout; a rank's log has its own
+    logger.handlers.clear()  # they write to stdout; the rank's log has its own handlers
     logger.propagate = True
     if cpu:
-        # Its all-reduce for inference over shared memory: nothing here uses it, and DeepSpeed
-        # would compile it for a minute in front of the first run.
+        # An all-reduce over shared memory, for inference. Nothing here uses it, and compiling it
+        # would delay the first run by a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

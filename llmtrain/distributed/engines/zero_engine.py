@@ -1,10 +1,10 @@
-"""The step adapter of DeepSpeed's ZeRO-1, 2 and 3.
+"""The engine of DeepSpeed's ZeRO-1, 2 and 3.
 
-accelerate's `backward` would step inside the last micro-batch; so the engine is driven here
-directly: which micro-batch is the last, then the backward, and later the step. Unlike `TorchEngine`
-this one waits for the device at every step, as DeepSpeed does: it has a norm, a clip and a skip of
-its own. DeepSpeed skips a step whose norm is not finite; what else forbids one (no trained token,
-data that failed) is reported to it as an overflow.
+accelerate's `backward` would make a step inside the last micro-batch. DeepSpeed's engine is
+therefore driven directly: it is told which micro-batch is the last, then runs the backward, and
+later the step. DeepSpeed computes its own norm, clips, and skips a step whose norm is not finite.
+Other reasons to skip a step (no trained token, failed data) are reported to it as an overflow.
+Unlike `TorchEngine`, it waits for the device at every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.types import Piece, Spec, StepVector
 
 
 class DeepSpeedEngine:
-    """ZeRO on any number of processes; `Engine` says what each function is for."""
+    """ZeRO on any number of processes. See `Engine` for the purpose of each method."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -32,7 +32,7 @@ class DeepSpeedEngine:
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> nn.Module:
-        """Partition, and put the true fp32 weights into the masters, which DeepSpeed rounds."""
+        """Partition the model, and copy the exact fp32 weights into DeepSpeed's rounded masters."""
         named = zero_state.before(model, optimizer)
         self._engine: Any = self._accelerator.prepare(module, optimizer)[0]
         self._zero = self._engine.optimizer  # DeepSpeed's, around ours
@@ -45,23 +45,23 @@ class DeepSpeedEngine:
         return prepared
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
-        """Gradients are reduced at the last micro-batch (ZeRO-1), or partitioned at each."""
+        """See `Engine.micro`. ZeRO-1 reduces gradients at the last one, ZeRO-2 and 3 at each."""
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
-        """DeepSpeed averages over ranks, as DDP does."""
+        """See `Engine.backward`. DeepSpeed averages gradients over ranks, as DDP does."""
         self._engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def squares(self) -> Tensor:
-        """Nothing is counted: DeepSpeed has the norm when it has stepped."""
+        """Return 0: DeepSpeed computes the norm in its step."""
         return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
-        """Do nothing: DeepSpeed clips in its step, to the norm it was made with."""
+        """Do nothing: DeepSpeed clips in its step, to the `gradient_clipping` of its config."""
 
     def step(self, factor: float, sums: StepVector) -> None:
-        """Waits for the device: whether to step is decided on the host."""
+        """See `Engine.step`. The host decides whether to step, so this waits for the device."""
         for group in self._zero.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
         forbidden = bool(not_finite(sums))
@@ -69,49 +69,51 @@ class DeepSpeedEngine:
             self._engine.step()
 
     def norm(self, sums: StepVector) -> Tensor:
-        """() fp32: DeepSpeed's, infinite where the step was skipped."""
+        """Return () fp32: DeepSpeed's norm, which is infinite if the step was skipped."""
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._accelerator.device)
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """Weights are gathered and freed around each module, with gradients or without."""
+        """See `Engine.evaluating`. Stage 3 gathers and frees weights without gradients too."""
         return evaluating(self._engine)
 
     def clear(self) -> None:
-        """Make a step that is skipped, in which DeepSpeed clears its buffers. Collective."""
+        """Make a step that DeepSpeed skips, which drops all gradients. Collective."""
         self._engine.set_gradient_accumulation_boundary(True)
         with overflowing(self._zero):
             self._engine.step()
 
     def create_state(self) -> None:
-        """As Engine.create_state; without it DeepSpeed has moments only after its first step."""
+        """See `Engine.create_state`. DeepSpeed itself creates moments only in its first step."""
         zero_state.create_state(self._zero)
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
-        """As Engine.pieces: ranges of the fp32 masters and of their moments."""
+        """See `Engine.pieces`. They are ranges of the fp32 masters and of their moments."""
         if not (writing and dealt):
             return zero_state.pieces(self._held, self._zero, spec, writing=writing)
         return zero_state.share_pieces(self._held, self._zero, spec)
 
     def finish_loading(self, steps: int) -> None:
-        """Make the copies that are computed with again from the masters. Collective."""
+        """See `Engine.finish_loading`. It renews the copies of the masters. Collective."""
         state.set_steps(self._zero.optimizer, steps)
         zero_state.renew_copies(self._zero)
 
     def optimizer_steps(self) -> int:
-        """As Engine.optimizer_steps."""
+        """See `Engine.optimizer_steps`."""
         return state.optimizer_steps(self._zero.optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
-        """As Engine.unequal_replicas: masters are split, and copies are made again at each step."""
+        """Return an empty dict: masters are split, and each step makes new copies of them."""
         return {}
 
 
 def gather_unseen(offload: Any) -> None:
-    """Hide what stage 3 does around a module from what records or replays the module's operations.
+    """Hide the operations of stage 3 from torch's dispatch modes.
 
-    Selective activation checkpointing counts every operation of a block, and the second forward
-    gathers otherwise than the first. offload: DeepSpeed's, whose hooks look these functions up.
+    Selective activation checkpointing records every operation of a block in such a mode, and
+    expects the same ones in the second forward, but stage 3 gathers differently there.
+
+    offload: DeepSpeed's `parameter_offload`, whose hooks call the functions that are replaced.
     """
     for when in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward"):
         name = f"{when}_function"
@@ -128,11 +130,11 @@ def _unseen(function: Callable[[nn.Module], object]) -> Callable[[nn.Module], No
 
 @contextmanager
 def overflowing(optimizer: Any) -> Iterator[None]:
-    """DeepSpeed's optimizer skips the step that is made in here, as it does at an overflow.
+    """Make DeepSpeed's optimizer skip a step in this context, as it does at an overflow.
 
-    Gradients are dropped; weights, moments and counts stay. What is replaced is private to 0.19:
-    the check for an overflow, which stages 1 and 2 do not make in fp32, or the whole step in
-    stage 1 in bf16, which has no check.
+    Gradients are dropped; weights, moments and counts do not change. It replaces private names of
+    DeepSpeed 0.19: the check for an overflow, which is off in stages 1 and 2 in fp32, or the whole
+    step of stage 1 in bf16, which has no check.
     """
     patched = _overflow_of(optimizer)
     kept = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}
@@ -146,7 +148,7 @@ def overflowing(optimizer: Any) -> Iterator[None]:
 
 
 def _overflow_of(optimizer: Any) -> dict[str, Any]:
-    """Replacements for attributes of DeepSpeed's optimizer, which report an overflow."""
+    """Return replacements for attributes of DeepSpeed's optimizer that report an overflow."""
 
     def overflow(*_: object, **__: object) -> bool:
         optimizer.overflow = True

@@ -1,13 +1,13 @@
-"""ZeRO's masters and moments as ranges of named, whole tensors.
+"""ZeRO's fp32 masters and moments as ranges of named, whole tensors.
 
-    stages 1, 2   a flat tensor of each group of parameters is cut evenly over the ranks; what one
-                  rank has of a parameter is a fragment, often none, often all of it
-    stage 3       each parameter is cut evenly; the last ranks have less, or padding alone
+    stages 1, 2   the parameters of a group are joined into a flat tensor, which is split evenly
+                  over the ranks; a rank has all, a part or nothing of a parameter
+    stage 3       each parameter is split evenly; the last ranks have less, or only padding
 
-What is computed with is a copy of the masters: in bf16 a rounded one, of stage 3 one that is
-gathered when it is needed. So what is read goes into masters, and `renew_copies` makes the copies
-again. Frozen parameters have no masters: their fp32 values are kept here where the copy is rounded.
-The private names of DeepSpeed 0.19 are in this file and in `zero_engine.overflowing`.
+The forward uses a copy of the masters: in bf16 it is rounded, in stage 3 it is gathered when it is
+needed. A checkpoint is therefore read into the masters, and `renew_copies` makes the copies again.
+Frozen parameters have no masters: if their copy is rounded, `Held` keeps their fp32 values.
+Private names of DeepSpeed 0.19 are used only in this file and in `zero_engine.overflowing`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from llmtrain.distributed.engines import state
 from llmtrain.types import Piece, Spec
 
 Kind = Literal["partitions", "bf16", "fragments"]
-# Which of DeepSpeed's optimizers: of stage 3, of stage 1 in bf16, of stages 1 and 2 → its masters.
+# The attribute with the masters in each of DeepSpeed's optimizers. "partitions" is stage 3, "bf16"
+# is stage 1 in bf16, "fragments" is any other stage 1 or 2.
 _MASTERS: dict[Kind, str] = {
     "partitions": "fp32_partitioned_groups_flat",
     "bf16": "fp32_groups_flat_partition",
@@ -35,13 +36,13 @@ _MASTERS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What the names of a checkpoint stand for on this rank.
+    """The tensors on this rank that the names of a checkpoint refer to.
 
-    parameters: of the bare model.
-    trained: names of those that the optimizer changes.
-    buffers: the persistent ones.
-    frozen: flat fp32 values of frozen parameters whose copy is rounded; in stage 3 this rank's
-        range. Before DeepSpeed has the model: the weights of all parameters.
+    parameters: those of the bare model.
+    trained: names of the parameters that the optimizer changes.
+    buffers: the persistent buffers.
+    frozen: flat fp32 values of the frozen parameters whose copy is rounded; in stage 3 only this
+        rank's range. Before DeepSpeed prepares the model: the weights of all parameters.
     """
 
     parameters: Mapping[str, Parameter]
@@ -51,7 +52,7 @@ class Held:
 
 
 def before(model: Module, optimizer: torch.optim.Optimizer) -> Held:
-    """Names and values of the bare model. The values' memory lives on until `after` has them."""
+    """Return the names and values of the bare model. The values stay in memory until `after`."""
     parameters = dict(model.named_parameters())
     trained = frozenset(state.trained_parameters(model, optimizer))
     values = {name: weight.detach() for name, weight in parameters.items()}
@@ -59,7 +60,7 @@ def before(model: Module, optimizer: torch.optim.Optimizer) -> Held:
 
 
 def after(held: Held, optimizer: Any) -> Held:
-    """Copy the weights as they were into DeepSpeed's masters, which it makes of rounded ones."""
+    """Copy the exact weights into DeepSpeed's masters, which it made from rounded ones."""
     frozen = {}
     for name, parameter in held.parameters.items():
         value = held.frozen[name].reshape(-1)
@@ -77,12 +78,12 @@ def after(held: Held, optimizer: Any) -> Held:
 
 
 def kind(optimizer: Any) -> Kind:
-    """Which of DeepSpeed's optimizers it is, by the attribute that holds its masters."""
+    """Return which of DeepSpeed's optimizers it is, by the attribute that holds its masters."""
     return next((one for one, name in _MASTERS.items() if name in vars(optimizer)), "fragments")
 
 
 def create_state(optimizer: Any) -> None:
-    """Give every master of this rank moments of zero, with no step made."""
+    """Give every master of this rank moments of zero and a step count of 0."""
     base = optimizer.optimizer
     counts_on_host = type(base).__name__ == "DeepSpeedCPUAdam"  # a Python number
     fused = any(group.get("fused") for group in base.param_groups)
@@ -94,7 +95,7 @@ def create_state(optimizer: Any) -> None:
             **{moment: torch.zeros_like(master, requires_grad=False) for moment in state.MOMENTS},
         }
     if kind(optimizer) != "partitions":
-        # Again, where a backward or a step has done it: they would be of the old moments.
+        # A backward or a step may have linked the old moments already, so link them again.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -107,11 +108,12 @@ def pieces(
     writing: bool,
     everywhere: Container[str] = frozenset(),
 ) -> Iterator[Piece]:
-    """This rank's ranges in the order of the spec: views of the masters and moments themselves.
+    """Yield this rank's ranges in the order of the spec, as views of the masters and moments.
 
-    writing: the ranks together yield each element once, except that every rank yields those of
-        `everywhere`. Otherwise each rank yields all that it has to read, and rounded copies are
-        made from what was read when the next piece is asked for.
+    writing: all ranks together yield each element once. Otherwise each rank yields everything
+        that it has to read. The rounded copy of a frozen parameter is then written when the next
+        piece is requested.
+    everywhere: names of the parameters that every rank yields, also for writing.
     """
     for part in spec.values():
         for name in part:
@@ -131,7 +133,7 @@ def pieces(
 
 
 def share_pieces(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
-    """As `pieces` for writing, but frozen parameters that all ranks hold exactly are shared out."""
+    """Yield `pieces` for writing; frozen parameters that all ranks have in fp32 are shared out."""
     same = frozenset(
         name
         for name, parameter in held.parameters.items()
@@ -144,17 +146,17 @@ def share_pieces(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
 
 
 def renew_copies(optimizer: Any) -> None:
-    """Make what is computed with equal to the masters again, on every rank. Collective."""
+    """Copy the masters into the weights that the forward uses, on every rank. Collective."""
     if kind(optimizer) != "partitions":
         optimizer.update_lp_params()
         return
-    optimizer._partition_all_parameters()  # what is gathered still has the old values
+    optimizer._partition_all_parameters()  # gathered parameters still have the old values
     for group in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
 
 def _owner(held: Held, name: str) -> tuple[str, str | None]:
-    """The parameter that a tensor of the spec belongs to, and which moment of it it is."""
+    """Return the parameter that a tensor of the spec belongs to, and its moment (None: itself)."""
     if name in held.parameters:
         return name, None
     owner, _, moment = name.rpartition(".")
@@ -162,21 +164,25 @@ def _owner(held: Held, name: str) -> tuple[str, str | None]:
 
 
 def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Piece | None:
-    """This rank's range of a parameter's master (moment None) or moment; None where it has none."""
+    """Return this rank's range of a parameter's master (moment None) or moment, if it has one."""
     if kind(optimizer) != "partitions":
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
         fragment: Tensor = mapping.get_hp_fragment(moment)
         return Piece(name, mapping.lp_fragment_address.start, fragment.detach())
-    # Not `safe_get_local_…`, which gives a copy where the master lives in host memory.
+    # Not `safe_get_local_…`: it returns a copy if the master is in host memory.
     partition, _ = optimizer._get_fp32_opt_state_partition(parameter, True, moment)
     start, count = _range(parameter)
     return Piece(name, start, partition.detach()[:count])
 
 
 def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
-    """In stage 3 every rank has its range; else all have the whole, and rank 0 writes it."""
+    """Yield this rank's range of a frozen parameter.
+
+    In stage 3 every rank has its own range. In stages 1 and 2 every rank has the whole parameter,
+    and only rank 0 writes it.
+    """
     start, copy = _frozen_copy(parameter)
     if writing and not _is_split(parameter) and dist.get_rank() != 0:
         return
@@ -192,7 +198,7 @@ def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator
 
 
 def _frozen_copy(parameter: Any) -> tuple[int, Tensor]:
-    """Where this rank's part of a frozen parameter begins, and the part that is computed with."""
+    """Return the start of this rank's part of a frozen parameter, and the copy in the forward."""
     if not _is_split(parameter):
         return 0, parameter.detach().view(-1)
     start, count = _range(parameter)
@@ -200,19 +206,19 @@ def _frozen_copy(parameter: Any) -> tuple[int, Tensor]:
 
 
 def _is_split(parameter: Any) -> bool:
-    """Whether stage 3 has cut a parameter over the ranks; DeepSpeed hangs the part on it."""
+    """Whether stage 3 has split a parameter over the ranks: it then has the attribute ds_tensor."""
     return hasattr(parameter, "ds_tensor")
 
 
 def _range(parameter: Any) -> tuple[int, int]:
-    """Start and length of this rank's part of a partitioned parameter, without padding."""
+    """Return the start and length of this rank's part of a split parameter, without padding."""
     size, total = parameter.ds_tensor.numel(), parameter.ds_numel
     start = min(size * dist.get_rank(), total)
     return start, min(size, total - start)
 
 
 def _dtype(parameter: Any) -> torch.dtype:
-    """The dtype that is computed with; a partitioned parameter itself is empty."""
+    """Return the dtype that the forward uses. (A split parameter itself is empty.)"""
     of = parameter.ds_tensor if _is_split(parameter) else parameter
     dtype: torch.dtype = of.dtype
     return dtype

@@ -1,9 +1,9 @@
-"""The second attempt of a launcher (`--max_restarts`) meets at its own address.
+"""A separate store for each restart by the launcher (`--max_restarts`).
 
 In torch 2.13 the ranks of every attempt use one store, which the launcher keeps. It still has the
-addresses of the previous attempt, so a rank that is early connects to a dead process, and the
-attempts are used up one by one. Rank 0 therefore opens a store for this attempt alone, and writes
-its port into the launcher's store.
+addresses of the previous attempt, so a rank that starts early connects to a dead process and fails,
+and the attempts are used up one by one. Rank 0 therefore opens a new store for each further
+attempt, and writes its port into the launcher's store.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-_opened: list[TCPStore] = []  # rank 0's: they live as long as its process
+_opened: list[TCPStore] = []  # rank 0's stores, kept until its process ends
 _met: set[str] = set()  # attempts whose MASTER_PORT is changed already
 
 
 def meet_again(timeout: timedelta) -> None:
-    """Give the ranks of a restarted attempt their own MASTER_PORT, before the group is made.
+    """Set MASTER_PORT to the port of this attempt's own store, before the group is made.
 
-    timeout: for the wait for rank 0. Raises torch's DistError if it does not come.
+    timeout: how long to wait for rank 0. Raises torch's DistError after that.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # Without the launcher's store, rank 0 opens one for each attempt anyway.
+    # Without the launcher's store, torch's rank 0 opens a new one for each attempt.
     if (
         attempt == "0"
         or attempt in _met

@@ -1,8 +1,8 @@
-"""Is this process where a launcher meant it to be? Asked before and after an `Accelerator` is made.
+"""Checks that a run is what its launcher requested, before and after an `Accelerator` is made.
 
-accelerate decides by the environment what a run becomes, and some launches silently become
-something else: one process instead of two, plain DDP instead of FSDP, or two processes that each
-train alone. Standard library only, since the first check runs before torch is imported.
+accelerate chooses the kind of a run by the environment, and some launches silently become something
+else: one process instead of two, plain DDP instead of FSDP, or two processes that each train alone.
+This module uses only the standard library, since the first check runs before torch is imported.
 
     accelerate launch --cpu --num_processes 2   →  one process, MASTER_ADDR set, no WORLD_SIZE
     MULTI_GPU + use_cpu, Accelerator()          →  two processes, each of them rank 0 of 1
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import DistributedConfig, TrainingConfig
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# What torch's launcher tells a rank; beside it everything that begins with TORCHELASTIC_.
+# The variables that torch's launcher sets for a rank, besides all that begin with TORCHELASTIC_.
 _OF_A_LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -53,7 +53,7 @@ _KINDS = {
 _PLAIN = "a plain launch, which leaves every strategy open (accelerate_configs/ddp.yaml)"
 _WHERE = "the launch"
 
-# It comes with llmtrain on Linux, and does not run elsewhere.
+# DeepSpeed is installed with llmtrain on Linux, and does not run on other systems.
 INSTALL_DEEPSPEED = (
     "pip install 'deepspeed>=0.19,<0.20' on Linux, distributed.strategy=fsdp2 elsewhere"
 )
@@ -62,13 +62,13 @@ INSTALL_DEEPSPEED = (
 def check_environment(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> None:
-    """Refuse an environment that cannot lead to the run that was asked for.
+    """Raise UserError, with every problem, if the environment contradicts the requested run.
 
-    Before torch is imported, and once: an `Accelerator` writes ACCELERATE_USE_FSDP and _DEEPSPEED
-    into the environment. Raises UserError with every problem.
+    Call it once, before torch is imported: an `Accelerator` writes ACCELERATE_USE_FSDP and
+    ACCELERATE_USE_DEEPSPEED into the environment.
     """
     problems = launcher_problems(env)
-    if not problems:  # else the number of processes is not to be trusted
+    if not problems:  # otherwise the number of processes may be wrong
         found = [
             *unsupported_problems(env, world_size(env)),
             *contradictions(env, distributed, training),
@@ -85,14 +85,14 @@ def verify_launch(
     distributed_type: str,
     strategy: str,
 ) -> None:
-    """Refuse an `Accelerator` that is not what the launcher started, or not of its strategy.
+    """Raise UserError, with every problem, if the `Accelerator` does not match the launch.
 
     asked: `distributed.strategy`.
     launched_processes: `num_processes` of the `Accelerator`.
-    distributed_type: the name of its type.
-    strategy: the one that is trained, never auto.
+    distributed_type: the name of the `Accelerator`'s type.
+    strategy: the strategy that is trained, never auto.
 
-    Called before the model is built. Raises UserError with every problem.
+    Call it before the model is built.
     """
     problems: list[Problem] = []
     started = world_size(env)
@@ -115,29 +115,30 @@ def verify_launch(
 
 
 def allowed_strategies(env: Mapping[str, str], asked: str) -> tuple[str, ...]:
-    """Which strategies this launch leaves open, the preferred one first.
+    """Return the strategies that this launch allows, the preferred one first.
 
-    A plain launch leaves open all that a plan may choose from, FSDP and DEEPSPEED name one; an
-    explicit `distributed.strategy` (asked) is the only one. To be called after `check_environment`,
-    and before there is an `Accelerator`, which writes into the environment.
+    asked: `distributed.strategy`; if it is not auto, it is the only strategy.
+
+    A plain launch allows all strategies that a plan may choose from; FSDP and DEEPSPEED name one.
+    Call it after `check_environment`, and before an `Accelerator` writes into the environment.
     """
     named = named_strategy(env) if asked == "auto" else asked
     return LADDER if named is None else (named,)
 
 
 def world_size(env: Mapping[str, str]) -> int:
-    """How many processes the launcher started; 1 without a launcher."""
+    """Return how many processes the launcher started; 1 without a launcher."""
     return number(env, "WORLD_SIZE") or 1
 
 
 def launcher_variables(env: Mapping[str, str]) -> list[str]:
-    """The variables of an environment that only a launcher sets."""
+    """Return the names of the variables in an environment that only a launcher sets."""
     others = sorted(name for name in env if name.startswith("TORCHELASTIC_"))
     return [name for name in _OF_A_LAUNCHER if name in env] + others
 
 
 def awaited(env: Mapping[str, str]) -> str:
-    """For whom the process with this environment waits before it is one of a group, and where."""
+    """Return in words which ranks this process waits for before it joins its group, and where."""
     size = world_size(env)
     place = f"at {env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
     place = f"{place} (MASTER_ADDR, MASTER_PORT)"
@@ -150,14 +151,14 @@ def awaited(env: Mapping[str, str]) -> str:
 
 
 def family(strategy: str) -> Literal["ddp", "fsdp", "zero"]:
-    """Which engine a strategy is of: whole replicas, FSDP2 or DeepSpeed."""
+    """Return the engine of a strategy: whole replicas, FSDP2 or DeepSpeed."""
     if strategy in FSDP:
         return "fsdp"
     return "zero" if strategy in ZERO else "ddp"
 
 
 def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
-    """Find traces of a launcher that did not start this process, or started fewer than asked."""
+    """Return problems where a launcher did not start this process, or started too few."""
     if "LOCAL_RANK" in env:
         return []
     problems = []
@@ -180,7 +181,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
 def contradictions(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
-    """Find where the launch contradicts the config."""
+    """Yield problems where the launch contradicts the config."""
     yield from _strategy(env, distributed.strategy)
     yield from _precision(env, training.precision)
     if named_family(env) == "fsdp":
@@ -191,9 +192,9 @@ def contradictions(
 
 
 def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    """A plain launch contradicts no strategy."""
+    """Yield a problem if the launch contradicts `distributed.strategy`; a plain one never does."""
     launched, named = named_family(env), named_strategy(env)
-    # HSDP without a mesh in the file takes that of the machines.
+    # HSDP without a mesh in the file uses nodes × processes of a node.
     fine = {"auto", named} | ({"hsdp"} if named == "fsdp2" else set())
     other = family(asked) != launched or (named is not None and asked not in fine)
     if launched and asked != "auto" and other:
@@ -203,12 +204,12 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
     elif asked == "hsdp":
         on_a_node = number(env, "LOCAL_WORLD_SIZE") or 1
         mesh = named_mesh(env) or (world_size(env) // on_a_node, on_a_node)
-        if named_mesh(env) is None or mesh[0] == 1:  # else parallelism_config is the problem
+        if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
             yield from one_sided("distributed.strategy", mesh, "hsdp")
 
 
 def _precision(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    """accelerate exports `no` by default, so `no` contradicts nothing."""
+    """Yield a problem for fp32 in a launch with bf16. `no` is only accelerate's default."""
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and asked == "fp32":
         expected = "the bf16 that the accelerate file says (mixed_precision)"
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"

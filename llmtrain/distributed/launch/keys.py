@@ -1,7 +1,7 @@
-"""accelerate's keys: in its file, in the environment of a rank, and in what `llmtrain plan` writes.
+"""The keys of accelerate's config file, and the variables of a rank that they become.
 
-accelerate's launcher turns each key of its file into a variable. This is the one table of them:
-`llmtrain plan` writes the keys, `train --launch` checks them, a rank reads the variables.
+accelerate's launcher turns each key of its file into a variable. All code uses this one table:
+`llmtrain plan` writes the keys, `train --launch` checks them, and a rank reads the variables.
 
     fsdp_config:      {fsdp_version: 2, …}   ↔  FSDP_VERSION=2 …
     deepspeed_config: {zero_stage: 3, …}     ↔  ACCELERATE_DEEPSPEED_ZERO_STAGE=3 …
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 class Section:
     """A section of accelerate's file.
 
-    kind: the `distributed_type` for which accelerate reads it; None: any.
-    switch: the variable that is true in a rank where the section applies.
-    variables: key → variable of a rank; None: only the launcher reads it, or it decides nothing.
+    kind: the `distributed_type` for which accelerate reads it; None for any.
+    switch: the variable that is true in a rank if the section applies.
+    variables: key → variable of a rank; None if only the launcher reads it or it has no effect.
     """
 
     kind: str | None
@@ -84,7 +84,7 @@ MESH = Section(
 )
 SECTIONS = {"fsdp_config": FSDP, "deepspeed_config": DEEPSPEED, "parallelism_config": MESH}
 VARIABLES = {**FSDP.variables, **DEEPSPEED.variables, **MESH.variables}
-# accelerate's own, where its file does not have the key.
+# accelerate's defaults for keys that its file does not have.
 _DEFAULTS = {
     "fsdp_version": "1",
     "zero_stage": "2",
@@ -117,7 +117,7 @@ STRATEGIES: dict[str, dict[str, dict[str, object]]] = {
 
 
 def variable(key: str) -> str:
-    """The variable of a rank that a key becomes. Raises ValueError for one that becomes none."""
+    """Return the variable of a rank that a key becomes. Raises ValueError if it becomes none."""
     name = VARIABLES[key]
     if name is None:
         raise ValueError(f"{key} becomes no variable of a rank")
@@ -125,7 +125,7 @@ def variable(key: str) -> str:
 
 
 def value(env: Mapping[str, str], key: str) -> str:
-    """The value of a key of the launch file, as a rank reads it; else accelerate's default."""
+    """Return the value of a launch file's key as a rank reads it, or accelerate's default."""
     return env.get(variable(key), _DEFAULTS.get(key, "")).strip()
 
 

@@ -1,9 +1,9 @@
-"""What the environment of a launch asks for: a strategy, a mesh, and what is not supported.
+"""The strategy and mesh that the environment of a launch requests, and requests we do not support.
 
-`accelerate launch` turns its file into variables, and each key that the file leaves out into a
-default. A rank therefore cannot tell `fsdp_version: 1` in the file from a file without the key.
-Standard library only, since this is read before torch is imported. Problems are named by
-the keys of the file.
+`accelerate launch` turns the keys of its file into variables, and sets defaults for missing keys.
+A rank therefore cannot distinguish `fsdp_version: 1` in the file from a file without the key.
+Problems are named by the keys of the file. This module uses only the standard library, since it is
+read before torch is imported.
 
     distributed_type: FSDP       →  ACCELERATE_USE_FSDP=true, FSDP_VERSION=1, FSDP_OFFLOAD_PARAMS=…
     distributed_type: DEEPSPEED  →  ACCELERATE_USE_DEEPSPEED=true, ACCELERATE_DEEPSPEED_ZERO_STAGE=2
@@ -31,7 +31,7 @@ from llmtrain.errors import Problem
 
 _FSDP2 = "accelerate_configs/fsdp2.yaml"
 _ZERO = "accelerate_configs/zero3.yaml"
-# Keys of problems that are no key of a section, or more than one variable's → the variables.
+# The variables of problem keys that are not in a section or that come from several variables.
 _VARIABLES = {
     "mixed_precision": ("ACCELERATE_MIXED_PRECISION",),
     "training.precision": ("ACCELERATE_MIXED_PRECISION",),
@@ -49,14 +49,14 @@ _SPLIT_MODEL = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
 def named_family(env: Mapping[str, str]) -> Literal["fsdp", "zero"] | None:
-    """Which engine the launch asks for; None: a plain launch."""
+    """Return the engine that the launch requests; None for a plain launch."""
     if is_true(env, FSDP.switch):
         return "fsdp"
     return "zero" if is_true(env, DEEPSPEED.switch) else None
 
 
 def named_strategy(env: Mapping[str, str]) -> str | None:
-    """The strategy that the launch asks for; None: a plain launch, or one that is refused."""
+    """Return the strategy that the launch requests; None for a plain or a refused launch."""
     family = named_family(env)
     replicated = family == "fsdp" and (named_mesh(env) or (1, 1))[0] > 1
     for strategy, values in STRATEGIES[family].items() if family else ():
@@ -66,14 +66,17 @@ def named_strategy(env: Mapping[str, str]) -> str | None:
 
 
 def named_mesh(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """(replicas, processes that share one) of a `parallelism_config`; None without one."""
+    """Return (replicas, shards of each replica) of `parallelism_config`; None if it is not set."""
     if not is_true(env, MESH.switch):
         return None
     return _size(env, "dp_replicate"), _size(env, "dp_shard")
 
 
 def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
-    """Find what this launch asks for and no config can correct. processes: of all machines."""
+    """Yield the requests of this launch that are not supported under any config.
+
+    processes: the number of processes on all nodes.
+    """
     if is_true(env, "ACCELERATE_USE_MEGATRON_LM"):
         expected = "NO, MULTI_GPU, FSDP or DEEPSPEED: Megatron-LM brings a trainer of its own"
         yield Problem("distributed_type", "MEGATRON_LM", expected, _FSDP2)
@@ -93,9 +96,10 @@ def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Pro
 
 
 def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Iterator[Problem]:
-    """The problems of an environment, each with the variable that it comes from.
+    """Yield the problems of an environment, each with the variable that it comes from.
 
-    A launcher sets these variables from its file; without one they were exported in the shell.
+    A launcher sets these variables from its file. Without a launcher they were exported in the
+    shell, so the remedy is to unset them.
     """
     for problem in problems:
         known = _VARIABLES.get(problem.key) or (VARIABLES.get(problem.key),)
@@ -111,12 +115,12 @@ def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Itera
 
 
 def _is_on(env: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is set; a switch has to be on."""
+    """Whether a variable is set, or, for a switch, whether it is on."""
     return is_true(env, name) if "_USE_" in name else name in env
 
 
 def number(env: Mapping[str, str], name: str) -> int:
-    """A whole number of the environment; 0 where the variable is absent or not a number."""
+    """Return an integer of the environment; 0 if the variable is missing or not a number."""
     text = env.get(name, "").strip()
     return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -147,7 +151,7 @@ def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
 
 
 def one_sided(key: str, mesh: tuple[int, int], what: str) -> Iterator[Problem]:
-    """HSDP on a mesh of which one side is 1 is another strategy under a wrong name."""
+    """Yield a problem for HSDP on a mesh with a side of 1, which is really another strategy."""
     replicas, shards = mesh
     found = f"{what}, {replicas} × {shards} processes (replicas × shards of each)"
     if replicas == 1:
@@ -186,7 +190,7 @@ def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
         )
         remedy = f"zero_stage and the offload devices in the accelerate file, as in {_ZERO}"
         yield Problem("deepspeed_config_file", file, expected, remedy)
-        return  # the other keys come from that JSON then
+        return  # the other keys would come from that JSON
     yield from _stages(env)
     accumulation = value(env, "gradient_accumulation_steps").lower()
     if accumulation not in ("auto", "none", "1"):
@@ -204,7 +208,7 @@ def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
-    """Stage and offload must be those of a strategy: others would silently be ignored."""
+    """Yield a problem for stage and offload of no strategy, which would silently be ignored."""
     keys = ("zero_stage", "offload_optimizer_device", "offload_param_device")
     stage, optimizer, parameters = (value(env, key).lower() for key in keys)
     if stage not in ("1", "2", "3"):
@@ -225,6 +229,6 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _size(env: Mapping[str, str], kind: str) -> int:
-    """One side of the mesh: 1 where it is not set, 0 where it is not a number."""
+    """Return one side of the mesh: 1 if it is not set, 0 if it is not a number."""
     name = variable(f"parallelism_config_{kind}_size")
     return number(env, name) if name in env else 1

@@ -1,7 +1,7 @@
-"""Ranks that agree before they are a process group, over the store where a launcher lets them meet.
+"""Agreement between ranks before the process group is made, over the launcher's store.
 
-What kind of group a strategy needs is planned first, and a rank whose machine cannot have it must
-be able to say so: in a group that it never joins, its peers would wait for it until the timeout.
+The strategy decides which kind of group is needed, and is planned first. A rank whose machine
+cannot join such a group must be able to report it, or its peers would wait until the timeout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llmtrain.types import Ranks, Vote
 _TELL_AFTER_SECONDS = 5.0
 _STDERR = 2
 _log = logging.getLogger(__name__)
-_starts = itertools.count()  # of this process; equal on all ranks
+_starts = itertools.count()  # meetings of this process; equal on all ranks
 
 
 class Meeting:
-    """`Ranks` over a store. Nobody goes on before all have read what was said."""
+    """`Ranks` over a store. Rank 0 leaves `broadcast` only when all ranks have read the body."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
@@ -38,22 +38,22 @@ class Meeting:
         self.world_size = world_size
 
     def gather(self, body: bytes) -> list[bytes]:
-        """Every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
+        """Return every rank's body at rank 0, in the order of ranks; elsewhere an empty list."""
         topic = f"gather-{next(self._said)}"
-        self._store.set(f"{topic}/{self.rank}", body.hex())  # a store holds text
+        self._store.set(f"{topic}/{self.rank}", body.hex())  # values in a store are text
         if self.rank:
             return []
         return [self._heard(f"{topic}/{rank}") for rank in range(self.world_size)]
 
     def broadcast(self, body: bytes) -> bytes:
-        """Rank 0's body on every rank."""
+        """Return rank 0's body on every rank."""
         topic = f"broadcast-{next(self._said)}"
         if self.rank:
             heard = self._heard(topic)
             self._store.set(f"{topic}/{self.rank}", "read")
             return heard
         self._store.set(topic, body.hex())
-        # The store may be rank 0's own, and ends with it.
+        # The store may run in rank 0's process, and would end with it.
         self._store.wait([f"{topic}/{rank}" for rank in range(1, self.world_size)])
         return body
 
@@ -61,7 +61,7 @@ class Meeting:
         return bytes.fromhex(self._store.get(key).decode())
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Say whether this rank failed, and learn who did."""
+        """Tell all ranks this rank's error and return theirs."""
         return count_votes(self, error, body)
 
     def highest(self, value: int) -> int:
@@ -71,9 +71,10 @@ class Meeting:
 
 
 def meet(timeout: timedelta, tell_after: float = _TELL_AFTER_SECONDS) -> Ranks:
-    """The ranks of this launch. Raises torch's DistError if they do not come in time.
+    """Wait for the ranks of this launch and return them.
 
-    tell_after: seconds until this process says for whom it waits.
+    timeout: how long to wait. Raises torch's DistError after that.
+    tell_after: seconds until this process logs which ranks it waits for.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
@@ -81,16 +82,16 @@ def meet(timeout: timedelta, tell_after: float = _TELL_AFTER_SECONDS) -> Ranks:
         meet_again(timeout)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    # Each attempt has a store of its own, and its number may not stand in a key: a node that hears
-    # of a lost peer before its own rank fails begins again without counting (torch 2.13, c10d).
+    # Each attempt has its own store, so a key needs no attempt number. It must not have one: a node
+    # that learns of a lost peer before its own rank fails restarts uncounted (torch 2.13, c10d).
     return Meeting(PrefixStore(f"llmtrain/start-{next(_starts)}", store), rank, world_size)
 
 
 @contextmanager
 def _telling(after: float) -> Iterator[None]:
-    """Say once what is waited for, if it takes longer: nobody may ever come.
+    """Warn once which ranks are awaited, if the wait takes longer than `after` seconds.
 
-    That is so where the variables of an earlier launch are still in the environment of a shell.
+    If the shell still has the variables of an earlier launch, no other rank will ever come.
     """
     rank, size = os.environ.get("RANK"), os.environ["WORLD_SIZE"]
     text = (
@@ -101,7 +102,7 @@ def _telling(after: float) -> Iterator[None]:
 
     def tell() -> None:
         _log.warning(text)
-        if rank != "0":  # its log is not shown
+        if rank != "0":  # the log of other ranks is not shown
             os.write(_STDERR, f"rank {rank}: warning: {text}\n".encode())
 
     timer = threading.Timer(after, tell)

@@ -1,13 +1,16 @@
-"""Bytes of a device for each way to spread a model out: arithmetic on plain values.
+"""An estimate of the device memory that each layout of a model needs, from plain values.
 
-    states       parameters, gradients, optimizer: what stays from step to step
-    of a pass    working set, activations, head and loss: what one micro-batch needs besides
-    reserve      what the driver, the collectives and the allocator take; on a GPU alone
+    states       parameters, gradients and optimizer, which stay from step to step
+    of a pass    working set, activations, head and loss, which a micro-batch needs in addition
+    reserve      memory of the driver, the collectives and the allocator; only on a GPU
 
-The peak is their sum, at the end of a forward: gradients of earlier micro-batches are there, all
-activations too. One process with a single micro-batch a step stays below it, since activations go
-as gradients come; the trial at the start makes two passes without clearing, so that is not counted.
-The trap: a shard has ceil(dim 0 / N) rows, not 1/N of the elements: the first rank is the fullest.
+The peak is their sum, at the end of a forward, when the gradients of earlier micro-batches and all
+activations are in memory. One process with a single micro-batch a step needs less, since its
+activations are freed while gradients are created. That is not counted, because the trial at the
+start makes two passes without clearing gradients.
+
+A shard of FSDP2 has ceil(dim 0 / N) rows, not 1/N of the elements, so the first rank is the
+fullest.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from dataclasses import dataclass
 
 from llmtrain.types import ModelShape, ParameterShape, Saved
 
-# Arithmetic of a forward, as `model.count` counts it: bf16 = parameters are bf16 while computing
-# (FSDP2, ZeRO), autocast = fp32 parameters are cast on the way (DDP, one process).
+# The arithmetic of a forward, as in `model.count`:
+#     fp32       everything is fp32
+#     bf16       parameters are bf16 in the forward (FSDP2, ZeRO)
+#     autocast   parameters are fp32, and operations cast them to bf16 (DDP, one process)
 Arithmetic = str
-# (arithmetic, activation checkpointing) → what a forward keeps.
+# (arithmetic, activation checkpointing) → the saved activations of a forward.
 Count = Callable[[Arithmetic, str], Saved]
 
 PARTS = ("parameters", "gradients", "optimizer", "working", "activations", "head", "reserve")
@@ -29,26 +34,26 @@ FSDP = ("fsdp2", "hsdp", "fsdp2_offload")
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 OFFLOADS = ("fsdp2_offload", "zero3_offload")
 
-# DeepSpeed's own, in elements, which `distributed.zero` never goes above: reduce_bucket_size and
+# DeepSpeed's defaults in elements, which are our upper limits: reduce_bucket_size and
 # stage3_prefetch_bucket_size.
 LARGEST_BUCKET = 500_000_000
 AHEAD = 50_000_000
-# ZeRO-3 by default: smaller parameters stay whole once they were
-# gathered.
+# ZeRO-3's default in elements: parameters up to this size stay whole once they are gathered.
 PERSISTENT = 100_000
 _GIB = 2**30
 _CONTEXT = 1.0  # GiB that CUDA and NCCL take before the first tensor
 _COMMUNICATOR = 0.3  # GiB for each further group of ranks
-_FRAGMENTS = 0.06  # of all else: what the allocator cannot give out
+_FRAGMENTS = 0.06  # share of all other memory that the allocator cannot use
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Equal devices on equal nodes.
+    """Nodes of the same kind with devices of the same kind.
 
-    host_bytes: of a node; None where it is not known.
-    device: its name, for tables of speed; without a known one no speed is predicted.
-    cpu: a rehearsal on processors.
+    device_bytes: memory of a device.
+    host_bytes: memory of a node; None if unknown.
+    device: the device's name; speed is predicted only for known names.
+    cpu: whether this is a rehearsal on CPUs.
     """
 
     device_bytes: int
@@ -60,15 +65,15 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """The devices of all nodes."""
+        """The number of devices of all nodes."""
         return self.devices_per_node * self.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes; None means `auto`.
+    """The settings of a step that the config gives; None means `auto`.
 
-    most_tokens: the most tokens of a forward, where the micro-batch is `auto`.
+    most_tokens: the most tokens of a forward if the micro-batch is `auto`.
     wrap_class: as `distributed.wrap_class`.
     """
 
@@ -84,7 +89,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to do the work."""
+    """One way to distribute and divide the work of a step."""
 
     strategy: str
     activation_checkpointing: str
@@ -95,20 +100,20 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one device by part (`PARTS`), and of a node's host memory."""
+    """Bytes of one device for each of `PARTS`, and bytes of a node's host memory."""
 
     parts: Mapping[str, int]
     host_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """All bytes of the device."""
+        """The sum of the device's bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of the first rank that stay from step to step, on the device or the host."""
+    """Bytes on the first rank that stay from step to step, on the device or the host."""
 
     parameters: int
     gradients: int
@@ -121,14 +126,14 @@ class States:
 
 
 def arithmetic_of(strategy: str, precision: str) -> Arithmetic:
-    """The arithmetic of a strategy at a precision."""
+    """Return the arithmetic of a strategy at a precision."""
     if precision == "fp32":
         return "fp32"
     return "bf16" if strategy in (*FSDP, *ZERO) else "autocast"
 
 
 def shards(strategy: str, hardware: Hardware) -> int:
-    """Over how many devices a sharded tensor is spread."""
+    """Return over how many devices a strategy shards a tensor; 1 if it does not."""
     if strategy == "hsdp":
         return hardware.devices_per_node
     return hardware.devices if strategy in (*FSDP, *ZERO) else 1
@@ -137,14 +142,15 @@ def shards(strategy: str, hardware: Hardware) -> int:
 def memory(
     shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
 ) -> MemoryPlan:
-    """Bytes of the fullest device, and of a node's host memory.
+    """Return the bytes of the fullest device and of a node's host memory.
 
-    saved: for `arithmetic_of` the layout's strategy and its activation checkpointing.
+    saved: counted with the layout's activation checkpointing and the arithmetic of its strategy.
     """
     states = model_states(shape, layout.strategy, work.precision, hardware)
     micro = layout.micro_batch_size
     head = head_bytes(shape, work, layout)
-    again = max(0, micro * saved.recomputed - head)  # begins when the head has given back its room
+    # Recomputed activations are needed only when the head's memory is free again.
+    again = max(0, micro * saved.recomputed - head)
     resident = 0 if layout.strategy in OFFLOADS else 1
     parts = {
         "parameters": resident * states.parameters + shape.buffers,
@@ -160,7 +166,10 @@ def memory(
 
 
 def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Hardware) -> States:
-    """AdamW with two fp32 moments; gradients are fp32. ZeRO has fp32 masters beside its weights."""
+    """Return the bytes of parameters, fp32 gradients and AdamW's two fp32 moments on a rank.
+
+    For ZeRO the optimizer's bytes include the fp32 masters.
+    """
     count, trainable = shape.parameters, trained_parameters(shape)
     across = shards(strategy, hardware)
     if strategy in FSDP:
@@ -172,10 +181,10 @@ def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Har
 
 
 def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:
-    """Weights of the forward, fp32 gradients, and of the trained ones fp32 masters and moments.
+    """Return the bytes of ZeRO's weights, fp32 gradients, and fp32 masters and moments.
 
-    ZeRO-1 sums up whole gradients. Offloading keeps fp32 gradients for the host's update a second
-    time.
+    ZeRO-1 accumulates whole gradients. Offloading keeps a second copy of the fp32 gradients for the
+    host's update.
     """
     compute = _compute_bytes(precision)
     if strategy in ("zero1", "zero2"):
@@ -188,17 +197,17 @@ def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) 
 
 
 def persistent_bytes(shape: ModelShape, precision: str) -> int:
-    """Bytes of the small parameters that ZeRO-3 leaves whole, beside its shards of them."""
+    """Return the bytes of the small parameters that ZeRO-3 keeps whole in addition to shards."""
     sizes = (math.prod(one.shape) for one in shape.parameters)
     return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
 def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
-    """The most bytes of the logits of one micro-batch and their loss.
+    """Return the peak bytes of the logits of one micro-batch and their loss.
 
-    The peak is in the loss's backward, where the logarithms of the probabilities, their gradient
-    and that of the logits exist in fp32. With few tokens it is where the head's own gradient is
-    computed beside the one of earlier micro-batches.
+    The peak is in the loss's backward, when the log-probabilities, their gradient and that of the
+    logits are in memory in fp32. With few tokens it is when the gradient of the head's weight is
+    computed while that of earlier micro-batches is in memory.
     """
     arithmetic = arithmetic_of(layout.strategy, work.precision)
     tokens = layout.micro_batch_size * work.seq_len
@@ -210,17 +219,17 @@ def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Bytes of a checkpoint's weights and moments in fp32 (small files add a few MB at most)."""
+    """Return the bytes of a checkpoint's fp32 weights and moments. Other files add a few MB."""
     return 4 * shape.count + 8 * shape.trainable
 
 
 def trained_parameters(shape: ModelShape) -> list[ParameterShape]:
-    """The parameters with gradients."""
+    """Return the parameters with gradients."""
     return [one for one in shape.parameters if one.trainable]
 
 
 def largest_block(shape: ModelShape, *, trainable: bool = False) -> int:
-    """Elements of the largest repeated block; of the largest parameter where none repeats."""
+    """Return the elements of the largest repeated block, or of the largest parameter if none is."""
     sizes: dict[int, int] = {}
     for one in trained_parameters(shape) if trainable else shape.parameters:
         if one.block is not None:
@@ -229,7 +238,7 @@ def largest_block(shape: ModelShape, *, trainable: bool = False) -> int:
 
 
 def bucket_elements(shape: ModelShape) -> int:
-    """Gradients that DeepSpeed reduces at once."""
+    """Return how many elements of gradients DeepSpeed reduces at once."""
     return min(LARGEST_BUCKET, 2 * largest_block(shape))
 
 
@@ -238,7 +247,7 @@ def _compute_bytes(precision: str) -> int:
 
 
 def _by_rows(parameters: Iterable[ParameterShape], across: int) -> int:
-    """Elements of the first rank where dim 0 is cut: the last ranks may have less, or nothing."""
+    """Return the first rank's elements, the most of all ranks, if dim 0 is split over ranks."""
     return sum(
         -(-one.shape[0] // across) * math.prod(one.shape[1:]) if one.shape else 1
         for one in parameters
@@ -246,7 +255,7 @@ def _by_rows(parameters: Iterable[ParameterShape], across: int) -> int:
 
 
 def _by_elements(parameters: Iterable[ParameterShape], across: int) -> int:
-    """Elements of a rank where each parameter is cut as one row of numbers, padded."""
+    """Return a rank's elements if each parameter is flattened, padded and split evenly."""
     return sum(-(-math.prod(one.shape) // across) for one in parameters)
 
 
@@ -255,12 +264,12 @@ def _largest(parameters: Iterable[ParameterShape]) -> int:
 
 
 def _outside(shape: ModelShape) -> list[ParameterShape]:
-    """Embedding, final norm, head."""
+    """Return the parameters outside of blocks: embedding, final norm, head."""
     return [one for one in shape.parameters if one.block is None]
 
 
 def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int:
-    """What a strategy needs in addition while it computes."""
+    """Return the bytes that a strategy needs in addition while it computes."""
     if layout.strategy in FSDP:
         return _fsdp_working(shape, work, layout)
     if layout.strategy in ("zero1", "zero2"):
@@ -271,9 +280,11 @@ def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int
 
 
 def _fsdp_working(shape: ModelShape, work: Work, layout: Layout) -> int:
-    """Gathered: norm and head, which stay, and two blocks; reduced: two blocks, in fp32 as well.
+    """Return the bytes of FSDP2's gathered parameters and of the gradients that it reduces.
 
-    With `fsdp_sync: last` whole gradients are added up until the last micro-batch.
+    The final norm and the head stay gathered, and with them two blocks. The gradients of two blocks
+    are there in the compute dtype and in fp32. With `fsdp_sync: last` whole gradients are
+    accumulated until the last micro-batch.
     """
     compute = _compute_bytes(work.precision)
     outside = sum(math.prod(one.shape) for one in _outside(shape))
@@ -285,7 +296,7 @@ def _fsdp_working(shape: ModelShape, work: Work, layout: Layout) -> int:
 
 
 def _zero3_working(shape: ModelShape, precision: str) -> int:
-    """The reduce bucket, gathered parameters, those read ahead, and the small ones that stay."""
+    """Return the bytes of ZeRO-3's reduce bucket, and of gathered, prefetched and small weights."""
     compute, two = _compute_bytes(precision), 2 * largest_block(shape)
     live = max(two, _largest(_outside(shape)))
     gathered = compute * (live + min(AHEAD, two)) + persistent_bytes(shape, precision)
@@ -300,9 +311,11 @@ def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:
 
 
 def _host(shape: ModelShape, states: States, device: int, strategy: str, hardware: Hardware) -> int:
-    """Each rank of a node builds the whole model first; what is offloaded stays there.
+    """Return the bytes of a node's host memory.
 
-    With FSDP2 only one rank does, and fills the shards of all ranks from it.
+    Each rank of a node first builds the whole model in host memory; under FSDP2 with several
+    devices only rank 0 does, and fills the shards of all ranks from it. Offloaded states stay in
+    host memory.
     """
     built = 4 * shape.count + shape.buffers
     offloaded = strategy in OFFLOADS

@@ -1,9 +1,14 @@
-"""What would make a layout fit: each change tried alone, the cheapest first.
+"""The changes that would make a layout fit, each tried alone, the cheapest first.
 
-    smaller micro-batch · more recomputed · gradients reduced at once · shorter blocks
-    · more devices, where tensors are sharded · a larger host or device
+1. a smaller micro-batch
+2. full activation checkpointing
+3. gradients that are reduced at every micro-batch
+4. shorter blocks
+5. more devices, if the strategy shards tensors
+6. a device with more memory
 
-Only keys that exist are named. The first three change no result of a run.
+The first three do not change the results of a run. If only the host lacks memory, the one remedy
+is a larger host. Every key that is named exists.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ from llmtrain.distributed.plan.memory import (
 )
 from llmtrain.types import ModelShape, Saved
 
-_SHORTEST = 128  # tokens of a block; below that a suggestion is no help
+_SHORTEST = 128  # tokens of a block; shorter blocks are not suggested
 _MOST_DEVICES = 1024
 
 
 def missing(planned: MemoryPlan, hardware: Hardware) -> int:
-    """Bytes that the device lacks, else those that the host lacks; 0 where all fits."""
+    """Return the bytes that the device or else the host lacks; 0 if everything fits."""
     lacking = planned.total_bytes - hardware.device_bytes
     if lacking <= 0 and hardware.host_bytes is not None:
         lacking = planned.host_bytes - hardware.host_bytes
@@ -38,7 +43,7 @@ def missing(planned: MemoryPlan, hardware: Hardware) -> int:
 
 
 def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware: Hardware) -> str:
-    """The first change that lets this layout fit, in words that begin with its key or option."""
+    """Return the first change that makes this layout fit, in words."""
 
     def fits(saved: Saved, work: Work, layout: Layout, hardware: Hardware) -> bool:
         return not missing(memory(shape, saved, work, layout, hardware), hardware)
@@ -63,7 +68,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
 
 
 def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, Layout]]:
-    """Layouts with the same results and less memory."""
+    """Yield layouts with the same results that need less memory, each with its key and value."""
     share = layout.micro_batch_size * layout.accumulation
     for micro in range(layout.micro_batch_size - 1, 0, -1):
         if share % micro == 0:
@@ -84,13 +89,16 @@ def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
 
 
 def _scale(saved: Saved, share: float) -> Saved:
-    """Scale to shorter blocks: what is kept grows with the tokens; attention keeps no squares."""
+    """Return saved activations scaled to shorter blocks.
+
+    They grow linearly with the tokens, because attention keeps no matrix of T × T elements.
+    """
     one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
     return Saved(one, two, three, saved.casts)
 
 
 def _more_devices(work: Work, layout: Layout, hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
-    """Twice, four times … as many, as long as each has a micro-batch. HSDP: larger nodes."""
+    """Yield twice, four times … the devices, while each has a micro-batch. HSDP: larger nodes."""
     if layout.strategy not in (*FSDP, *ZERO):
         return
     times = 2
@@ -111,5 +119,5 @@ def _whole_gib(count: int) -> int:
 
 
 def gib(count: int) -> str:
-    """Bytes as a person reads them."""
+    """Return bytes in GiB or MiB, in words."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

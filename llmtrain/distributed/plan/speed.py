@@ -1,10 +1,10 @@
-"""How fast a step is on paper: arithmetic, what crosses the links, and what of it is hidden.
+"""An estimate of the time of a step, from its arithmetic and the traffic between devices.
 
     seconds = max(links, compute + 0.3 · links) · (1 + 0.004 · log2 nodes)
 
-Both constants were chosen on the published runs that the tests hold, so those are no evidence for
-other machines: expect ten points either way. Never compared: devices without NVLink, DDP on slow
-links, offloading.
+Arithmetic hides the rest of the traffic. Both constants were fitted to the published runs in the
+tests, so these runs are no evidence for other machines: expect errors of ten percentage points. The
+estimate was never compared with devices without NVLink, DDP on slow links, or offloading.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from llmtrain.distributed.plan.memory import FSDP, ZERO, Hardware, Layout, Work,
 from llmtrain.types import ModelShape
 
 OVERLAP = 0.7  # share of the traffic that arithmetic hides
-PER_DOUBLING = 0.004  # lost with each doubling of the nodes
-HFU = 0.40  # share of the peak that arithmetic reaches where nothing was measured
-_HOST = 200e9  # bytes a second that a node's processors read and write, for an offloaded update
-_FORWARDS_AGAIN = {"none": 0, "selective": 1, "full": 2}  # operations a parameter and token
+PER_DOUBLING = 0.004  # share of the time that each doubling of the nodes adds
+HFU = 0.40  # share of the peak that arithmetic reaches, if nothing was measured
+_HOST = 200e9  # bytes a second that a node's CPUs read and write in an offloaded update
+_FORWARDS_AGAIN = {"none": 0, "selective": 1, "full": 2}  # operations per parameter and token
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device does in a second.
+    """The speeds of a device, and the sizes of the elements that it sends.
 
-    peak, peak_fp32: operations.
-    inside: effective bytes between devices of a node.
-    across: effective bytes of a whole node's network: a ring brings each byte into a node once.
-    pcie: effective bytes to the host.
+    peak: operations a second in bf16.
+    peak_fp32: operations a second in fp32.
+    inside: effective bytes a second between devices of a node.
+    across: effective bytes a second of a whole node's network; a ring brings each byte into a node
+        once.
+    pcie: effective bytes a second to the host.
     hfu: share of the peak that is reached.
-    gather: bytes of a gathered weight; None: as it computes.
-    reduce: bytes of a reduced gradient.
+    gather: bytes of each element of a gathered weight; None: those of the forward's dtype.
+    reduce: bytes of each element of a reduced gradient.
     """
 
     peak: float
@@ -47,7 +49,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one step, and its tokens over all devices."""
+    """The time of one step in seconds, and its tokens over all devices.
+
+    compute: seconds of arithmetic.
+    links: seconds of traffic, including that of offloading.
+    seconds: the time of the step.
+    tokens: tokens of the step, over all devices.
+    """
 
     compute: float
     links: float
@@ -56,18 +64,18 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """The tokens a second of all devices."""
+        """Tokens per second over all devices."""
         return self.tokens / self.seconds
 
     @property
     def efficiency(self) -> float:
-        """Share of the time that arithmetic takes."""
+        """Share of the step's time that arithmetic takes."""
         return self.compute / self.seconds
 
 
 _NVLINK_H100 = Machine(989e12, 67e12, 360e9, 340e9, 40e9)
 _NVLINK_A100 = Machine(312e12, 19.5e12, 240e9, 170e9, 20e9)
-# Words of a device's name, all of which must be in it → the machine. The first that matches.
+# (words that must all be in a device's name, its speeds); the first match is used.
 _MACHINES: tuple[tuple[tuple[str, ...], Machine], ...] = (
     (("H100", "PCIE"), Machine(756e12, 51e12, 40e9, 10e9, 40e9)),
     (("A100", "PCIE"), Machine(312e12, 19.5e12, 20e9, 10e9, 20e9)),
@@ -78,18 +86,18 @@ _MACHINES: tuple[tuple[tuple[str, ...], Machine], ...] = (
     (("RTX 4090",), Machine(165e12, 82.6e12, 20e9, 2.6e9, 20e9)),
     (("RTX 3090",), Machine(71e12, 35.6e12, 20e9, 2.6e9, 20e9)),
 )
-# GiB of a card as it is sold → the device that a plan without a name assumes.
+# Nominal GiB of a device → the device that a plan without a device name assumes.
 _BY_MEMORY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}
 
 
 def machine_of(device: str | None) -> Machine | None:
-    """The speeds of a device by its name; None where they are not known."""
+    """Return the speeds of a device by its name; None if they are unknown."""
     name = (device or "").upper()
     return next((known for words, known in _MACHINES if all(word in name for word in words)), None)
 
 
 def device_by_memory(gib: float) -> str | None:
-    """A device with this much memory, for a plan that names none; None if none is close."""
+    """Return the name of a device with about this much memory; None if no size is close."""
     near = min(_BY_MEMORY, key=lambda size: abs(size - gib))
     return _BY_MEMORY[near] if abs(near - gib) <= 0.06 * near else None
 
@@ -97,7 +105,7 @@ def device_by_memory(gib: float) -> str | None:
 def step_time(
     shape: ModelShape, work: Work, layout: Layout, hardware: Hardware, machine: Machine
 ) -> StepTime:
-    """Estimate the seconds of a step of `work` in this layout."""
+    """Estimate the time of a step of `work` in this layout."""
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len
     compute = flops(shape, layout.activation_checkpointing, work.seq_len) * tokens
     compute /= (machine.peak_fp32 if work.precision == "fp32" else machine.peak) * machine.hfu
@@ -109,15 +117,15 @@ def step_time(
 
 
 def flops(shape: ModelShape, checkpointing: str, seq_len: int) -> float:
-    """Operations of a training token; weights that are frozen have no gradient of their own."""
-    of_all = 4 + _FORWARDS_AGAIN[checkpointing]  # forward, gradients of inputs, forward again
+    """Return the operations per training token. Frozen weights have no gradient of their own."""
+    of_all = 4 + _FORWARDS_AGAIN[checkpointing]  # forward, gradients of inputs, recomputed forward
     return of_all * shape.count + 2 * shape.trainable + 12 * shape.attention * seq_len
 
 
 def _links(
     shape: ModelShape, work: Work, layout: Layout, hardware: Hardware, machine: Machine
 ) -> float:
-    """Seconds in which bytes cross links, one after another."""
+    """Return the seconds of all traffic between devices, without overlap."""
     across = shards(layout.strategy, hardware)
     gather = machine.gather or (4 if work.precision == "fp32" else 2)
     if layout.strategy in FSDP:
@@ -132,7 +140,11 @@ def _links(
 
 
 def _zero_bytes(shape: ModelShape, layout: Layout, gather: int, reduce: int) -> int:
-    """Stage 3 gathers for each pass; the others once a step, and stage 1 reduces once a step."""
+    """Return the bytes that ZeRO gathers and reduces in a step.
+
+    Stage 3 gathers in each pass, stages 1 and 2 once a step. Stage 1 reduces once a step, stages 2
+    and 3 at each micro-batch.
+    """
     if layout.strategy in ("zero3", "zero3_offload"):
         return (2 * gather * shape.count + reduce * shape.trainable) * layout.accumulation
     times = 1 if layout.strategy == "zero1" else layout.accumulation
@@ -140,13 +152,13 @@ def _zero_bytes(shape: ModelShape, layout: Layout, gather: int, reduce: int) -> 
 
 
 def _ring(total: int, ranks: int, hardware: Hardware, machine: Machine) -> float:
-    """Seconds in which a collective moves `total` bytes."""
+    """Return the seconds of a collective that moves `total` bytes."""
     speed = machine.inside if hardware.nodes == 1 else machine.across
     return total * (ranks - 1) / ranks / speed
 
 
 def _replicas(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine) -> float:
-    """HSDP's sum over nodes, once a step: all devices of a node share its network."""
+    """Return the seconds of HSDP's all-reduce, once a step. A node's devices share its network."""
     if layout.strategy != "hsdp":
         return 0.0
     return 8 * shape.trainable * (hardware.nodes - 1) / hardware.nodes / machine.across
@@ -155,7 +167,7 @@ def _replicas(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Ma
 def _offload_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine
 ) -> float:
-    """Seconds for weights and gradients over PCIe, and for an update by the host's processors."""
+    """Return the seconds of an offloaded layout's traffic over PCIe and its update on the host."""
     if layout.strategy not in ("fsdp2_offload", "zero3_offload"):
         return 0.0
     mine, trained = (count / hardware.devices for count in (shape.count, shape.trainable))

@@ -1,12 +1,13 @@
-"""Which strategy a run takes, and why: the fastest that fits, of two alike the simpler one.
+"""The choice of a strategy for a run: the simplest of those that fit and are about the fastest.
 
-    ladder      ddp · hsdp · fsdp2 · fsdp2_offload · zero3_offload, each with none, selective and
-                full activation checkpointing (the offloads: full alone)
-    fits        the largest micro-batch that the device and the host have room for
-    chosen      fastest on paper; within 5 % of it the earliest; offloads only if nothing else fits
+1. The candidates are the strategies of `LADDER`, each with none, selective and full activation
+   checkpointing (offloads only with full), and with the largest micro-batch that fits.
+2. A candidate fits if the device and the host have enough memory for it. Offloads are considered
+   only if nothing else fits.
+3. Of the candidates within 5 % of the fastest estimate, the first in the ladder is chosen. Without
+   estimates of speed, the first that fits is chosen.
 
-Where no speed is known, the order of the ladder decides. A single allowed strategy was asked for by
-name: it is estimated even where the ladder would leave it out.
+A strategy that was requested by name is estimated even if the ladder would leave it out.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _ALIKE = 0.95
 class Candidate:
     """A layout and the estimates for it.
 
-    missing_bytes: of the device or the host; 0 where it fits.
-    remedy: the key that would make it fit; "" where it fits.
-    tokens_per_second: of all devices; None where it is not predicted.
+    missing_bytes: bytes that the device or the host lacks; 0 if the layout fits.
+    remedy: the change that would make it fit; "" if it fits.
+    tokens_per_second: over all devices; None if it is not predicted.
     """
 
     layout: Layout
@@ -54,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The best candidate of each strategy, and the one that is chosen; None where nothing fits."""
+    """The best candidate of each strategy, and the chosen one (None if nothing fits)."""
 
     chosen: Candidate | None
     reason: str
@@ -62,7 +63,7 @@ class Choice:
 
     @property
     def nearest_miss(self) -> Candidate | None:
-        """The candidate that misses by the fewest bytes."""
+        """The candidate that does not fit and lacks the fewest bytes."""
         missed = [one for one in self.candidates if not one.fits]
         return min(missed, key=lambda one: one.missing_bytes, default=None)
 
@@ -70,12 +71,12 @@ class Choice:
 def choose_strategy(
     shape: ModelShape, count: Count, work: Work, hardware: Hardware, allowed: Sequence[str]
 ) -> Choice:
-    """The strategy, micro-batch and checkpointing of a run on this hardware.
+    """Choose the strategy, micro-batch and checkpointing of a run on this hardware.
 
-    allowed: `LADDER` where no strategy was asked for by name.
+    work: its global batch must be a multiple of the number of devices.
+    allowed: `LADDER`, or the one strategy that was requested by name.
 
-    The global batch is a multiple of the devices.
-    Raises UserError for a named strategy whose classes to shard are not known.
+    Raises UserError for a requested strategy whose classes to shard are not known.
     """
     steps = possible(shape, work, hardware, allowed)
     by_strategy = [list(_candidates(name, shape, count, work, hardware)) for name in steps]
@@ -91,9 +92,10 @@ def choose_strategy(
 def possible(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: Sequence[str]
 ) -> tuple[str, ...]:
-    """The strategies that this model and hardware allow; one that was asked for by name stays.
+    """Return the strategies that this model and hardware allow.
 
-    Raises UserError for a named strategy of FSDP2 if the classes to shard are not known.
+    A strategy that was requested by name is always returned. Raises UserError if it is one of
+    FSDP2's and the classes to shard are not known.
     """
     blocks_known = shape.block_class is not None or work.wrap_class != "auto"
     if len(allowed) == 1:
@@ -109,7 +111,7 @@ def possible(
 
 
 def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
-    """As `fsdp.wrap_classes` refuses it, but before anything is built."""
+    """Return the problem that `fsdp.wrap_classes` raises, before the model is built."""
     expected = f"the class of the model's repeated blocks, which it does not name, for {strategy}"
     named = f"distributed.wrap_class={shape.listed}, or " if shape.listed else ""
     return Problem("distributed.wrap_class", "auto", expected, f"{named}distributed.strategy=zero3")
@@ -118,9 +120,9 @@ def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
 def _candidates(
     strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
 ) -> Iterator[Candidate]:
-    """For each kind of checkpointing the largest micro-batch that fits, else the smallest.
+    """Yield for each kind of checkpointing the best layout that fits, otherwise the smallest.
 
-    Where the best layout of a kind fits, no other kind follows: to recompute more is not faster.
+    If the best layout of a kind fits, no further kind is tried: recomputing more is not faster.
     """
     asked = work.activation_checkpointing
     kinds = ("full",) if strategy in OFFLOADS else _CHECKPOINTING
@@ -141,7 +143,7 @@ def _candidates(
 
 
 def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
-    """All layouts, from the best, if it fits, to the one that needs least."""
+    """Yield all layouts, from the fastest to the one that needs the least memory."""
     share = work.global_batch_size // hardware.devices
     for micro in _micro_batches(share, work):
         accumulation = share // micro
@@ -150,7 +152,10 @@ def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) 
 
 
 def _syncs(strategy: str, accumulation: int, asked: str | None) -> tuple[str, ...]:
-    """`last` is faster and needs more memory; with a single micro-batch both are the same."""
+    """Return the values of `fsdp_sync` to try.
+
+    `last` is faster and needs more memory. With a single micro-batch both values are the same.
+    """
     if strategy not in FSDP:
         return ("every",)
     if asked:
@@ -159,7 +164,7 @@ def _syncs(strategy: str, accumulation: int, asked: str | None) -> tuple[str, ..
 
 
 def _micro_batches(share: int, work: Work) -> list[int]:
-    """The divisors of a device's blocks, falling; the one that was asked for is never lowered."""
+    """Return the micro-batches to try, largest first; a requested one is the only one."""
     if work.micro_batch_size is not None:
         return [work.micro_batch_size]
     most = min(share, max(1, work.most_tokens // work.seq_len))
@@ -179,7 +184,7 @@ def _estimate(
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The first of those within 5 % of the fastest."""
+    """Return the first candidate within 5 % of the fastest."""
     if not candidates:
         return None
     enough = _ALIKE * max(one.tokens_per_second or 0.0 for one in candidates)
@@ -187,13 +192,13 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest of one strategy that fits, else the one that misses least."""
+    """Return the fastest candidate that fits, otherwise the one that lacks the fewest bytes."""
     found = _fastest([one for one in candidates if one.fits])
     return found or min(candidates, key=lambda one: one.missing_bytes)
 
 
 def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware: Hardware) -> str:
-    """The reason for the choice in one sentence."""
+    """Return the reason for the choice in one sentence."""
     if chosen is None:
         return _refusal(candidates, hardware)
     name = layout_in_words(chosen.layout)
@@ -204,7 +209,7 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
 
 
 def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
-    """Why this one was taken of those that fit."""
+    """Return why this candidate was chosen from those that fit."""
     offloaded = chosen.layout.strategy in OFFLOADS
     rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
     if not rivals:
@@ -229,7 +234,7 @@ def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
 
 
 def layout_in_words(layout: Layout) -> str:
-    """A layout in words: ddp with full activation checkpointing, micro-batch 8,"""
+    """Return a layout in words: "ddp with full activation checkpointing, micro-batch 8,"."""
     kept = layout.activation_checkpointing
     recompute = "" if kept == "none" else f" with {kept} activation checkpointing"
     return f"{layout.strategy}{recompute}, micro-batch {layout.micro_batch_size},"
