@@ -97,7 +97,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
 
 
 def file_names(labels: Sequence[str]) -> tuple[str, ...]:
-    """Return a unique file name for each label; other characters than word ones become dashes."""
+    """Return a different file name for each label, of letters, digits, dots and dashes."""
     names: list[str] = []
     for label in labels:
         base = re.sub(r"[^\w.-]+", "-", label).strip("-._") or "source"
@@ -118,12 +118,12 @@ def _what_counts(config: Config) -> Config:
     data = DataConfig(
         sources=sources,
         heldout=0.0,
-        lanes=1,  # reading needs no more slices than one
+        lanes=1,  # reading needs only one
         on_bad_unit=config.data.on_bad_unit,
         cache_gb=config.data.cache_gb,
     )
-    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # the seed chooses the documents it is trained on
-    shape = {} if config.model.from_ else {"model_type": "llama"}  # unused, but the config must load
+    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents that the seed chooses
+    shape = {} if config.model.from_ else {"model_type": "llama"}  # unused, but must load
     return Config(
         run=RunConfig(seed=config.run.seed) if trains else RunConfig(),
         model=config.model.model_copy(update={"config": shape}),
