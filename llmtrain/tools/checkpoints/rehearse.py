@@ -131,7 +131,7 @@ def rehearse(
     other = [f"distributed.strategy={to}"] if to else []
     shared = [*overrides]
     if to or again != world_size:
-        shared.append("training.precision=fp32")  # where another order of sums stays within TOLERANCE
+        shared.append("training.precision=fp32")  # sums in another order stay within TOLERANCE
     first, second = load_config(config_file, shared), load_config(config_file, [*shared, *other])
     _check(kill_at, (first, world_size), (second, again))
     shared += _short(config, kill_at)

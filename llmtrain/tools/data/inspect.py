@@ -234,7 +234,7 @@ def _note_documents(
 ) -> None:
     """Add the documents that begin in this block to `began`, and those complete in it to `whole`.
 
-    A document that begins with the last id is not counted: it begins again in the lane's next block.
+    One that begins with the last id is not counted: it begins again in the lane's next block.
     """
     for span in block.spans:
         if span.start == 0 and span.at < manifest.seq_len:

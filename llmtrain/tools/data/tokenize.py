@@ -122,7 +122,7 @@ def _what_counts(config: Config) -> Config:
         on_bad_unit=config.data.on_bad_unit,
         cache_gb=config.data.cache_gb,
     )
-    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents that the seed chooses
+    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents chosen by the seed
     shape = {} if config.model.from_ else {"model_type": "llama"}  # unused, but must load
     return Config(
         run=RunConfig(seed=config.run.seed) if trains else RunConfig(),

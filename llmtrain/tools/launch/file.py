@@ -29,7 +29,7 @@ class LaunchFile:
 
     path: None = not written yet
     processes: on all machines together
-    precision: `no`, `fp16` or `bf16`, as accelerate's mixed_precision
+    precision: accelerate's `mixed_precision`
     values: of the file
     """
 
