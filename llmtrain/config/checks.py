@@ -42,7 +42,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def check_model(model: ModelConfig) -> list[Problem]:
-    """Check that model and tokenizer are given, once each, and that the model's fields are valid."""
+    """Check where the model and its tokenizer come from, and the model's own fields."""
     problems = list(_not_finite("model.config", model.config))
     problems += field_problems(model.config, "model.config.")
     kind = model.config.get("model_type")

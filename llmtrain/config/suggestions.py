@@ -219,7 +219,8 @@ def _same_last(plain: str, last: str) -> Guess | None:
 def _near(plain: str, last: str) -> Guess | None:
     """Return the most similar name: another trainer's, the last part of our keys, or a full name.
 
-    Another trainer's name must be nearly the same, as its key has a different name from the input.
+    Another trainer's name must be nearly the same, since our key for it may have a very different
+    name.
     """
     section = plain.rpartition(".")[0]
     names = _candidates(plain)
