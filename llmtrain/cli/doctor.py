@@ -48,7 +48,7 @@ def show(
         checks.append(check)
         line.clear()
         if not as_json:
-            # `\033` is only that of the colours: `lines` has removed others from what was found.
+            # Keeps the escapes of the colours; `lines` has already replaced all others.
             print_lines(lines(check, colours=_in_colours()), keep="\033")
     diagnosis = Diagnosis(tuple(checks))
     print_lines([json.dumps(diagnosis.to_json()) if as_json else summary(checks)])

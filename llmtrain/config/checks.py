@@ -168,7 +168,7 @@ def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Refuse a path to other weights: only a checkpoint of this run can be resumed."""
+    """Check that `resume` names a checkpoint of this run, and not the path of other weights."""
     value = checkpoint.resume
     if value in ("auto", "never") or re.fullmatch(r"step-\d{8,18}", value):
         return []
@@ -179,7 +179,7 @@ def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Refuse names that are not keys: they would accept nothing, without a message."""
+    """Check that accepted names are keys or sections: others would be ignored silently."""
     known = {key.name for key in all_keys()}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2, 3)}
     problems = []
@@ -199,7 +199,7 @@ def _nearest(value: int, unit: int) -> str:
 
 
 def _not_finite(key: str, value: object) -> Iterator[Problem]:
-    """Report numbers that are not finite: JSON, so the model's own config file, has none."""
+    """Yield a problem for each number that is not finite: the model's config, as JSON, has none."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _not_finite(f"{key}.{name}", inner)

@@ -34,9 +34,9 @@ _NAME = re.compile(
 _ALSO_A_FIELD = re.compile(r"(token|signature|(^|_)(key|pat|sig))$")
 _WORD = re.compile(r"[A-Za-z][a-z]{0,14}|[A-Z]{1,15}|")
 _OPAQUE = re.compile(r"[\w.~+/=:-]{8,}", re.ASCII)  # no `<s>`, `[INST]` or `### Answer:`
-# What a secret looks like, and the variable that it belongs into. The lengths and kinds of letters
-# are those of real secrets: names of Slovak data begin with `sk-`, names of files with `hf_` and
-# `pypi-`.
+# The variable that a secret belongs into, and what the secret looks like. Lengths and letters must
+# be those of real secrets, since other names begin in the same way: those of Slovak data with
+# `sk-`, and those of files with `hf_` and `pypi-`.
 _MIXED = r"(?=[\w-]{0,31}[a-z])(?=[\w-]{0,31}[A-Z])"  # bounded, so a hostile line costs no time
 _DIGIT = r"(?=[\w-]{0,31}\d)"
 _LOOKS = (
@@ -128,7 +128,7 @@ def clear(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
 
 
 def hide_unparsed(text: str) -> str:
-    """Hide the secrets in a string that may not be YAML: everything after a secret's name."""
+    """Hide secrets in a string that may not be YAML, and everything after the name of a secret."""
     text = without([])(text)
     for name in _KEY.finditer(text):
         if is_secret_name(name[0]):

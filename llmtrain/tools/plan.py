@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def suggestions(self) -> tuple[str, ...]:
-        """What would make the nearest miss fit or smaller; empty if something fits."""
+        """Remedies that make the nearest miss fit, or need less; empty if something fits."""
         near = self.choice.nearest_miss
         return () if self.chosen or near is None else tuple(_suggestions(near))
 
@@ -217,7 +217,7 @@ def _unknown(one: Candidate) -> dict[str, Any]:
 
 
 def _suggestions(near: Candidate) -> Iterator[str]:
-    """Yield what would make the nearest miss fit or smaller.
+    """Yield remedies that make the nearest miss fit, or need less memory.
 
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
     """

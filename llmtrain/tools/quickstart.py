@@ -13,7 +13,7 @@ PROCESSES = 2
 
 
 def quickstart(out: Path | None = None) -> Ended:
-    """Train, or resume the run in `out`, the run directory; None = runs/quickstart."""
+    """Train, or resume a run that was begun. out: the run directory; None = runs/quickstart."""
     # As JSON, in double quotes, any directory name is a string in YAML too.
     quoted = json.dumps(str(out), ensure_ascii=False)
     overrides = [f"run.dir={quoted}"] if out is not None else []

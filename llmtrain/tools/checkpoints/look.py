@@ -28,7 +28,7 @@ from llmtrain.rundir.status import read_status
 
 COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
 SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), ("partial", "trash")
-LINK = "a link"  # why a row stays
+LINK = "a link"  # a reason to keep a row
 
 _KINDS = {
     re.compile(r"step-\d{8,18}\.partial"): "partial",

@@ -189,8 +189,8 @@ class _Packed:
 
     blocks: how many were counted
     documents: how many begin in these blocks
-    padding: share of their tokens
-    documents_cut: share of their documents
+    padding: share of padding among their tokens
+    documents_cut: share of these documents that are cut
     """
 
     blocks: int

@@ -207,7 +207,8 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     if count:
         state, position = DataState.from_json(noted[count - 1]), noted[count - 1]["step"]
     others = [i for i, line in enumerate(noted) if line["fingerprint"] != manifest.fingerprint]
-    if others and others[-1] >= count:  # saved with what was replaced since
+    # The step was saved with data or settings that were replaced later.
+    if others and others[-1] >= count:
         raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
         state = carry_over(state, manifest)

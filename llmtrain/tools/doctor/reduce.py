@@ -80,7 +80,7 @@ def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: 
 
 
 def rank(number: int, port: int, backend: str, allowed_seconds: float) -> float:
-    """Be one of the two processes; return the seconds that one sum took.
+    """Sum as one of the two processes; return the median time of a sum in seconds.
 
     Raises RuntimeError for a wrong sum.
     """

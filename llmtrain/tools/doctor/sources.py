@@ -114,7 +114,7 @@ def _quiet_hub() -> None:
 
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """Collect the warnings of our own code instead of showing them."""
+    """Yield a list to which the warnings of our own code are added, instead of being shown."""
     heard: list[str] = []
     logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]

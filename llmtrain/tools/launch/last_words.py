@@ -15,7 +15,7 @@ from llmtrain.training.stop.signals import LAUNCHED
 
 
 def leave(env: Mapping[str, str], exit_code: int, message: str) -> bool:
-    """Write the file, if this is rank 0 and has been told its path; return whether it worked."""
+    """Write the file, if this is rank 0 and LLMTRAIN_LAUNCHED is set; return whether it worked."""
     path = Path(env.get(LAUNCHED, ""))
     if not path.is_absolute() or env.get("RANK", "0") != "0":
         return False

@@ -175,7 +175,7 @@ def _command(
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     options = ["--config_file", str(file.path), "--num_processes", str(file.processes)]
     if file.machines == 1 and not file.has_port:
-        options += ["--main_process_port", "0"]  # any free one, for two runs on a machine
+        options += ["--main_process_port", "0"]  # any free one, so two runs do not share one
     options += meeting_options
     return [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
 
@@ -250,11 +250,12 @@ class Forward:
 
 @contextmanager
 def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
-    """Pass SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process on to the `child` of what it yields.
+    """Pass stop signals of this process on to the `child` of the `Forward` that is yielded.
 
-    to_group: to its whole process group
+    to_group: pass them on to the child's whole process group
 
-    Orphaned descendants become children of this process meanwhile.
+    The signals are SIGTERM, SIGINT, SIGHUP and SIGUSR1. Orphaned descendants become children of
+    this process meanwhile.
     """
     forward = Forward(to_group=to_group)
     old = {}
