@@ -1,4 +1,4 @@
-"""`llmtrain checkpoints …`: look after what a run saves. Parse, call, print.
+"""`llmtrain checkpoints …`: the commands to list, verify, prune and rehearse checkpoints.
 
 Only typer is imported here, as in `main.py`.
 """
@@ -27,7 +27,7 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run, its checkpoints/, or one checkpoint.")
 ]
-_LARGE_BYTES = 1 << 30  # from here on a verification says how far it is
+_LARGE_BYTES = 1 << 30  # size from which a verification shows its progress
 _SIZE, _LOSS = 11, 9  # columns
 _MEANS = {
     "partial": "being written, or cut off: never read",
@@ -126,7 +126,7 @@ def rehearse(
 
 
 def listing(found: Listing) -> Iterator[str]:
-    """A line for each directory, and below it what is wrong with it."""
+    """Yield a line for each directory, and below it what is wrong with it."""
     if not found.rows:
         yield "no checkpoints"
         return
@@ -143,7 +143,7 @@ def listing(found: Listing) -> Iterator[str]:
 
 
 def verification(one: Verified) -> Iterator[str]:
-    """One line, and below it a line for each file that is not what was written."""
+    """Yield one line for a checkpoint, and below it one for each problem."""
     state = "damaged" if one.problems else "ok"
     if one.other_format:
         state = "another format"
@@ -157,7 +157,7 @@ def verification(one: Verified) -> Iterator[str]:
 
 
 def pruning(found: Pruned) -> Iterator[str]:
-    """What goes and what stays, and what to do if nothing was deleted yet."""
+    """Yield what is deleted, what is kept, and how to delete if that was not done yet."""
     for word, rows in (("goes", found.goes), ("stays", found.stays)):
         for row in rows:
             why = ", ".join((*row.kept, *([] if row.kind == "complete" else [row.kind])))
@@ -175,7 +175,7 @@ def pruning(found: Pruned) -> Iterator[str]:
 
 
 def rehearsal(found: Rehearsal) -> Iterator[str]:
-    """Both runs, what was compared, and the verdict."""
+    """Yield both runs, what was compared, and the result."""
     seen = found.compared
     yield f"straight   {seen.straight}"
     yield f"killed     in step {found.killed_at}, resumed from {seen.resumed.resumed_from}"
@@ -210,7 +210,7 @@ def _bytes(count: int) -> str:
 
 
 def _progress() -> Callable[[str, int, int], None]:
-    """Show on stderr how far a large checkpoint is; a size of 0 removes the line."""
+    """Return a function that shows the progress of a large checkpoint; size 0 clears the line."""
     line = ProgressLine(wait=True)
 
     def tell(name: str, size: int, done: int) -> None:

@@ -1,4 +1,4 @@
-"""`llmtrain data …`: look after what is trained on. Parse, call, print.
+"""`llmtrain data …`: the commands to inspect and convert training data.
 
 Only typer is imported here, as in `main.py`.
 """
@@ -121,7 +121,7 @@ def repack(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM end the command with one line and code 75; what is complete stays."""
+    """Let SIGINT and SIGTERM end the command with one line and code 75; complete files stay."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, _interrupt) for number in signals]
     try:
@@ -129,7 +129,7 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         for number in signals:  # another one would only add a traceback
             signal.signal(number, signal.SIG_IGN)
-        begin = "\n" if sys.stderr.isatty() else ""  # behind the line of progress
+        begin = "\n" if sys.stderr.isatty() else ""  # below the line of progress
         print(f"{begin}interrupted; the same command continues", file=sys.stderr, flush=True)
         raise typer.Exit(75) from None
     for number, old in zip(signals, before, strict=True):
@@ -141,7 +141,10 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:
-    """Show on stderr how far it is: (done, of how many, amount); now and then, and at the end."""
+    """Return a function that shows progress on stderr, at intervals and at the end.
+
+    words: makes the line from the tasks done, the number of tasks and the amount so far
+    """
     line = ProgressLine(wait=False)
 
     def tell(done: int, of: int, amount: int) -> None:
@@ -152,7 +155,7 @@ def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int]
 
 
 def _show(result: Tokenized | Repacked, as_json: bool, out: Path) -> None:
-    """The result: an object for scripts, lines for people."""
+    """Print the result, as one JSON object or as lines."""
     values = asdict(result) | {"seconds": round(result.seconds, 3)}
     if as_json:
         print(json.dumps(values))

@@ -1,4 +1,4 @@
-"""What `llmtrain data inspect` and `llmtrain data which` show to people: lines of 80 columns."""
+"""Lines of 80 columns with the results of `llmtrain data inspect` and `llmtrain data which`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INDENT = "    "
 
 
 def inspection(found: Inspection) -> Iterator[str]:
-    """Counts, lengths, blocks. A number behind ~ is an estimate."""
+    """Yield counts, lengths and blocks. A number after ~ is an estimate."""
     count = len(found.sources)
     rough = _mark(found.estimated)
     measured = f"in the first {found.measured_blocks:,} blocks"
@@ -47,7 +47,7 @@ def inspection(found: Inspection) -> Iterator[str]:
 
 
 def _mark(names: Sequence[str]) -> Callable[[str], str]:
-    """A function from the name of a value to the mark before it: ~ for an estimate."""
+    """Return a function from the name of a value to the mark before it: ~ for an estimate."""
     return lambda name: "~" if name in names else ""
 
 
@@ -101,10 +101,10 @@ def _block(block: Shown) -> Iterator[str]:
 
 
 def _text(text: str) -> Iterator[str]:
-    """The beginning of a text, and how much more there is."""
+    """Yield the beginning of a text, and its length if there is more of it."""
     lines = list(_lines(text[: SHOWN_LINES * WIDTH]))
     yield from lines[:SHOWN_LINES]
-    if len(lines) > SHOWN_LINES:  # lines are shorter than WIDTH, so what was not looked at is more
+    if len(lines) > SHOWN_LINES:  # also true if the text was cut above, as lines are < WIDTH
         yield f"{INDENT}... ({len(text):,} characters)"
 
 
@@ -114,7 +114,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def step_documents(found: StepDocuments) -> Iterator[str]:
-    """One line a document and block; its text below, if there is one."""
+    """Yield one line for each document in each block, and below it its text, if asked for."""
     yield f"step {found.step}: {found.blocks} blocks, digest {found.batch_digest}"
     yield _check(found)
     yield ""
@@ -133,7 +133,7 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
 
 
 def _check(found: StepDocuments) -> str:
-    """How it was checked that these were the documents."""
+    """Return how the documents were checked against the logged digests."""
     if found.checked_at == found.step:
         return "checked: metrics.jsonl has the same digest"
     if found.checked_at is not None:

@@ -1,4 +1,4 @@
-"""What `llmtrain doctor` shows to people: a line for each check, in 80 columns.
+"""Print what `llmtrain doctor` found: a line for each check, in 80 columns.
 
 ok        memory       23.5 GiB of the machine's available
 error     rendezvous   10.0.0.1:29500 cannot be bound: Address already in use
@@ -34,7 +34,7 @@ def show(
     *,
     as_json: bool,
 ) -> int:
-    """Look, print each check as soon as it is made, and return the exit code."""
+    """Run the checks, print each one as soon as it is finished, and return the exit code."""
     from llmtrain.tools.doctor.doctor import Diagnosis, doctor
 
     line = ProgressLine(wait=False)
@@ -48,7 +48,7 @@ def show(
         checks.append(check)
         line.clear()
         if not as_json:
-            # The colours alone: what was found is harmless before it is coloured.
+            # Keeps the escapes of the colours; `lines` has already replaced all others.
             print_lines(lines(check, colours=_in_colours()), keep="\033")
     diagnosis = Diagnosis(tuple(checks))
     print_lines([json.dumps(diagnosis.to_json()) if as_json else summary(checks)])
@@ -56,7 +56,7 @@ def show(
 
 
 def lines(check: Check, *, colours: bool) -> Iterator[str]:
-    """One check: what was found, and below it what to do."""
+    """Yield the lines of one check: what was found, and below it what to do."""
     indent = _STATE + _NAME
     name = f"{check.name:<{_NAME}}"
     state = f"{check.state:<{_STATE}}"
@@ -71,7 +71,7 @@ def lines(check: Check, *, colours: bool) -> Iterator[str]:
 
 
 def summary(checks: Iterable[Check]) -> str:
-    """The last line: how many of each are not ok."""
+    """Return the last line, with the numbers of errors and warnings."""
     states = [check.state for check in checks]
     parts = [
         f"{states.count(state)} {state}{'s' * (states.count(state) > 1)}"
@@ -82,6 +82,6 @@ def summary(checks: Iterable[Check]) -> str:
 
 
 def _in_colours() -> bool:
-    """Whether stdout is a terminal that may show them."""
+    """Whether stdout is a terminal that should show colours."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain

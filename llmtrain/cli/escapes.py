@@ -1,7 +1,7 @@
-"""Show text of documents on a terminal: harmless, and as wide as it looks.
+"""Show the text of documents on a terminal: without control characters, in lines of a known width.
 
-A document may hold anything: what is not printable is written as an escape, so that it neither
-moves the cursor nor turns the direction of writing. No colours are used.
+A document may contain anything. Characters that are not printable are written as escapes, so that
+they cannot move the cursor or change the direction of writing. No colours are used.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ WIDTH = 80
 
 
 def show(lines: Iterable[str], keep: str = "") -> None:
-    """Print lines, without anything that a terminal would obey.
+    """Print lines, with control characters written as escapes.
 
-    What the terminal's encoding lacks is written as an escape. keep: as in `harmless`.
+    Characters that the terminal's encoding lacks are also escaped. keep: as in `harmless`.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -28,20 +28,20 @@ def show(lines: Iterable[str], keep: str = "") -> None:
 
 
 class LogLine(logging.Formatter):
-    """A line of the log for a terminal, where no run has set up its log file."""
+    """A formatter of log lines for a terminal, used until a run has set up its log file."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message alone."""
+        """Return the formatted message, with control characters escaped."""
         return harmless(super().format(record), keep="\n")
 
 
 def columns(text: str) -> int:
-    """How wide it is on a terminal."""
+    """Return the width of a text on a terminal, in columns."""
     return sum(_columns(char) for char in text)
 
 
 def clip(text: str, width: int) -> str:
-    """Shorten a text to a width; three dots stand for what is cut off."""
+    """Shorten a text to a width; three dots mark that something was cut off."""
     if columns(text) <= width:
         return text
     return next(wrap(text, width - 3)) + "..."

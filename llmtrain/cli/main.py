@@ -1,7 +1,7 @@
-"""The command line: parse, call, print.
+"""The command line: parse arguments, call a function, print its result.
 
-Only typer is imported here: help takes a tenth of a second, everything else is imported by the
-command that needs it.
+Only typer is imported here, so that help takes a tenth of a second. Each command imports what else
+it needs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OPTIONS = "--version  --help  --install-completion"
 
 
 class _Grouped(TyperGroup):
-    """Help with the commands under the headings of their `rich_help_panel`."""
+    """A group of commands whose help has a heading for each `rich_help_panel`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the whole page; formatter: typer's collector of lines."""
+        """Write the whole help page to the formatter, which collects its lines."""
         formatter.write(f"{_SUMMARY}\n\n")
         heading = None
         for name, command in self.commands.items():
@@ -195,15 +195,15 @@ app.add_typer(
 
 
 def _end(ended: Ended) -> NoReturn:
-    """The last words of a launched run come after those of its launcher."""
+    """Print the message of a launched run, after its launcher's output, and exit with its code."""
     if ended.message:
         print(harmless(ended.message, keep="\n"), file=sys.stderr)
     raise typer.Exit(ended.exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; never returns. arguments: without the program's name; None = sys.argv."""
-    if logging.lastResort is not None:  # what a library warns of reaches the terminal through it
+    """Run one command and exit. arguments: without the program's name; None = sys.argv."""
+    if logging.lastResort is not None:  # it prints the warnings of libraries to the terminal
         logging.lastResort.setFormatter(LogLine())
     try:
         app(args=arguments, prog_name="llmtrain")

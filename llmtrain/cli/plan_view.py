@@ -1,4 +1,4 @@
-"""What `llmtrain plan` shows to people: lines of 80 columns."""
+"""Print the result of `llmtrain plan`, in lines of 80 columns."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def show_plan(
     *,
     as_json: bool,
 ) -> int:
-    """Plan, print and write; return the exit code.
+    """Plan, print the plan and write the launch file; return the exit code.
 
-    asked: devices, nodes, GiB of a device and of a host
+    asked: devices, nodes, GiB of a device, GiB of a host
+    write: the launch file; None = write none
     """
     from llmtrain.config.load import load_config
 
@@ -58,7 +59,7 @@ def show_plan(
 
 
 def plan_lines(found: Plan) -> Iterator[str]:
-    """The table, the choice and its reason, what it takes besides, and how fast it is on paper."""
+    """Yield the tables, the choice and its reason, what else it needs, and predicted speeds."""
     yield from _request(found)
     yield ""
     yield from _memory(found)
@@ -73,7 +74,7 @@ def plan_lines(found: Plan) -> Iterator[str]:
 
 
 def written(path: Path, replaced: bool) -> str:
-    """What became of `--write`."""
+    """Return the line that reports the file of `--write`."""
     notes = ", in place of the file that was there" if replaced else ""
     return f"{'written':<{_LABEL}}{path}{notes}"
 
@@ -96,7 +97,7 @@ def _request(found: Plan) -> Iterator[str]:
 
 
 def _memory(found: Plan) -> Iterator[str]:
-    """Of one device. Small models in MiB."""
+    """Yield the table of memory of one device, in GiB, or in MiB for small models."""
     from llmtrain.tools.plan import UNCOUNTED
 
     plans = [one.memory for one in found.choice.candidates]
@@ -148,7 +149,7 @@ def _outcome(found: Plan) -> Iterator[str]:
 
 
 def _keys(layout: Layout) -> str:
-    """What `auto` takes, for those who want to write it down."""
+    """Return the values that `auto` stands for, as overrides to copy."""
     micro, recompute = layout.micro_batch_size, layout.activation_checkpointing
     keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
     return keys + (" distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else "")
@@ -190,7 +191,7 @@ def _rates(found: Plan) -> Iterator[str]:
 
 
 def _label(label: str, text: str) -> Iterator[str]:
-    """The label once, the text behind it, wrapped."""
+    """Yield the label and the text after it; further lines of the text are indented."""
     lines: Sequence[str] = list(wrap(text, WIDTH - _LABEL))
     for number, line in enumerate(lines):
         yield f"{label if number == 0 else '':<{_LABEL}}{line}"

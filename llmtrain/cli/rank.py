@@ -1,8 +1,8 @@
-"""One training process, from the config to its exit code: the edge where errors become messages.
+"""Run one training process, from the config to its exit code, and turn errors into messages.
 
 The trap: a process that has trained with gloo must not finalise the interpreter. A worker thread of
-gloo may still need the lock of an interpreter that is going away, and aborts the process after its
-work was done. So a rank flushes what it has and leaves by `os._exit`.
+gloo may still need the interpreter's lock, and would then abort the process although its work is
+done. So a rank flushes its streams and exits by `os._exit`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _RANK_0_SPEAKS_SECONDS = 2.0
 
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
-    """Train in this process, which may be one of several that a launcher started; then leave."""
-    log, digest = None, None  # of the config, once the run may have begun
+    """Train in this process, which may be one of several that a launcher started; then exit."""
+    log, digest = None, None  # log file and digest of the config, once the run may have begun
     try:
         import llmtrain
         from llmtrain.config.binding import bind
@@ -35,7 +35,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         from llmtrain.training.start import preflight
         from llmtrain.training.stop.signals import install
 
-        install()  # until the end: a signal while the report is written finds the run ended
+        install()  # until the exit, also while the report is written, when the run has ended
         rules = preflight.rules_of_this_process(config_file, os.environ)
         config = load_checked(config_file, overrides, rules)
         run_dir = config.run_dir
@@ -51,13 +51,13 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         _tell_launcher(error)
         code, message = describe(error, log)
         if _rank() and "torch" not in sys.modules:
-            # The first rank that ends makes the launcher end the others: let rank 0 speak first.
+            # When one rank ends, the launcher ends the others: let rank 0 print its message first.
             time.sleep(_RANK_0_SPEAKS_SECONDS)
     _leave(code, message)
 
 
 def _end_again(run_dir: Path, digest: str) -> None:
-    """Raise the refusal again if an earlier attempt of this launcher refused this very config."""
+    """Raise the same error again if an earlier attempt of this launcher refused this config."""
     from llmtrain.rundir import failures
 
     mark = failures.refused_before(run_dir, digest)
@@ -66,9 +66,9 @@ def _end_again(run_dir: Path, digest: str) -> None:
 
 
 def _mark(run_dir: Path, digest: str, error: Exception) -> None:
-    """Leave the mark of a rank that failed before its run was open, and so has left none.
+    """Write the file that tells why this rank failed, if it failed too early to have one.
 
-    Rank 0 leaves none here: it may be the run directory of another process.
+    Rank 0 writes none here: the run directory may be in use by another process.
     """
     from llmtrain.rundir import failures
 
@@ -77,7 +77,10 @@ def _mark(run_dir: Path, digest: str, error: Exception) -> None:
 
 
 def _report(run_dir: Path) -> str:
-    """Write the report and print its path (rank 0). What hinders it does not undo the run."""
+    """Write the report and print its path, on rank 0 only; return a message if that fails.
+
+    A failure of the report does not change the exit code of the run.
+    """
     if _rank() != 0:
         return ""
     from llmtrain.report.page import write_report
@@ -92,10 +95,11 @@ def _report(run_dir: Path) -> str:
 def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
     """Return the exit code of an error and its message, which may be empty.
 
-    The traceback of a defect is printed at once. Nothing that is shown contains a secret.
+    log: the log file of this process, if it has one
 
-    log: the log file of this process, if it has one. What a person can correct is the same on
-    every rank, or sent to all (a `RunError` with the same code), and is reported by rank 0 alone.
+    The traceback of a defect is printed at once. Nothing that is printed contains a secret. A
+    mistake of the user is the same on every rank, or sent to all ranks as a `RunError` with the
+    same code, so only rank 0 reports it.
     """
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
@@ -113,20 +117,20 @@ def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
 
 
 def _rank() -> int:
-    """The rank as the environment has it: there may be no process group, or none any more."""
+    """Return the rank in the environment: there may be no process group yet, or no longer."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
 
 
 def _tell_launcher(error: Exception) -> None:
-    """Give torch's launcher the error itself, so that its own summary names it."""
-    # Without torch in memory the error is a wrong config, and worth no seconds of imports.
+    """Give the error to torch's launcher, so that its own summary names it."""
+    # If torch is not imported, the config is wrong, and importing torch would take seconds.
     if "torch" not in sys.modules or "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if isinstance(error, UserError | RunError):
-        error.__cause__ = None  # what is said to a person has no traceback, there neither
+        error.__cause__ = None  # messages to the user have no traceback, in the summary either
         error.__suppress_context__ = True
         error.__traceback__ = None
     get_error_handler().record_exception(error)
@@ -137,7 +141,7 @@ def _tell_launcher(error: Exception) -> None:
 
 def _leave(code: int, message: str) -> NoReturn:
     """Write the last message, flush and exit, without finalising the interpreter."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody reads it any more
+    with contextlib.suppress(OSError, ValueError):  # the stream is closed, so nobody reads it
         if not leave(os.environ, code, message) and message:
             print(message, file=sys.stderr)
         sys.stdout.flush()
@@ -148,11 +152,11 @@ def _leave(code: int, message: str) -> NoReturn:
 
 
 def _unlink_semaphores() -> None:
-    """What `multiprocessing` does when the interpreter is finalised, which `os._exit` leaves out.
+    """Unlink semaphores, as `multiprocessing` does at a normal exit but not before `os._exit`.
 
-    Its resource tracker outlives this process, and would complain of them behind our last line.
-    Nobody uses them any more: the workers have ended. Dropping references would not do, since the
-    traceback of a failure holds them.
+    Otherwise its resource tracker, which outlives this process, would warn of them after our last
+    line. The workers have ended, so nobody uses them. Deleting references is not enough, since the
+    traceback of a failure refers to them too.
     """
     if "multiprocessing.util" in sys.modules:
         from multiprocessing import util

@@ -1,7 +1,7 @@
 """The values of a config as flat keys, and which of them may change in a run that has begun.
 
-A run is resumed by the config that began it. Keys that decide the data, the model or the arithmetic
-must be equal then; how long, how often and where may change.
+A resumed run needs the config with which it began. Keys that decide the data, the model or the
+arithmetic must be equal; the length of the run, intervals and places may change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmtrain.config.schema import Config, DataConfig, DocumentsConfig
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
 
-# Keys, or beginnings of keys, that change what a finished step has done.
+# Keys, or beginnings of keys, that decide the result of a step.
 _BINDING = (
     "model.",
     "data.",
@@ -39,7 +39,7 @@ _FREE = (
 
 
 class Change(NamedTuple):
-    """A key whose value changes the meaning of a run; None where it is not set."""
+    """A binding key whose value has changed; a value is None where the key is not set."""
 
     key: str
     old: object
@@ -48,10 +48,10 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The values of a config, computed once for a run and handed on.
+    """The values of a config, computed once for a run.
 
-    values: of every key, as JSON has it, by dotted name; a source's keys carry its number
-    binding: those that a resumed run must share with the one that it continues
+    values: dotted name → value as in JSON, for every key; a source's keys contain its number
+    binding: those of them that must not change when the run is resumed
     digest: equal for equal configs
     """
 
@@ -70,14 +70,14 @@ def bind(config: Config) -> Bound:
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """What of a config concerns the data, computed once for a run.
+    """The settings of a config that concern the data, computed once for a run.
 
-    data: its section
-    evaluation: the sources that are evaluated on, where some are named
-    seed: of the order
-    timeout_minutes: after which peers give up on a process
-    accepted: keys, or sections, that may have changed
-    values: those of the binding values that decide the blocks, and what is held out
+    data: the section `data`
+    evaluation: the sources to evaluate on, if any are named
+    seed: of the order of documents
+    timeout_minutes: after which other processes no longer wait for one
+    accepted: keys or sections that may have changed
+    values: the binding values that decide the blocks and what is held out
     """
 
     data: DataConfig
@@ -89,7 +89,7 @@ class DataSettings:
 
 
 def data_settings(config: Config) -> DataSettings:
-    """The settings of the data in this config."""
+    """Return the settings of a config that concern the data."""
     return DataSettings(
         data=config.data,
         evaluation=config.evaluation.sources,
@@ -101,7 +101,7 @@ def data_settings(config: Config) -> DataSettings:
 
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
-    """What differs between two configs' binding values."""
+    """Return the differences between the binding values of two configs."""
     found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
     return [change for change in found if change.old != change.new]
 
@@ -112,13 +112,16 @@ def is_accepted(key: str, accepted: Iterable[str]) -> bool:
 
 
 def touches(key: str, accepted: Sequence[str]) -> bool:
-    """Whether an accepted key is this one, is in it, or contains it."""
+    """Whether an accepted key or section is this key, is a part of it, or contains it."""
     within = (f"{name}.".startswith(f"{key}.") for name in accepted)
     return is_accepted(key, accepted) or any(within)
 
 
 def refusals(found: Iterable[Change], accepted: Sequence[str], expected: str) -> list[Problem]:
-    """One problem for each change that is not accepted. expected: `as …`, where the old is from."""
+    """Return one problem for each change that is not accepted.
+
+    expected: where the old value comes from, such as `as …`
+    """
     return [
         Problem(key, new, f"{old}, {expected}", f"put it back, or {way_out(key)}")
         for key, old, new in found
@@ -127,12 +130,12 @@ def refusals(found: Iterable[Change], accepted: Sequence[str], expected: str) ->
 
 
 def way_out(key: str) -> str:
-    """What to do where the change is meant."""
+    """Return the remedy for a change that is intended."""
     return f"checkpoint.accept_changes=[{key}] if it is meant, or another run.dir"
 
 
 def dump(config: Config) -> str:
-    """The config as YAML; `load_config` of that file gives an equal one.
+    """Return the config as YAML, which `load_config` reads back as an equal config.
 
     Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default.
     """
@@ -143,10 +146,10 @@ def dump(config: Config) -> str:
 
 
 def _binds(key: str) -> bool:
-    """Whether a run cannot be resumed with another value.
+    """Whether a run cannot be resumed with another value of this key.
 
-    The shares of sources may change, and so may their paths: the manifest shows whether the data
-    there is the same.
+    The weights of sources may change, and also their paths, as the manifest shows whether the data
+    is still the same.
     """
     free = (".weight", ".path")
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):

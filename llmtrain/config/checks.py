@@ -1,7 +1,7 @@
-"""Rules between keys.
+"""Rules between keys of a config.
 
-Each function asks only for the sections it looks at, so that `load_config` can apply it to what is
-valid beside a section that is not.
+Each function takes only the sections that it checks, so that `load_config` can apply it even if
+another section is not valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmtrain.config.schema import (
 )
 from llmtrain.errors import Problem
 
-# What is wrong with some sections, and the names of these sections.
+# A function that returns what is wrong with some sections, and the names of these sections.
 Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
 
@@ -42,7 +42,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def check_model(model: ModelConfig) -> list[Problem]:
-    """Where the model and its tokenizer come from."""
+    """Check where the model and its tokenizer come from, and the model's own fields."""
     problems = list(_not_finite("model.config", model.config))
     problems += field_problems(model.config, "model.config.")
     kind = model.config.get("model_type")
@@ -66,7 +66,7 @@ def check_model(model: ModelConfig) -> list[Problem]:
 
 
 def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
-    """Blocks that are longer than the model can see."""
+    """Check that blocks are not longer than the model's positions."""
     for name in _LONGEST:
         longest = model.config.get(name)
         if isinstance(longest, int) and data.seq_len > longest:
@@ -77,7 +77,7 @@ def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
 
 
 def check_packing(data: DataConfig) -> list[Problem]:
-    """Each packing but `concat` needs the document mask."""
+    """Check that the document mask is not turned off with a packing that needs it."""
     if data.packing not in ("auto", "concat") and data.document_mask is False:
         with_packing = f"true or auto with data.packing {data.packing}"
         expected = f"{with_packing}: the end of a long document overlaps"
@@ -86,7 +86,7 @@ def check_packing(data: DataConfig) -> list[Problem]:
 
 
 def check_duration(training: TrainingConfig) -> list[Problem]:
-    """Whether exactly one key sets the length of the run."""
+    """Check that exactly one key sets the length of the run."""
     steps, epochs = training.steps, training.epochs
     expected = "exactly one of training.steps and training.epochs"
     if steps is None and epochs is None:
@@ -100,7 +100,7 @@ def check_duration(training: TrainingConfig) -> list[Problem]:
 
 
 def check_micro_batch(training: TrainingConfig) -> list[Problem]:
-    """Whether one process could make a step of whole micro-batches."""
+    """Check that the global batch is a multiple of the micro-batch."""
     micro, total = training.micro_batch_size, training.global_batch_size
     if micro == "auto" or total % micro == 0:
         return []
@@ -109,7 +109,7 @@ def check_micro_batch(training: TrainingConfig) -> list[Problem]:
 
 
 def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
-    """Whether the global batch can be split over `world_size` processes."""
+    """Check that the global batch can be split over `world_size` processes."""
     micro, total = training.micro_batch_size, training.global_batch_size
     unit = world_size * (1 if micro == "auto" else micro)
     if total % unit == 0:
@@ -125,7 +125,7 @@ def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
 
 
 def check_warmup(optimizer: OptimizerConfig) -> list[Problem]:
-    """Steps are whole; only a share of them is a fraction."""
+    """Check that the warm-up is a whole number of steps, or a share of them below 1."""
     steps = optimizer.warmup_steps
     if steps < 1 or float(steps).is_integer():
         return []
@@ -134,7 +134,7 @@ def check_warmup(optimizer: OptimizerConfig) -> list[Problem]:
 
 
 def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Whether the checkpoints to keep permanently are ever written."""
+    """Check that the checkpoints to keep permanently are ever written."""
     every, keep = checkpoint.every_steps, checkpoint.keep_every
     if keep % every == 0:
         return []
@@ -143,14 +143,14 @@ def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
-    """Whether there is anything that the run is measured on."""
+    """Whether the run has documents to evaluate on."""
     return data.heldout > 0 or bool(evaluation.sources)
 
 
 def check_best(
     checkpoint: CheckpointConfig, data: DataConfig, evaluation: EvaluationConfig
 ) -> list[Problem]:
-    """Whether best checkpoints are asked for without an evaluation that ranks them."""
+    """Check that best checkpoints are not asked for without an evaluation that ranks them."""
     asked = "keep_best" in checkpoint.model_fields_set and checkpoint.keep_best
     if not asked or evaluates(data, evaluation):
         return []
@@ -160,7 +160,7 @@ def check_best(
 
 
 def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Whether `stop_after` is a length of time."""
+    """Check that `stop_after` is a length of time."""
     value = checkpoint.stop_after
     if value is None or seconds(value):
         return []
@@ -168,7 +168,7 @@ def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Refuse a path to other weights: only a checkpoint of this run can be resumed."""
+    """Check that `resume` names a checkpoint of this run, and not the path of other weights."""
     value = checkpoint.resume
     if value in ("auto", "never") or re.fullmatch(r"step-\d{8,18}", value):
         return []
@@ -179,7 +179,7 @@ def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
 
 
 def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:
-    """Refuse names that are not keys: they would accept nothing, without a message."""
+    """Check that accepted names are keys or sections: others would be ignored silently."""
     known = {key.name for key in all_keys()}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2, 3)}
     problems = []
@@ -199,7 +199,7 @@ def _nearest(value: int, unit: int) -> str:
 
 
 def _not_finite(key: str, value: object) -> Iterator[Problem]:
-    """Report numbers that are not finite: JSON, so the model's own config file, has none."""
+    """Yield a problem for each number that is not finite: the model's config, as JSON, has none."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _not_finite(f"{key}.{name}", inner)

@@ -9,7 +9,7 @@ _PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def seconds(text: str) -> int | None:
-    """How long that is; None if it is no length of time, or none at all."""
+    """Return the seconds of a length of time; None if it is not a length of time, or is 0."""
     found = _PARTS.fullmatch(text.strip())
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """The keys of the schema as a list: for messages, suggestions and the reference page.
 
-The words for what a key takes are derived from its type, so that no message can differ from what is
-checked.
+The description of the values that a key takes is made from its type, so that messages always agree
+with what is checked.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from pydantic.fields import FieldInfo
 
 from llmtrain.config.schema import Config
 
-ITEM = "*"  # in place of the number of a source
+ITEM = "*"  # stands for the number of a source in a key
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: its dotted name (`*` for a source's number), what it takes, its default as JSON."""
+    """One key of the schema.
+
+    name: with dots, and `*` for the number of a source
+    takes: the valid values, in words
+    default: as JSON, or `required`
+    description: from the schema
+    text: whether it takes a string
+    expert: whether the schema marks it as a key for experts
+    """
 
     name: str
     takes: str
@@ -40,13 +48,13 @@ class Key:
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key of the schema, in its order."""
+    """Return every key of the schema, in its order."""
     return tuple(_walk(Config, ""))
 
 
 @cache
 def sections() -> frozenset[str]:
-    """Dotted names of the groups of keys, the outermost one as ""."""
+    """Return the dotted names of all groups of keys; the outermost one is ""."""
     names = {""}
     for key in all_keys():
         parts = key.name.split(".")
@@ -84,7 +92,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _inner_section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field is, or is a list of."""
+    """Return the section that a field contains, alone or in a list; None for other fields."""
     if get_origin(annotation) is tuple:
         annotation = get_args(annotation)[0]
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
@@ -100,7 +108,7 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in words."""
+    """Return in words what a type takes."""
     arguments = get_args(annotation)
     match get_origin(annotation):
         case origin if origin is Annotated:

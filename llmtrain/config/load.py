@@ -1,7 +1,7 @@
-"""A YAML file and `section.key=value` overrides → a `Config`, or every mistake at once.
+"""Load a YAML file and `section.key=value` overrides as a `Config`, or report every mistake.
 
-Nothing is read twice and nothing heavy is imported: a mistake shows within a third of a second.
-What is valid beside a mistake is checked on, so that one start reports all of them.
+Nothing is read twice and nothing heavy is imported, so a mistake is reported within a third of a
+second. Everything without a mistake is checked too, so that one start reports all mistakes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OTHER_NAMES = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a config file and apply `section.key=value` overrides to it.
 
-    An override's value is read as YAML, a number in its key is a place in a list
-    (`data.sources.0.weight=0.7`). `run.dir` becomes `runs/<file stem>` where it is null; where
-    nothing is evaluated no best checkpoints are kept.
-    Raises UserError with every problem of the file and the overrides.
+    An override's value is read as YAML. A number in its key is an index in a list
+    (`data.sources.0.weight=0.7`). If `run.dir` is null, it becomes `runs/<file stem>`. If nothing
+    is evaluated, no best checkpoints are kept. Raises UserError with every problem of the file and
+    the overrides.
     """
     return load_checked(path, overrides, ())
 
@@ -44,7 +44,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 def load_checked(
     path: str | os.PathLike[str], overrides: Sequence[str], rules: Sequence[Rule]
 ) -> Config:
-    """`load_config`, with further rules for the sections that are valid by themselves."""
+    """Do what `load_config` does, and also check further rules between sections."""
     document = yaml12.parse(_text(Path(path)))
     tree = _tree(document, str(path))
     for override in overrides:
@@ -57,7 +57,7 @@ def load_checked(
 
 
 def _complete(config: Config, name: str) -> Config:
-    """With what follows from the file's name and from other sections."""
+    """Return the config with defaults that depend on the file's name and on other sections."""
     run, checkpoint = config.run, config.checkpoint
     if run.dir is None:
         run = run.model_copy(update={"dir": f"runs/{name}"})
@@ -82,16 +82,16 @@ def _text(path: Path) -> str:
 
 
 def _config_beside(path: Path) -> str:
-    """The configs in the directory that was searched."""
+    """Return a remedy that names the configs in the directory of a missing one."""
     folder = path.parent
     names = sorted(item.name for item in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
     return f"one of {', '.join(names[:5])} in {folder}" if names else f"{folder} has no .yaml file"
 
 
 def _tree(document: yaml12.Document, path: str) -> Tree:
-    """The outermost mapping. A section with nothing in it (all commented out) has its defaults.
+    """Return the outermost mapping. An empty section (all commented out) has its defaults.
 
-    Raises UserError for a file that cannot be read as one: nothing is known of its sections then.
+    Raises UserError if the outermost value is not a mapping, as there are no sections then.
     """
     if document.value is None and not document.problems:
         return {}
@@ -111,7 +111,7 @@ def _tree(document: yaml12.Document, path: str) -> Tree:
 
 
 def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
-    """Put one `section.key=value` into the tree; what is wrong with it joins the problems."""
+    """Put one `section.key=value` into the tree; add its problems to those of the document."""
     name, equals, text = override.partition("=")
     parts = name.split(".")
     if not equals or not all(parts):
@@ -136,7 +136,10 @@ def _override(tree: Tree, override: str, document: yaml12.Document) -> None:
 
 
 def _place(tree: Tree, parts: list[str], value: object) -> tuple[yaml12.Path, Problem | None]:
-    """Set the value at a path, with the mappings that lead there."""
+    """Set a value in the tree, and make missing mappings on the way to it.
+
+    Returns the path in the tree, or the problem because of which nothing was set.
+    """
     here: Any = tree
     path: list[str | int] = []
     for part, inner in zip(parts, [*parts[1:], None], strict=True):
@@ -174,7 +177,7 @@ def _no_mapping(parts: list[str], path: list[str | int], here: object) -> Proble
 def _validate(
     tree: Tree, source: Mapping[yaml12.Path, str], rules: Sequence[Rule]
 ) -> tuple[Config | None, list[Problem]]:
-    """The config if it is valid, and every problem of keys, types and of sections together."""
+    """Return the config if it is valid, and every problem of keys, types and rules."""
     try:
         config = Config.model_validate(tree, by_alias=True, by_name=False)
     except ValidationError as error:
@@ -185,7 +188,7 @@ def _validate(
         return config, [*checks.check(config), *chain.from_iterable(further)]
     broken = {location[0] for _, location in locations if location}
     misspelt = {near_section(str(name)) for name in broken - sections()}
-    locations = [  # a section that is there under a wrong name is not missing
+    locations = [  # a section that is present under a misspelt name is not missing
         (kind, location)
         for kind, location in locations
         if kind != "missing" or location[0] not in misspelt - tree.keys()
@@ -197,7 +200,7 @@ def _validate(
 
 
 def _partly(tree: Tree, broken: set[str | int], further: Sequence[Rule]) -> Iterator[Problem]:
-    """The rules between keys, over those sections that are valid by themselves."""
+    """Apply each rule whose sections are all valid by themselves."""
     for rule, names in (*checks.RULES, *further):
         if broken.isdisjoint(names):
             yield from rule(*(_section(tree, name) for name in names))
@@ -213,12 +216,12 @@ def _schema_problems(
     locations: Sequence[tuple[str, tuple[str | int, ...]]],
     source: Mapping[yaml12.Path, str],
 ) -> Iterator[Problem]:
-    """One problem a key, whatever number of a union's branches refused it."""
+    """Yield one problem for each key, however many branches of a union refused its value."""
     seen: set[yaml12.Path] = set()
     for kind, location in locations:
         path = location if kind == "extra_forbidden" else _key_path(location)
         if path in seen or (kind == "too_short" and _at(tree, path)):
-            continue  # said already; or a list whose items are at fault, not their number
+            continue  # reported already; or the list has wrong items, not too few
         seen.add(path)
         key = _key(path)
         if kind == "extra_forbidden" and key is None:
@@ -235,7 +238,7 @@ def _schema_problems(
 
 
 def _key_path(location: tuple[str | int, ...]) -> yaml12.Path:
-    """The key that pydantic's location is in: without the branches of a union or a list's items.
+    """Return the path of the key, without the union branches and list items of the location.
 
     ("data", "lanes", "literal['auto']") → ("data", "lanes")
     """
@@ -257,7 +260,7 @@ def _key(path: yaml12.Path) -> Key | None:
 
 
 def _at(tree: Any, path: yaml12.Path) -> object:
-    """The value at a path; None where there is nothing."""
+    """Return the value at a path; None if there is none."""
     for part in path:
         if isinstance(tree, list) and isinstance(part, int):
             tree = tree[part]
@@ -282,7 +285,7 @@ def _wrong_value(path: yaml12.Path, key: Key, value: object, raw: str | None) ->
 
 
 def _advice(key: Key, value: object, shown: str) -> str:
-    """What to write instead, where that is known."""
+    """Return what to write instead; "" if that is not known."""
     text = str(value).strip().lower()
     if key.name == "training.precision" and text in _HALF | {"true", "false"} | set(_OTHER_NAMES):
         instead = "bf16, or fp32 on GPUs older than Ampere"
@@ -307,9 +310,9 @@ def _list_of(value: object) -> list[object]:
 
 
 def _shown(value: object) -> str:
-    """A value as a message shows it: one line, at most 60 characters, no secrets.
+    """Return a value as a message shows it: one line, at most 60 characters, no secrets.
 
-    Secrets are removed first: half a secret cannot be recognized.
+    Secrets are removed before it is shortened, as a part of a secret would not be recognized.
     """
     text = secrets.hide_unparsed(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else text[:59] + "…"

@@ -1,4 +1,4 @@
-"""What can be said of a model's own fields without transformers, which takes seconds to import."""
+"""Check a model's own fields without transformers, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from llmtrain.errors import Problem
 
-# Sizes that every architecture that has them needs. Null and lists mean something in some of them.
+# Sizes that an architecture with such a field needs. In some architectures null or a list is valid.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -22,7 +22,10 @@ _SIZES = (
 
 
 def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
-    """Sizes that are no whole number above 0. prefix: of the keys, such as `model.config.`."""
+    """Yield a problem for each size that is not a whole number above 0.
+
+    prefix: of the keys, such as `model.config.`
+    """
     for name in _SIZES:
         value = fields.get(name)
         if value is None or isinstance(value, list | dict):
@@ -32,6 +35,6 @@ def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
 
 
 def type_problems(model_type: object, key: str) -> Iterator[Problem]:
-    """A `model_type` that names nothing."""
+    """Yield a problem if `model_type` is not a string or is blank."""
     if not (isinstance(model_type, str) and model_type.strip()):
         yield Problem(key, model_type, "a model type as transformers names it, such as llama")

@@ -1,13 +1,14 @@
-"""Secrets: refused in a config, and hidden in whatever a run writes or prints.
+"""Find secrets, which are refused in a config and hidden in everything a run writes or prints.
 
-Known by the name (`hub_token`, `api_key`), by the look (`hf_…`, `sk-…`, a user or a password in an
-address, `?token=…`) and, in a string, as the value of an environment variable with such a name.
-Where a model or a tokenizer may have a field of the name, its value decides: see `is_secret`.
+A secret is recognized by its name (`hub_token`, `api_key`), by its form (`hf_…`, `sk-…`, a user or
+a password in an address, `?token=…`) or, in a string, as the value of an environment variable with
+such a name. If a model or a tokenizer may have a field of that name, the value decides: see
+`is_secret`.
 
     model.config.hub_token: refused, remedy `export HF_TOKEN=…`
     model.config.assistant_token: "<|a|>" is no secret
 
-The trap: a message about a secret must not show it. Nothing that leaves this file contains a value.
+The trap: a message about a secret must not show it. No message made here contains its value.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from llmtrain.errors import Problem
 Hide = Callable[[str], str]
 
 HIDDEN = "***"
-_SHORTEST = 8  # shorter values of variables, and of fields that may be a model's, are words
-_LONG = 16  # what is shorter may stand within another word, where it is not hidden
+_SHORTEST = 8  # shorter values of variables, and of fields that may be a model's, are no secrets
+_LONG = 16  # a shorter value may be a part of another word by chance; it is not hidden there
 
 _NAME = re.compile(
     r"(secret|password|passwd|passphrase|credentials?|authorization|connection_string"
@@ -33,9 +34,10 @@ _NAME = re.compile(
 _ALSO_A_FIELD = re.compile(r"(token|signature|(^|_)(key|pat|sig))$")
 _WORD = re.compile(r"[A-Za-z][a-z]{0,14}|[A-Z]{1,15}|")
 _OPAQUE = re.compile(r"[\w.~+/=:-]{8,}", re.ASCII)  # no `<s>`, `[INST]` or `### Answer:`
-# What a secret looks like, and the variable that it belongs into. As long and as mixed as they are
-# given out: `sk-` begins names of Slovak data, `hf_` and `pypi-` names of files.
-_MIXED = r"(?=[\w-]{0,31}[a-z])(?=[\w-]{0,31}[A-Z])"  # bounded: no time for a hostile line
+# The variable that a secret belongs into, and what the secret looks like. Lengths and letters must
+# be those of real secrets, since other names begin in the same way: those of Slovak data with
+# `sk-`, and those of files with `hf_` and `pypi-`.
+_MIXED = r"(?=[\w-]{0,31}[a-z])(?=[\w-]{0,31}[A-Z])"  # bounded, so a hostile line costs no time
 _DIGIT = r"(?=[\w-]{0,31}\d)"
 _LOOKS = (
     ("HF_TOKEN", r"(?:hf|api_org)_" + _MIXED + r"[A-Za-z0-9]{34,}|hf_(?:oauth|jwt)_[\w.-]{20,}"),
@@ -56,7 +58,8 @@ _LOOKS = (
 )
 _BEFORE = r"(?<![A-Za-z0-9])"
 _LOOK = re.compile(_BEFORE + "(?:" + "|".join(f"(?:{text})" for _, text in _LOOKS) + ")")
-# A user alone is a token over HTTP, elsewhere a name: `ssh://git@host`, `abfss://container@host`.
+# A user without a password is a token in an HTTP address, but only a name in other ones, such as
+# `ssh://git@host` and `abfss://container@host`.
 _USER = re.compile(
     r"(?:(?<=://)[^/?#\s\"':]*:|(?<=http://)|(?<=https://))[^/?#\s\"']+(?=@)", re.IGNORECASE
 )
@@ -65,7 +68,12 @@ _KEY = re.compile(r"(?<![\w.-])[\w.-]++(?=[\\\"']*\s*[:=])")
 
 
 class Found(NamedTuple):
-    """A secret in a config: the dotted key, the variable to use, and the text to be hidden."""
+    """A secret in a config.
+
+    key: its dotted name
+    variable: the environment variable to use instead
+    text: what must be hidden
+    """
 
     key: str
     variable: str
@@ -73,16 +81,16 @@ class Found(NamedTuple):
 
 
 def is_secret_name(key: str) -> bool:
-    """Whether what is called so is a secret, in any spelling: `hub_token`, `apiKey`, `API-KEY`."""
+    """Whether a key is the name of a secret, in any spelling: `hub_token`, `apiKey`, `API-KEY`."""
     name = _plain(key)
     return bool(_NAME.search(name) or _ALSO_A_FIELD.search(name))
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether the value under this name is one; a password may be a number.
+    """Whether the value under this name is a secret; a password may be a number.
 
-    Where a model may have a field of the name (`assistant_token`, `sort_key`) only a string of 8
-    or more letters, digits and `_.~+/=:-`, unless it consists of plain words.
+    If a model may have a field of that name (`assistant_token`, `sort_key`), only a string of 8 or
+    more letters, digits and `_.~+/=:-` is a secret, and only if it is not made of plain words.
     """
     plain = _plain(name)
     if _NAME.search(plain):
@@ -95,12 +103,12 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def in_config(tree: object) -> list[Found]:
-    """Every secret of a config as it was written, whether its keys exist or not, at any depth."""
+    """Return every secret in the values of a config file, at any depth, also under unknown keys."""
     return list(_walk(tree, ()))
 
 
 def problems(found: Iterable[Found]) -> list[Problem]:
-    """One problem for each secret, without its value."""
+    """Return one problem for each secret, without its value."""
     expected = "no secret in a config: it is written into the run directory and shown in reports"
     remedy = "take it out of the config (and change it if others could read it); export {}=…"
     hide = without([])
@@ -108,7 +116,7 @@ def problems(found: Iterable[Found]) -> list[Problem]:
 
 
 def clear(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
-    """The problems of the secrets, and the other problems with the secrets removed."""
+    """Return the problems of the secrets, and the other problems with the secrets hidden."""
     found = list(found)
     hide, keys = without(one.text for one in found), {one.key for one in found}
     others = [
@@ -120,7 +128,7 @@ def clear(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
 
 
 def hide_unparsed(text: str) -> str:
-    """Cut a string that is no YAML at the first name of a secret, and hide the rest."""
+    """Hide secrets in a string that may not be YAML, and everything after the name of a secret."""
     text = without([])(text)
     for name in _KEY.finditer(text):
         if is_secret_name(name[0]):
@@ -131,21 +139,26 @@ def hide_unparsed(text: str) -> str:
 
 
 def hider(environ: Mapping[str, str]) -> Hide:
-    """Return a function that puts `***` in place of every secret of a string.
+    """Return a function that puts `***` in place of every secret in a string.
 
-    environ: hidden are the values of the variables whose names say so, from 8 characters on and
-    unless they are one plain word (`training`); below 16 characters where they stand as words of
-    their own. Hidden whatever it holds: what looks like a token or key, a user or password in an
-    address, and its parameters with the name of a secret.
+    environ: values of its variables with the name of a secret are hidden if they have 8 characters
+        or more and are not one plain word (`training`). Those below 16 characters are hidden only
+        where they are whole words
+
+    These are always hidden: text that looks like a token or key, a user or password in an address,
+    and parameters of an address with the name of a secret.
     """
     named = [value.strip() for name, value in environ.items() if is_secret_name(name)]
     return without(one for one in named if len(one) >= _SHORTEST and not _WORD.fullmatch(one))
 
 
 def without(secrets: Iterable[str]) -> Hide:
-    """Hides these texts, however JSON and addresses spell them, and all that looks like one."""
+    """Return a function that hides these secrets, and everything that looks like one.
+
+    The secrets are also hidden as JSON, Python and addresses spell them.
+    """
     spelled = {text for one in secrets if one.strip() for text in _spellings(one.strip())}
-    # The longest first: one may begin with another.
+    # The longest first, since one may begin with another.
     known = "|".join(map(_pattern, sorted(spelled, key=lambda text: (-len(text), text))))
     known_pattern = re.compile(known) if known else None
 
@@ -161,7 +174,7 @@ def without(secrets: Iterable[str]) -> Hide:
 
 
 def _pattern(text: str) -> str:
-    r"""The text; a short one as a word, of which `\n` and `%20` before it are no part."""
+    r"""Return a pattern for the text; for a short one as a whole word, also after `\n` or `%20`."""
     escaped = re.escape(text)
     if len(text) >= _LONG:
         return escaped
@@ -173,7 +186,7 @@ def _parameter(found: re.Match[str]) -> str:
 
 
 def hidden(values: Mapping[str, Any], hide: Hide) -> dict[str, Any]:
-    """A copy of plain data: every text went through `hide`, none is under the name of a secret."""
+    """Return a copy of plain data in which secrets are hidden, by `hide` and by their names."""
     return {key: _hidden(key, value, hide) for key, value in values.items()}
 
 
@@ -188,7 +201,10 @@ def _hidden(key: str, value: Any, hide: Hide) -> Any:
 
 
 def _value(said: Problem, hide: Hide) -> object:
-    """What a problem shows as found; its key may end with ` (line 3)`, a tag begins with `!`."""
+    """Return the value that a problem shows, with secrets hidden.
+
+    The problem's key may end with ` (line 3)`, and its value may be a tag that begins with `!`.
+    """
     if said.value is None:
         return None
     shown = str(said.value)
@@ -208,7 +224,7 @@ def _walk(value: object, path: tuple[str, ...]) -> Iterator[Found]:
 
 
 def _variable(path: tuple[str, ...], value: object) -> str:
-    """The variable that a secret belongs into; "" if the value is no secret."""
+    """Return the variable that a secret belongs into; "" if the value is no secret."""
     names = [name for name in path if not name.isdecimal()]
     if names and is_secret(names[-1], value):
         return _named_after(names)
@@ -231,13 +247,13 @@ def _named_after(names: list[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """`hubToken`, `hub-token` and `HUB_TOKEN` as hub_token."""
+    """Return a name in one spelling: hub_token for `hubToken`, `hub-token` and `HUB_TOKEN`."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip())
     return re.sub(r"[^a-z0-9]+", "_", parted.lower())
 
 
 def _spellings(plain: str) -> set[str]:
-    """As it is, in JSON with and without its own letters, in an address, and as Python shows it."""
+    """Return the text as it is, in JSON (two ways for non-ASCII), in an address and in Python."""
     return {
         plain,
         json.dumps(plain)[1:-1],

@@ -1,4 +1,4 @@
-"""What a person may have meant by a key that does not exist.
+"""Guess what was meant by a key that does not exist.
 
 Four places are searched: our sections, names that other trainers use (with how their value
 converts), the last part of our own keys, and our full dotted names.
@@ -157,17 +157,22 @@ FOREIGN: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What was probably meant: our key (may be "") and how the value converts (may be "")."""
+    """What was probably meant.
+
+    key: our key; "" if there is none
+    advice: how the value converts; "" if there is nothing to say
+    """
 
     key: str
     advice: str = ""
 
 
 def guess(name: str, *, is_section: bool = False) -> Guess:
-    """The likeliest meaning of an unknown dotted name; if nothing is near, the keys beside it.
+    """Return the most likely meaning of an unknown dotted name, or else the keys of its section.
 
-    A number means a source: `data.sources.1.pth` → `data.sources.1.path`. is_section: whether
-    it holds a mapping, as sections do.
+    is_section: whether its value is a mapping, as for a section
+
+    A number stands for a source: `data.sources.1.pth` → `data.sources.1.path`.
     """
     if is_section and (section := near_section(name)):
         return Guess(section)
@@ -183,7 +188,7 @@ def guess(name: str, *, is_section: bool = False) -> Guess:
 
 
 def near_section(name: str) -> str:
-    """The section that a dotted name may be a misspelling of; "" if none is near.
+    """Return the section that a dotted name may be a misspelling of; "" if none is similar.
 
     `trainig` → `training`, `optim` → `optimizer`, `distributed.dddp` → `distributed.ddp`.
     """
@@ -200,7 +205,7 @@ def near_section(name: str) -> str:
 
 
 def _candidates(plain: str) -> list[str]:
-    """Our keys; those of a source only where one may be meant (`optimizer.name` is not one)."""
+    """Return our keys; those of a source only if it may be meant (not for `optimizer.name`)."""
     anywhere = "." not in plain or plain.startswith("data.")
     return [key.name for key in all_keys() if anywhere or ITEM not in key.name]
 
@@ -212,9 +217,10 @@ def _same_last(plain: str, last: str) -> Guess | None:
 
 
 def _near(plain: str, last: str) -> Guess | None:
-    """The nearest of our last parts, else of our full names.
+    """Return the most similar name: another trainer's, the last part of our keys, or a full name.
 
-    Another trainer's name has to be nearly the same: it says something else than what was written.
+    Another trainer's name must be nearly the same, since our key for it may have a very different
+    name.
     """
     section = plain.rpartition(".")[0]
     names = _candidates(plain)

@@ -1,8 +1,8 @@
-"""YAML 1.2 for configs: in PyYAML's 1.1 `3e-4` is a string, `12:30` is 750 and `on` is true.
+"""Read and write YAML 1.2; in PyYAML's YAML 1.1 `3e-4` is a string, `12:30` is 750, `on` is true.
 
-PyYAML splits the text into nodes; the meaning of a plain scalar is decided here, by the core schema
-of YAML 1.2. Only null, bool, int, float, strings, lists and mappings come out. The trap: PyYAML
-accepts a duplicate key (the last one wins silently), so mappings are built here too.
+PyYAML only splits the text into nodes. The type of a plain scalar is decided here, by the core
+schema of YAML 1.2. The values are null, bool, int, float, strings, lists and mappings. The trap:
+PyYAML silently takes the last of duplicate keys, so mappings are built here too.
 
     seq_len: 1e3     →  {"seq_len": 1000.0}, and source[("seq_len",)] == "1e3"
 """
@@ -33,25 +33,25 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Splits text into nodes and gives plain scalars the tags of YAML 1.2."""
+    """A loader that splits text into nodes, and gives plain scalars the tags of YAML 1.2."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
+    """A dumper that quotes each string that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: object) -> bool:
         """Write every value in full, without anchors and aliases."""
         return True
 
 
-_Loader.yaml_implicit_resolvers = {}  # those of 1.1 are inherited
+_Loader.yaml_implicit_resolvers = {}  # without the inherited ones of YAML 1.1
 for _name, _pattern in _SCALARS.items():
     _Loader.add_implicit_resolver(_TAG + _name, _pattern, None)
     _Dumper.add_implicit_resolver(_TAG + _name, _pattern, None)
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """A text; in double quotes, which escape them, if it has line breaks that readers even out."""
+    """Write a string; in double quotes, with escapes, if it has line breaks that YAML changes."""
     style = '"' if any(mark in text for mark in "\r\x85\u2028\u2029") else None
     return dumper.represent_scalar(_TAG + "str", text, style=style)
 
@@ -61,11 +61,12 @@ _Dumper.add_representer(str, _text)
 
 @dataclass(slots=True)
 class Document:
-    """What a YAML text contains.
+    """The content of a YAML text.
 
     value: the outermost value
-    source: path → a scalar as it was written
-    problems: what to correct; the values around a problem are read nevertheless
+    source: path → the scalar at that path as it was written
+    problems: what to correct; the other values are read nevertheless
+    nodes: their number so far
     """
 
     value: object = None
@@ -75,7 +76,7 @@ class Document:
 
 
 def parse(text: str) -> Document:
-    """Read one YAML document. Never raises for bad text: see `Document.problems`."""
+    """Read one YAML document. Errors in the text are not raised: see `Document.problems`."""
     document = Document()
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -92,17 +93,17 @@ def parse(text: str) -> Document:
 
 
 def write(value: object) -> str:
-    """Text that `parse` reads back as `value`, and YAML 1.1 readers too."""
+    """Return text that `parse` and readers of YAML 1.1 read back as `value`."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def dotted_name(path: Path) -> str:
-    """A path as people write it: `data.sources.0.path`."""
+    """Return a path with dots, such as `data.sources.0.path`."""
     return ".".join(str(part) for part in path)
 
 
 class _TooMuchError(Exception):
-    """An alias that contains itself, or a nest that no config needs."""
+    """An alias contains itself, or there are more levels or values than a config needs."""
 
 
 def _build(node: yaml.Node, path: Path, document: Document) -> object:
@@ -118,7 +119,7 @@ def _build(node: yaml.Node, path: Path, document: Document) -> object:
         try:
             return _scalar(node.tag.removeprefix(_TAG), node.value)
         except ValueError:
-            pass  # reported below: the tag is not ours, or contradicts the text
+            pass  # reported below: the tag is not supported, or does not fit the text
     where = f"{dotted_name(path) or 'the file'} (line {node.start_mark.line + 1})"
     document.problems.append(Problem(where, node.tag, "plain values", "leave the YAML tag out"))
     return None
@@ -147,7 +148,7 @@ def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str
 
 
 def _scalar(kind: str, text: str) -> object:
-    """The value of a scalar. Raises ValueError for a tag that does not fit."""
+    """Return the value of a scalar. Raises ValueError for a tag that does not fit the text."""
     if kind == "str":
         return text
     if kind not in _SCALARS or not _SCALARS[kind].match(text):
@@ -169,6 +170,9 @@ def _place(error: yaml.MarkedYAMLError) -> str:
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
-    """Without the name of an alias or anchor: it may be a password that begins with `*` or `&`."""
+    """Return PyYAML's reason for an error, without the names of aliases and anchors.
+
+    Such a name may be a password that begins with `*` or `&`.
+    """
     text = ", ".join(part for part in (error.context, error.problem) if part)
     return re.sub(r"(alias|anchor) '[^']*'", r"\1", text)

@@ -1,8 +1,8 @@
-"""Memory, strategy and speed of a config before a run, on this machine or on one that is not here.
+"""Plan memory, strategy and speed of a run, for this machine or for another one.
 
-Nothing is downloaded but a model's config and its tokenizer. What a device of the plan is: this
-machine's, unless its memory is given; then a device that is sold with so much is assumed for the
-speed, and named.
+Only a model's config and tokenizer are downloaded. Devices are those of this machine, unless their
+memory is given: then the speed is that of a device which is sold with that much memory, and the
+plan names it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
 from llmtrain.types import ModelShape, Saved
 
-_BATCHES = (0.5, 2, 4)  # of the config's global batch: what its learning rate would be there
-# Where a forward cannot be counted: what it keeps, its casts, and the share of all that is reserve.
+_BATCHES = (0.5, 2, 4)  # times the config's global batch, for which learning rates are given
+# Parts of the memory that are unknown if a forward cannot be counted: its casts, what it keeps,
+# and the reserve, which is a share of the total.
 UNCOUNTED = ("working", "activations", "reserve")
 _MOST_GIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second of all devices. efficiency: share of the time that arithmetic takes."""
+    """The speed on a number of devices.
+
+    devices: on all nodes together
+    accumulation: micro-batches of a device in a step
+    tokens_per_second: of all devices together
+    efficiency: share of the time that is spent on arithmetic
+    """
 
     devices: int
     nodes: int
@@ -54,7 +61,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The learning rate at another global batch: by the linear rule and by that of the root."""
+    """The learning rate at another global batch, by the linear and by the square-root rule."""
 
     global_batch_size: int
     linear: float
@@ -63,13 +70,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run of a config would take. speed: by number of devices, empty where not known.
+    """What a run of a config would need.
 
-    assumed: whether the device was named after its memory
-    disk_bytes: of all checkpoints that are there at once
-    steps: None where `training.epochs` says how long
-    uncounted: why the parts `UNCOUNTED` are not known, and 0 or too little here; what is chosen may
-        not fit then
+    assumed: whether the kind of device was guessed from its memory
+    disk_bytes: of all checkpoints that exist at the same time
+    steps: None if `training.epochs` sets the length of the run
+    speeds: by number of devices; empty if not known
+    uncounted: why the parts named in `UNCOUNTED` are not known; they are 0 or too small then, so
+        what is chosen may not fit
     """
 
     choice: Choice
@@ -86,17 +94,17 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate | None:
-        """What the run would take; None where nothing fits."""
+        """The candidate that a run would choose; None if nothing fits."""
         return self.choice.chosen
 
     @property
     def suggestions(self) -> tuple[str, ...]:
-        """What else would make the nearest miss smaller; empty where something fits."""
+        """Remedies that make the nearest miss fit, or need less; empty if something fits."""
         near = self.choice.nearest_miss
         return () if self.chosen or near is None else tuple(_suggestions(near))
 
     def to_json(self) -> dict[str, Any]:
-        """As `llmtrain plan --json` prints it."""
+        """Return the object that `llmtrain plan --json` prints."""
         chosen, hardware = self.chosen, self.hardware
         return {
             "chosen": chosen.layout.strategy if chosen else None,
@@ -120,7 +128,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Values in place of this machine's; None = this machine's."""
+    """Values that replace those of this machine; None = this machine's value."""
 
     devices: int | None
     nodes: int | None
@@ -137,9 +145,14 @@ def plan(
 ) -> Plan:
     """Compute what `config` needs on `nodes` machines with `devices` devices each.
 
-    Memory in GiB, of a device and of a node's host. What is None is this machine's; the host of
-    devices that are not here is not known then, and what it needs is stated alone. Raises UserError
-    for a config that cannot be planned; what fits nowhere is a Plan with `chosen` None.
+    devices: for each node; None = as many as this machine has
+    nodes: None = 1
+    device_memory_gb: GiB of a device; None = that of this machine's devices
+    host_memory_gb: GiB of a node's host; None = this machine's, or unknown if the memory of a
+        device is given: then the plan only states what the host needs
+
+    Raises UserError for a config that cannot be planned. If the run fits nowhere, the Plan has
+    `chosen` None.
     """
     asked = _Asked(devices, nodes, device_memory_gb, host_memory_gb)
     if problems := [*check(config), *_problems(asked)]:
@@ -153,10 +166,11 @@ def plan(
 
 
 def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
-    """The plan of a model that was described already, on hardware that its batch can be split over.
+    """Plan a model that was described already, on hardware that its batch can be split over.
 
-    assumed: whether the device was named after its memory. Where activations cannot be counted, the
-    rest is computed, and `uncounted` gives the reason.
+    assumed: whether the kind of device was guessed from its memory
+
+    If activations cannot be counted, the rest is computed, and `uncounted` is the reason.
     """
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
     allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None
@@ -184,7 +198,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
 def _without_count(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
 ) -> Choice:
-    """What is known of each strategy; a start takes the first, whatever it needs."""
+    """Return what is known of each strategy; a start uses the first, whatever it needs."""
     candidates = []
     for name in possible(shape, work, hardware, allowed):
         layout = planning.layout_by_tokens(name, work, hardware)
@@ -196,14 +210,17 @@ def _without_count(
 
 
 def _unknown(one: Candidate) -> dict[str, Any]:
-    """Of a row, where the forward cannot be counted."""
+    """Return the values of a row that change if the forward cannot be counted."""
     parts = {name: None if name in UNCOUNTED else size for name, size in one.memory.parts.items()}
     fits = None if one.fits else False
     return {"parts": parts, "total_bytes": None, "host_bytes": None, "fits": fits}
 
 
 def _suggestions(near: Candidate) -> Iterator[str]:
-    """Moments in 8 bits take a quarter; adapters have next to no gradients and moments."""
+    """Yield remedies that make the nearest miss fit, or need less memory.
+
+    8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
+    """
     gradients, moments = (near.memory.parts[part] for part in ("gradients", "optimizer"))
     yield near.remedy
     if moments:
@@ -246,7 +263,7 @@ def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
 
 
 def _hardware(config: Config, asked: _Asked) -> Hardware:
-    """This machine's devices, with what was asked for in their place."""
+    """Return this machine's hardware, with the values that were asked for in place of its own."""
     local, nodes = asked.devices or _devices_here(), asked.nodes or 1
     here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
     hardware = replace(here, nodes=nodes)
@@ -265,7 +282,7 @@ def _devices_here() -> int:
 
 
 def _precision(config: Config, hardware: Hardware) -> str:
-    """bf16 or fp32: as a run would decide, and bf16 on a device that is not here."""
+    """Return the precision that a run would choose, bf16 or fp32; bf16 for absent devices."""
     asked = config.training.precision
     if asked == "auto" and hardware.cpu == on_cpu():
         return resolve_precision(asked)[0]
@@ -273,13 +290,16 @@ def _precision(config: Config, hardware: Hardware) -> str:
 
 
 def _checkpoints_at_once(config: Config, steps: int | None) -> int:
-    """How many checkpoints are there at once."""
+    """Return the most checkpoints that exist at the same time."""
     keep = config.checkpoint
     return most_at_once(Policy.of(keep), steps or 0)
 
 
 def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
-    """The chosen layout on fewer devices and on all, where it fits, at the same global batch."""
+    """Yield the speed of the chosen layout on fewer devices and on all, where it fits.
+
+    The global batch is always the same.
+    """
     machine = None if hardware.cpu else machine_of(hardware.device)
     if choice.chosen is None or machine is None:
         return
@@ -299,7 +319,7 @@ def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -
 
 
 def _sizes(hardware: Hardware) -> Iterator[tuple[int, int]]:
-    """(devices a node, nodes): 1, 2, 4 … up to what is planned for."""
+    """Yield (devices of a node, nodes): 1, 2, 4 … devices of one node, then 1, 2, 4 … nodes."""
     local = 1
     while local < hardware.devices_per_node:
         yield local, 1
@@ -319,9 +339,9 @@ def _rates(config: Config) -> Iterator[Rate]:
 
 
 def launch_file(found: Plan, path: Path) -> bool:
-    """Write the accelerate file of what was chosen; returns whether another one was there.
+    """Write the accelerate file of the chosen layout; return whether it replaced another file.
 
-    Only for a plan that fits. Raises UserError where the file cannot be written.
+    Only for a plan that fits. Raises UserError if the file cannot be written.
     """
     assert found.chosen is not None
     values = launch_values(found.chosen.layout.strategy, found.hardware, found.work.precision)

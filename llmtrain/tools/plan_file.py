@@ -1,6 +1,6 @@
-"""The accelerate file of a plan: what `accelerate_configs/` says for the same strategy.
+"""Write the accelerate file of a plan, like that in `accelerate_configs/` for the same strategy.
 
-The files there are for people to copy; these values have the same keys (a test compares them) and
+Those files are examples to copy. A file written here has the same keys, which a test compares, and
 the numbers of one plan.
 """
 
@@ -14,11 +14,11 @@ from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.keys import STRATEGIES
 from llmtrain.distributed.plan.memory import Hardware
 
-_ADDRESS = "10.0.0.1"  # as in accelerate_configs/: of the first machine, to be replaced
+_ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_configs/
 
 
 def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
-    """What `accelerate launch` reads. precision: bf16 or fp32."""
+    """Return the values for `accelerate launch`. precision: bf16 or fp32."""
     alone = hardware.devices == 1 and strategy == "ddp"
     kind = {"ddp": "NO" if alone else "MULTI_GPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
     values: dict[str, Any] = {
@@ -44,7 +44,7 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str
 
 
 def write_launch_file(path: Path, values: dict[str, Any]) -> bool:
-    """Write the file; returns whether another one was there before."""
+    """Write the file; return whether it replaced another one."""
     replaced = path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     several = values["num_machines"] > 1
@@ -69,7 +69,7 @@ _SEVERAL = """\
 
 
 def _machines(hardware: Hardware, *, alone: bool) -> dict[str, Any]:
-    """How processes find each other."""
+    """Return the values by which processes find each other."""
     gpus = {} if hardware.cpu or alone else {"gpu_ids": "all"}
     if hardware.nodes > 1:
         meeting = {"main_process_ip": _ADDRESS, "main_process_port": 29500}

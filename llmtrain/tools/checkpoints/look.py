@@ -1,10 +1,10 @@
-"""Look at the checkpoints of a run, and verify them.
+"""List the checkpoints of a run, and verify them.
 
-    look       names, sizes, reasons to stay; reads only manifests and file sizes
-    verify     every byte against its digest
+    look       names, sizes and why each is kept, from manifests and file sizes alone
+    verify     every byte, compared with its digest
 
-Nothing here needs torch, and nothing is written: it also works on a live run, and on a
-read-only disk. The trap: retention of a live run deletes directories while they are looked at.
+Nothing here needs torch, and nothing is written, so both work on a live run and on a read-only
+disk. The trap: the retention of a live run may delete a directory while it is being read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llmtrain.rundir.status import read_status
 
 COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
 SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), ("partial", "trash")
-LINK = "a link"  # why a row stays
+LINK = "a link"  # a reason to keep a row
 
 _KINDS = {
     re.compile(r"step-\d{8,18}\.partial"): "partial",
@@ -45,15 +45,15 @@ Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, byt
 class Row:
     """One directory under `checkpoints/`.
 
-    kind: `complete`; `other run` for one of another run and `unreadable` for one of the run whose
-        manifest is not intact; what else its name says it is (`partial`, `damaged`, `superseded`,
-        `trash`); or `other`
-    bytes: on disk
-    loss: the held-out loss that it carries
-    kept: why retention keeps it, () if it does not, or has no say
-    wrong: what manifest and sizes show; None where nothing says what should be there
+    kind: `complete`; `other run` if it belongs to another run; `unreadable` if it belongs to the
+        run but its manifest is not intact; `partial`, `damaged`, `superseded` or `trash` by its
+        name; else `other`
+    bytes: size on disk
+    loss: the held-out loss that it contains
+    kept: why retention keeps it; () if retention does not keep it, or does not consider it
+    wrong: problems found by manifest and sizes; None if it was not checked
 
-    A link is what it leads to, as for a resume; it is kept, since retention deletes none.
+    A link has the values of its target, as for a resume; it is kept, as retention deletes no links.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def valid(self) -> bool | None:
-        """As far as manifest and sizes show; None where nothing says what should be there."""
+        """Whether manifest and sizes show no problem; None if it was not checked."""
         return None if self.wrong is None else not self.wrong
 
 
@@ -74,9 +74,9 @@ class Row:
 class Listing:
     """The checkpoints of a run.
 
-    run_id: None where no manifest names it
+    run_id: None if neither the status nor a manifest names it
     resumed_from: the checkpoint that the last start resumed
-    policy: of the run's config; None where no config loads
+    policy: of the run's config; None if no config loads
     rows: oldest step first
     """
 
@@ -87,7 +87,7 @@ class Listing:
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As `llmtrain checkpoints list --json` prints it."""
+        """Return the object that `llmtrain checkpoints list --json` prints."""
         return {
             "run_id": self.run_id,
             "resumed_from": self.resumed_from,
@@ -98,10 +98,13 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One checkpoint, compared byte by byte.
+    """The result of comparing one checkpoint byte by byte.
 
-    problems: key = file, value = what is wrong. other_format: it is intact, but another llmtrain
-    wrote it; its one problem says which format, and what to do.
+    bytes: size on disk
+    seconds: time that the comparison took
+    problems: each with the file as key, and what is wrong as value
+    other_format: whether it is intact but in the format of another llmtrain; then the only
+        problem names the format and the remedy
     """
 
     name: str
@@ -111,7 +114,7 @@ class Verified:
     other_format: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """One row of `llmtrain checkpoints verify --json`."""
+        """Return one row of what `llmtrain checkpoints verify --json` prints."""
         wrong = [{"file": str(one.key), "wrong": str(one.value)} for one in self.problems]
         size = {"bytes": self.bytes, "seconds": round(self.seconds, 3)}
         return {"name": self.name, "valid": not wrong, **size, "problems": wrong}
@@ -119,11 +122,11 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a person named.
+    """The directories that a path given by the user leads to.
 
     run_dir: None for checkpoints outside a run
     root: the directory of the checkpoints
-    only: the name of one of them, if one was named
+    only: the name of the checkpoint, if the path is that of one
     """
 
     run_dir: Path | None
@@ -132,9 +135,11 @@ class Place:
 
 
 def look(path: Path) -> Listing:
-    """Everything under `checkpoints/` of a run; path: the run, that directory, or one checkpoint.
+    """Return everything under `checkpoints/` of a run.
 
-    Raises UserError if it is something else, RunError 74 if the disk does not answer.
+    path: the run, its `checkpoints/`, or one checkpoint
+
+    Raises UserError if the path is anything else, RunError 74 if the disk cannot be read.
     """
     place = place_of(path)
     found = listing(place, _known_policy(place.run_dir))
@@ -146,10 +151,10 @@ def look(path: Path) -> Listing:
 def verify(
     path: Path, name: str | None = None, told: Told = lambda name, size, done: None
 ) -> Iterator[Verified]:
-    """Compare every byte of every complete checkpoint, or of `name` whatever it is, oldest first.
+    """Compare every byte of each complete checkpoint, oldest first; or of `name`, of any kind.
 
-    Renames and deletes nothing. What a live run deletes meanwhile is left out. Raises UserError if
-    there is nothing to verify, RunError 74 if the disk does not answer.
+    Renames and deletes nothing. A checkpoint that a live run deletes meanwhile is left out. Raises
+    UserError if there is nothing to verify, RunError 74 if the disk cannot be read.
     """
     place = place_of(path)
     names = sorted(form.complete_names(place.root))
@@ -163,7 +168,10 @@ def verify(
 
 
 def place_of(path: Path) -> Place:
-    """Tell a run from its `checkpoints/` and from one checkpoint."""
+    """Find out whether a path is a run, its `checkpoints/` or one checkpoint.
+
+    Raises UserError if it is none of them.
+    """
     here = path.absolute() if path.name else path.resolve()
     if here.is_dir():
         inside = here / contents.CHECKPOINTS
@@ -185,14 +193,14 @@ def _run_of(root: Path) -> Path | None:
 
 
 def _kind(name: str) -> str | None:
-    """What a name under `checkpoints/` says; None for a name that is not ours."""
+    """Return the kind that a name under `checkpoints/` stands for; None for an unknown name."""
     if form.step_of(name) is not None:
         return COMPLETE
     return next((kind for pattern, kind in _KINDS.items() if pattern.fullmatch(name)), None)
 
 
 def policy_of(run_dir: Path) -> Policy:
-    """What the config of a run keeps. Raises UserError where no config loads."""
+    """Return the retention policy in a run's config. Raises UserError if no config loads."""
     return Policy.of(load_config(run_dir / contents.CONFIG).checkpoint)
 
 
@@ -204,7 +212,7 @@ def _known_policy(run_dir: Path | None) -> Policy | None:
 
 
 def listing(place: Place, policy: Policy | None) -> Listing:
-    """All rows; those of the run with why they stay."""
+    """Return all rows; those of the run's own checkpoints with the reasons to keep them."""
     try:
         run_id, resumed_from = run_id_of(place), _resumed_from(place.run_dir)
         found = (_row(place.root / name, run_id) for name in form.names(place.root))
@@ -222,7 +230,7 @@ def listing(place: Place, policy: Policy | None) -> Listing:
 
 
 def _is_ours(row: Row) -> bool:
-    """Whether retention has a say in it."""
+    """Whether retention considers it: a complete checkpoint of the run, not a link."""
     return row.kind == COMPLETE and LINK not in row.kept
 
 
@@ -231,7 +239,7 @@ def _by_step(row: Row) -> tuple[bool, int, str]:
 
 
 def _row(path: Path, run_id: str | None) -> Row | None:
-    """One directory; None if it disappeared while it was read."""
+    """Return the row of one directory; None if it disappeared while it was read."""
     kind = _kind(path.name) or OTHER
     size, loss, wrong = _bytes(path), None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
@@ -246,7 +254,7 @@ def _row(path: Path, run_id: str | None) -> Row | None:
 
 
 def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
-    """What manifest and sizes show to be wrong, and the run that the manifest names."""
+    """Return what manifest and sizes show to be wrong, and the run that the manifest names."""
     try:
         manifest = form.load(path)
     except (form.DamagedError, form.OtherFormatError) as error:
@@ -264,7 +272,7 @@ def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
 
 
 def _why_quarantined(path: Path) -> tuple[str, ...]:
-    """Why a start renamed it, where that was noted: sizes do not show everything."""
+    """Return why a start quarantined it, if that was noted: sizes do not show everything."""
     why = path / candidates.WHY
     return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
 
@@ -273,11 +281,11 @@ def _loss(path: Path) -> float | None:
     try:
         return retention.loss_in(form.state(path))
     except form.DamagedError:
-        return None  # the row says so
+        return None  # the row has this damage under `wrong`
 
 
 def _bytes(path: Path) -> int:
-    """Size of all files; one that disappears meanwhile counts nothing."""
+    """Return the size of all files; a file that disappears meanwhile is not counted."""
     total = 0
     for folder, _, files in os.walk(path):
         for name in files:
@@ -289,7 +297,7 @@ def _bytes(path: Path) -> int:
 
 
 def run_id_of(place: Place) -> str | None:
-    """The run, as its status has it, or else the newest checkpoint whose manifest is intact."""
+    """Return the run's id: from its status, else from the newest intact manifest."""
     known = read_status(place.run_dir).get("run_id") if place.run_dir else None
     if known:
         return str(known)
@@ -302,7 +310,7 @@ def run_id_of(place: Place) -> str | None:
 
 
 def _resumed_from(run_dir: Path | None) -> str | None:
-    """The checkpoint that the last start resumed."""
+    """Return the name of the checkpoint that the last start resumed, if any."""
     if run_dir is None:
         return None
     lines = record.record(run_dir)
@@ -311,9 +319,9 @@ def _resumed_from(run_dir: Path | None) -> str | None:
 
 
 def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
-    """Each of these checkpoints, to the last byte. Raises RunError 74 if the disk does not answer.
+    """Compare every byte of these checkpoints. Raises RunError 74 if the disk cannot be read.
 
-    One that disappears meanwhile, as in a live run, is left out.
+    A checkpoint that disappears meanwhile, as in a live run, is left out.
     """
     for name in names:
         path, size, start = root / name, _bytes(root / name), time.perf_counter()
@@ -327,7 +335,7 @@ def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verifi
 
 
 def _problems(path: Path, told: Callable[[int], object]) -> tuple[tuple[Problem, ...], bool]:
-    """What is wrong with a checkpoint, and whether that is only its format."""
+    """Return the problems of a checkpoint, and whether it only has another format."""
     done = 0
 
     def more(size: int) -> None:

@@ -1,7 +1,9 @@
-"""Delete what the policy of a run does not keep: shown first, deleted on request under the lock.
+"""Delete the checkpoints that the policy of a run does not keep.
 
-It applies the rule that retention applies after a save. Every checkpoint to keep is verified to the
-last byte before anything is deleted: otherwise three damaged ones could stay and a sound one go.
+Without `yes` they are only listed; with it they are deleted while the run's lock is held. The rule
+is the one that retention applies after a save. Before anything is deleted, every byte of the
+checkpoints to keep is verified: otherwise three damaged ones could be kept and an intact one
+deleted.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ _LEAST_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What goes and what stays; deleted: whether it is gone already."""
+    """What prune deletes and what it keeps.
+
+    goes: to be deleted
+    stays: to be kept
+    deleted: whether `goes` has been deleted already
+    """
 
     goes: tuple[Row, ...]
     stays: tuple[Row, ...]
@@ -44,9 +51,9 @@ class Pruned:
 
     @property
     def lost(self) -> bool:
-        """Whether a start would find checkpoints of the run, and no valid one among them.
+        """Whether a start would find checkpoints of the run, but no valid one.
 
-        A plan reads manifests and sizes alone; what is deleted follows a look at every byte.
+        Judged by manifests and sizes; before a deletion every byte is verified as well.
         """
         if any(row.kind == COMPLETE and row.valid for row in self.stays):
             return False
@@ -54,11 +61,11 @@ class Pruned:
 
     @property
     def bytes(self) -> int:
-        """Bytes of everything that goes."""
+        """The size of everything that is deleted."""
         return sum(row.bytes for row in self.goes)
 
     def to_json(self) -> dict[str, Any]:
-        """As `llmtrain checkpoints prune --json` prints it."""
+        """Return the object that `llmtrain checkpoints prune --json` prints."""
         stays = [{"name": row.name, "kind": row.kind, "kept": row.kept} for row in self.stays]
         goes = [{"name": row.name, "kind": row.kind, "bytes": row.bytes} for row in self.goes]
         head = {"deleted": self.deleted, "lost": self.lost, "bytes": self.bytes}
@@ -73,14 +80,15 @@ def prune(
     set_aside: bool = False,
     told: Told = lambda name, size, done: None,
 ) -> Pruned:
-    """Find what the policy of a run does not keep and what earlier starts left; delete it (`yes`).
+    """Find checkpoints that a run's policy does not keep, and the left-overs of earlier starts.
 
-    keep_last: in place of the config's
-    set_aside: damaged and superseded ones go too, if there is a valid one beside them. Those of
-        other runs stay, and what is not known
+    keep_last: in place of the config's value
+    yes: delete what was found
+    set_aside: damaged and superseded checkpoints are deleted too, if a valid one is left. Those of
+        other runs and directories of an unknown kind are always kept
 
-    Raises UserError if the run is alive, or if one that is to stay is not valid: then nothing is
-    deleted; RunError 74 if the disk refuses.
+    Raises UserError, and deletes nothing, if the run is alive or a checkpoint to keep is not valid;
+    RunError 74 if the disk fails.
     """
     place = place_of(path)
     if place.run_dir is None or place.only is not None:
@@ -105,7 +113,7 @@ def prune(
 
 
 def _plan(found: Listing, set_aside: bool) -> Pruned:
-    """UserError if sizes show that one which is to stay is not valid."""
+    """Decide what is deleted. Raises UserError if the sizes of one to keep are wrong."""
     valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
     goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
     stays = tuple(row for row in found.rows if row not in goes)
@@ -122,14 +130,14 @@ def _goes(row: Row, set_aside: bool) -> bool:
 def _wrong_inside(
     found: Listing, stays: Sequence[Row], told: Told
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is wrong with each of the run's that stay, to the last byte."""
+    """Verify every byte of the run's checkpoints to keep; yield each name with its problems."""
     names = [row.name for row in stays if row.kind == COMPLETE]
     for one in verify_each(found.root, names, told):
         yield one.name, tuple(f"{problem.key}: {problem.value}" for problem in one.problems)
 
 
 def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
-    """UserError if anything is wrong with any of them."""
+    """Raise UserError if there are problems for any of these names."""
     expected = "valid, since it is to stay; nothing was deleted"
     problems = [
         Problem(name, "; ".join(wrong), expected, f"rename it to {name}.damaged, then prune again")
@@ -141,13 +149,13 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
 
 
 def _delete(found: Listing, goes: Sequence[Row]) -> None:
-    """Delete as retention does; whatever is still there afterwards is an error."""
+    """Delete as retention does. Raises RunError if anything of it is still there afterwards."""
     assert found.policy is not None
     retention.apply(found.root, found.policy, found.run_id or "", found.resumed_from)
     retention.clean(found.root)
     for row in goes:
         if row.kind in SET_ASIDE:
-            shutil.rmtree(found.root / row.name, ignore_errors=True)  # looked at below
+            shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below
     there = form.names(found.root)
     planned = {row.name for row in goes}
     left = [name for name in there if name in planned or name.startswith(".trash-")]

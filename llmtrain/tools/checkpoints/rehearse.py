@@ -1,13 +1,13 @@
 """Prove on this machine that a killed and resumed run equals a straight one, before a long run.
 
     straight    N + 2 steps of the config, in a directory of its own
-    killed      the same; every process is killed (SIGKILL) in step N, behind a checkpoint
+    killed      the same; every process is killed (SIGKILL) in step N, after a checkpoint
     resumed     the same command again, or under another strategy or number of processes
 
-Launched as the real run is, on the disk that the real run would use. With the same strategy and
-number of processes the last checkpoints must have the same bytes; else the arithmetic has another
-order, and batches must be the same and losses within 1e-5. The trap: a kill before the first
-checkpoint would prove nothing, so the checkpoint that was resumed is checked.
+The runs are launched as the real run is, on the disk that it would use. With the same strategy and
+number of processes the last checkpoints must have the same bytes. Otherwise sums are computed in
+another order: then the batches must be the same, and the losses equal within 1e-5. The trap: a kill
+before the first checkpoint would prove nothing, so it is checked that a checkpoint was resumed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems
 
 KILL_AT = 6
-TOLERANCE = 1e-5  # of a loss, where the arithmetic has another order
+TOLERANCE = 1e-5  # of a loss, where sums are computed in another order
 _ON_CPUS = 2  # processes
-_FEWEST = 2  # a step before the kill must have been saved
-_DOCUMENTS = 8  # held-out ones that are scored
+_FEWEST = 2  # lowest step to kill: an earlier step must have been saved
+_DOCUMENTS = 8  # held-out documents that are evaluated
 _TAIL_LINES = 12
 _SHOWN = 5
 
@@ -49,7 +49,7 @@ Told = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A start, as it recorded itself."""
+    """What a start recorded about itself."""
 
     strategy: str
     world_size: int
@@ -61,11 +61,14 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was compared, and what differs. steps: whose batches were, as digests.
+    """What was compared, and what differs.
 
-    losses: how many; 0 = not compared, and `note` says why
-    largest_difference: of two losses of a step
-    files: weight and optimizer files of the last step, byte by byte; () = not compared
+    straight, resumed: the last start of each run
+    steps: number of steps whose batches were compared, by digest
+    losses: number of losses that were compared; 0 = none, for the reason in `note`
+    largest_difference: between the two losses of a step
+    files: weight and optimizer files of the last step that were compared by bytes; () = none
+    differences: each in words
     """
 
     straight: Launched
@@ -80,7 +83,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """The result.
+    """The result of a rehearsal.
 
     folder: where both runs were kept because they differ; None if they were removed
     """
@@ -96,7 +99,7 @@ class Rehearsal:
         return not self.compared.differences
 
     def to_json(self) -> dict[str, Any]:
-        """As `llmtrain checkpoints rehearse --json` prints it."""
+        """Return the object that `llmtrain checkpoints rehearse --json` prints."""
         folder = None if self.folder is None else str(self.folder)
         rest = {"folder": folder, "seconds": round(self.seconds, 3)}
         found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
@@ -111,15 +114,15 @@ def rehearse(
     processes: int | None = None,
     told: Told = lambda text: None,
 ) -> Rehearsal:
-    """Train straight, train and kill, resume, compare.
+    """Train one run straight, kill and resume another, and compare the two.
 
-    kill_at: the step that is cut off
-    to: strategy of the resumed run; None = as it began
-    processes: of the resumed run; None = as it began, with all GPUs or two processes on the CPUs
-    told: called with what is being done
+    kill_at: the step in which the processes are killed
+    to: strategy of the resumed run; None = the same as before
+    processes: of the resumed run; None = the same as before: one for each GPU, or two on CPUs
+    told: called with a description of each run before it starts
 
-    Raises UserError before anything is started, RunError with the code of a start that ended
-    otherwise than it should; its directory stays and is named.
+    Raises UserError before anything is started, and RunError, with the exit code, if a start ended
+    otherwise than expected; the message names its directory, which is kept.
     """
     begun = time.perf_counter()
     config = load_config(config_file, overrides)
@@ -128,7 +131,7 @@ def rehearse(
     other = [f"distributed.strategy={to}"] if to else []
     shared = [*overrides]
     if to or again != world_size:
-        shared.append("training.precision=fp32")  # where the order of a sum makes no difference
+        shared.append("training.precision=fp32")  # sums in another order stay within TOLERANCE
     first, second = load_config(config_file, shared), load_config(config_file, [*shared, *other])
     _check(kill_at, (first, world_size), (second, again))
     shared += _short(config, kill_at)
@@ -149,7 +152,7 @@ def rehearse(
 
 
 def compare(straight: Path, killed: Path) -> Compared:
-    """Two run directories of the same config: one that ran through, one that was resumed."""
+    """Compare two run directories of the same config, of which the second was resumed."""
     one, other = _last_start(straight), _last_start(killed)
     differences = [] if other.resumed_from else ["nothing was resumed: no checkpoint was complete"]
     ours, theirs = _numbers(straight), _numbers(killed)
@@ -180,7 +183,7 @@ def compare(straight: Path, killed: Path) -> Compared:
 
 
 def _processes(config: Config) -> int:
-    """As the real run would be launched here: every GPU, or two processes on the CPUs."""
+    """Return the processes of a real run here: one for each GPU, or two on CPUs if they fit."""
     if has_gpu(os.environ):
         import torch
 
@@ -189,7 +192,7 @@ def _processes(config: Config) -> int:
 
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
-    """Raise UserError with everything that a launch of these configs would refuse."""
+    """Raise UserError with every problem for which a launch of these configs would be refused."""
     env = dict(os.environ)
     found = [one for config, size in launches for one in launch_problems(config, size, env)]
     problems = list(dict.fromkeys(found))
@@ -201,7 +204,7 @@ def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
 
 
 def _short(config: Config, kill_at: int) -> list[str]:
-    """Overrides for a rehearsal: short, with a save before the kill, without trackers."""
+    """Return the overrides of a rehearsal: few steps, a save before the kill, no trackers."""
     documents = min(_DOCUMENTS, config.evaluation.max_documents)
     return [
         f"training.steps={kill_at + 2}",
@@ -229,7 +232,7 @@ class _Kept:
 
 @contextmanager
 def _folder(config: Config) -> Iterator[_Kept]:
-    """On the disk of the run's own directory; removed unless there is something to see."""
+    """Make a directory on the disk of the run directory; delete it later, unless `keep` is set."""
     beside = _beside(config.run_dir.absolute())
     try:
         place = _Kept(Path(tempfile.mkdtemp(prefix="rehearsal-", dir=beside)))
@@ -244,7 +247,7 @@ def _folder(config: Config) -> Iterator[_Kept]:
 
 
 def _beside(run_dir: Path) -> Path:
-    """The nearest directory above; where a disk of its own begins (`/` too) that one itself."""
+    """Return the nearest existing parent, or `run_dir` itself if it is a mount point."""
     if os.path.ismount(run_dir):
         return run_dir
     return next(path for path in run_dir.parents if path.is_dir())
@@ -259,10 +262,11 @@ def _start(
     size: int,
     fault: dict[str, str],
 ) -> None:
-    """Make one start, whose output goes into a file of the folder.
+    """Start one run, and write its output to a log file in the folder.
 
-    It must reach the last step, or with a fault must not end by itself. Ctrl-C reaches the ranks,
-    which save and end well, or a launcher that has none yet: there is nothing to compare then.
+    It must reach the last step, or with a fault be killed. After Ctrl-C the ranks save and exit
+    normally, or the launcher ends before it has ranks; then there is nothing to compare, and
+    RunError is raised.
     """
     env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE} | fault
     overrides = [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
@@ -288,14 +292,14 @@ def _failure(place: _Kept, name: str, ended: Ended) -> RunError:
 
 
 def _last_start(run_dir: Path) -> Launched:
-    """What the last start of a run was."""
+    """Return what the last start of a run recorded about itself."""
     lines = record.record(run_dir)
     last = [line for line in lines if line["kind"] == "start"][-1]
     return Launched(last["strategy"], last["world_size"], last["resumed_from"])
 
 
 def _numbers(run_dir: Path) -> dict[int, tuple[str, float | None]]:
-    """Step → (batch digest, loss if it was finite); of a step that was trained twice, the last."""
+    """Return step → (batch digest, loss if it is finite); the last of a step trained twice."""
     lines = record.record(run_dir)
     return {
         line["step"]: (line["batch_digest"], line["loss"])
@@ -311,7 +315,7 @@ def _gap(one: float | None, other: float | None) -> float:
 
 
 def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
-    """Dropout is drawn by rank: with another number of ranks it is another one."""
+    """Return why losses cannot be compared: with dropout they depend on the number of ranks."""
     if one.world_size == other.world_size:
         return ""
     from transformers import AutoConfig
@@ -324,7 +328,7 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
 
 
 def _last(run_dir: Path) -> Path:
-    """The newest checkpoint."""
+    """Return the directory of the newest checkpoint."""
     root = run_dir / contents.CHECKPOINTS
     return root / form.complete_names(root)[0]
 
@@ -334,7 +338,7 @@ def _tensors(checkpoint: Path) -> list[Path]:
 
 
 def _other_bytes(left: Path, right: Path) -> Iterator[str]:
-    """Weight and optimizer files that are not the same in both checkpoints."""
+    """Yield how the weight and optimizer files of two checkpoints differ."""
     if left.name != right.name:
         yield f"the last checkpoints are {left.name} and {right.name}"
     for name in sorted({path.name for path in [*_tensors(left), *_tensors(right)]}):
@@ -345,7 +349,7 @@ def _other_bytes(left: Path, right: Path) -> Iterator[str]:
 
 
 def _some(steps: Iterable[int]) -> str:
-    """Numbers of steps, the first few of many."""
+    """Return the numbers of some steps as text; of many steps the first few, and how many."""
     found = [str(step) for step in sorted(steps)]
     return ", ".join(found[:_SHOWN]) + (f" … ({len(found)})" if len(found) > _SHOWN else "")
 

@@ -1,7 +1,7 @@
-"""What a config would train on: counts of its sources, how they are packed, the first blocks.
+"""Inspect what a config would train on: counts of its sources, their packing, the first blocks.
 
-Works before a run exists, and on a run's directory without changing it. What is counted in a part
-of the documents alone is an estimate, and named so.
+This works before a run exists, and on a run's directory without changing it. A value that is
+counted in a part of the documents is an estimate, and is marked as one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """One source.
+    """Counts of one source.
 
-    documents: that can be used, held-out ones among them
-    tokens: of these, with separators
-    duplicates: texts that stood before among the `looked_at` rows
+    documents: usable ones, including those that are held out
+    dropped: null, empty or blank documents
+    replaced: documents with invalid UTF-8
+    duplicates: rows among the `looked_at` rows whose text occurred before
+    tokens: of the documents, with separators
     epochs: passes over it in the whole run
     estimated: names of the values that are estimates
     """
@@ -61,7 +63,7 @@ class SourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Documents of `least` … `most` tokens."""
+    """The number of documents with `least` to `most` tokens."""
 
     least: int
     most: int
@@ -72,9 +74,9 @@ class Bucket:
 class Shown:
     """One block as text, without its padding.
 
-    borders: characters of `text` at which another document begins
-    trained: stretches of characters that are trained on
-    padding: tokens
+    borders: positions in `text` at which another document begins
+    trained: [begin, end) of the characters that are trained on
+    padding: in tokens
     """
 
     g: int
@@ -87,10 +89,10 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A config's data.
+    """Facts about a config's data.
 
-    padding, documents_cut: shares of the tokens and documents of the first `measured_blocks` blocks
-        (which hold `measured_documents`)
+    padding: share of the tokens in the first `measured_blocks` blocks
+    documents_cut: share of the `measured_documents` documents that begin in these blocks
     lengths: of the documents that were looked at
     estimated: names of the values that are estimates
     """
@@ -111,16 +113,16 @@ class Inspection:
     estimated: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the object that `--json` prints."""
         return asdict(self)
 
 
 def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspection:
-    """Look at about `documents` of each source (0: all) and at the first `blocks` blocks.
+    """Inspect about `documents` documents of each source (0 = all) and the first `blocks` blocks.
 
-    Uses what a run in `config.run.dir` decided, if one with the same sources began there. Raises
-    UserError for what is wrong with the data, and for a config of the same sources with which that
-    run would refuse to resume.
+    If a run with the same sources began in `config.run.dir`, its manifest and tokenizer are used.
+    Raises UserError for problems of the data, and for a config with which that run could not be
+    resumed.
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
@@ -183,7 +185,13 @@ def _estimates(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What the first blocks are like; `documents` of them begin in these blocks."""
+    """Counts of the first blocks.
+
+    blocks: how many were counted
+    documents: how many begin in these blocks
+    padding: share of padding among their tokens
+    documents_cut: share of these documents that are cut
+    """
 
     blocks: int
     documents: int
@@ -195,7 +203,7 @@ class _Packed:
 def _pack(
     manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
 ) -> _Packed:
-    """Make the first blocks, an epoch of them at most, and keep those that are wanted."""
+    """Count in the first blocks, and keep the first `wanted` of them to show."""
     enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
     count = max(wanted, manifest.lanes, enough)
     cursors = DataState.fresh(manifest).cursors
@@ -224,9 +232,9 @@ def _note_documents(
     began: set[Document],
     whole: set[Document],
 ) -> None:
-    """Which documents begin in this block, and which stand in it from begin to end.
+    """Add the documents that begin in this block to `began`, and those complete in it to `whole`.
 
-    A document that begins with the last id, begins the lane's next block once more.
+    One that begins with the last id is not counted: it begins again in the lane's next block.
     """
     for span in block.spans:
         if span.start == 0 and span.at < manifest.seq_len:
@@ -237,12 +245,12 @@ def _note_documents(
 
 
 def _padding(manifest: Manifest, block: Block) -> int:
-    """Tokens behind the last document."""
+    """Return the number of tokens after the last document."""
     return manifest.seq_len + 1 - sum(span.stop - span.start for span in block.spans)
 
 
 def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
-    """A block as text, document by document, so that no border falls inside a character."""
+    """Return a block as text, decoded by document so that no border is inside a character."""
     batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
     targets = [False, *(batch.labels[0] != NOT_TRAINED).tolist()]
     text = ""
@@ -261,14 +269,14 @@ def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Sh
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """Stretches [first, last) of true flags."""
+    """Return each run of true flags as [first, last)."""
     edges = [i for i, flag in enumerate(flags) if flag != (i > 0 and flags[i - 1])]
     edges += [len(flags)] if flags and flags[-1] else []
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same characters as stretches that do not touch."""
+    """Merge stretches that touch or overlap, and leave out empty ones."""
     joined: list[tuple[int, int]] = []
     for begin, end in stretches:
         if joined and begin <= joined[-1][1]:
@@ -279,7 +287,7 @@ def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFacts:
-    """Source k. read: tokens that the whole run trains on, of all sources."""
+    """Return the facts of source k. read: tokens of all sources that the whole run trains on."""
     source = manifest.sources[k]
     passes = read * source.weight / sum(manifest.weights) / max(1, found.training.tokens)
     return SourceFacts(
@@ -301,7 +309,7 @@ def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFact
 
 
 def _buckets(found: Sequence[Census]) -> tuple[Bucket, ...]:
-    """Lengths by powers of two, from the first bucket that holds a document to the last."""
+    """Count lengths by powers of two, from the first bucket with a document to the last."""
     counts: Counter[int] = Counter()
     for one in found:
         for length, documents in one.lengths.items():

@@ -1,4 +1,4 @@
-"""One function over many tasks, in spawned processes that end with the command whatever ends it."""
+"""Run a function over many tasks in spawned processes, which never outlive the command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llmtrain.errors import RESTARTABLE, RunError
 
 T = TypeVar("T")
 R = TypeVar("R")
-Progress = Callable[[int, int, int], None]  # tasks done, of how many, amount so far
-_AHEAD = 2  # tasks a process that are handed out
+Progress = Callable[[int, int, int], None]  # tasks done, number of tasks, amount so far
+_AHEAD = 2  # tasks that are submitted for each process
 
 
 def each_left(
@@ -29,10 +29,12 @@ def each_left(
     amount: Callable[[R], int],
     progress: Progress,
 ) -> int:
-    """`each` of the tasks of which nothing is known yet; the amount of all of them, known or not.
+    """Run `each` over the tasks without a known result; return the amount of all results.
 
-    known: the result of each task that an earlier command has done
-    progress: called before the first task and after each
+    known: for each task its result from an earlier command, or None
+    jobs: processes
+    amount: the number that a result adds to the amount
+    progress: called before the first task and after each one
     """
     missing = [task for task, result in zip(tasks, known, strict=True) if result is None]
     done = len(tasks) - len(missing)
@@ -45,10 +47,12 @@ def each_left(
 
 
 def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
-    """The results as they come, in any order; with one job they are made in this process.
+    """Yield the results as they are finished, in any order.
 
-    jobs: processes. Raises what the function raises, after which no further task is begun, and
-    RunError if a process died. An interrupt of this process ends the others at once.
+    jobs: processes; with 1 the tasks run in this process
+
+    Raises what the function raises, and RunError if a process died; no further task is started
+    then. An interrupt of this process ends the others at once.
     """
     if jobs == 1 or len(tasks) < 2:
         yield from map(function, tasks)
@@ -76,7 +80,7 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
         raise RunError(message, RESTARTABLE, remedy) from error
     except KeyboardInterrupt:
         for process in set(multiprocessing.active_children()) - others:
-            process.terminate()  # a task may take minutes, and what it writes is not there yet
+            process.terminate()  # a task may take minutes, and its output is not in place yet
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -84,12 +88,13 @@ def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes that are started here never see an interrupt; this one sees it afterwards.
+    """Hide interrupts from processes that are started inside; this process gets them afterwards.
 
-    Until `_start` runs, one would end them with a traceback. They inherit the mask; the trap: an
-    ignored signal would be inherited too, but one that comes meanwhile would be lost for us. And
-    the mask is this thread's: another thread may receive the signal, and Python then
-    interrupts this one while it starts a process. So the handlers wait as well.
+    Before `_start` has run, an interrupt would end a new process with a traceback. New processes
+    inherit the blocked signal. The trap: ignoring the signal would be inherited too, but an
+    interrupt would then be lost for this process. The mask also holds for this thread only: if
+    another thread receives the signal, Python runs the handler in the main thread, which may be
+    starting a process. So the handlers only record the signal, and it is raised again at the end.
     """
     heard: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -111,7 +116,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _start(parent: int) -> None:
-    """In a new process: an interrupt is the command's business; die with it."""
+    """Prepare a new process: ignore interrupts, which the command handles, and die with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.signal_on_death_of_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above

@@ -1,7 +1,7 @@
-"""`llmtrain data repack`: data files of any shape as parquet with small row groups.
+"""`llmtrain data repack`: rewrite data files of any format as parquet with small row groups.
 
-A row group is what training reads at once, so small ones keep memory low and mix documents well. A
-compressed file of lines can only be read whole; as parquet it has no such limit.
+Training reads a row group at a time, so small ones keep memory low and mix documents well. A
+compressed file of lines can only be read as a whole; a parquet file can be read in parts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llmtrain.tools.data.pool import Progress, each_left
 
 @dataclass(frozen=True, slots=True)
 class Repacked:
-    """What is in DIR now.
+    """What is in DIR after the command.
 
     files: in order of their names
-    rows: in all of them
+    rows: of all files together
     """
 
     files: tuple[str, ...]
@@ -36,14 +36,13 @@ class Repacked:
 def repack(
     path: str, out: Path, group_mb: float, text_column: str, jobs: int, progress: Progress
 ) -> Repacked:
-    """Rewrite each file of a directory, file or glob to `out`; what is complete there is kept.
+    """Rewrite each file of `path`, a directory, file or glob, to `out`; keep complete files there.
 
     group_mb: MiB of decoded data in a row group
-    text_column: of files of text
-    jobs: processes, each with a file
+    text_column: the column for the lines of text files
+    jobs: processes, each with one file at a time
 
-    Raises UserError for bad input and an `out` that holds anything else, RunError if the disk
-    refuses.
+    Raises UserError for bad input and if `out` contains other files, RunError if the disk fails.
     """
     began = time.perf_counter()
     tasks = _tasks(path, out, int(group_mb * 2**20), text_column)
@@ -74,7 +73,7 @@ def _tasks(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rew
 
 
 def _files(path: str) -> tuple[Path, list[Path]]:
-    """The files, and the directory that their names are relative to."""
+    """Return the directory that the files' names are relative to, and the files."""
     if not is_local(path):
         expected = "a file, a directory or a glob on this machine"
         remedy = f"of the Hub: hf download {path} --repo-type dataset --local-dir DIR, then DIR"
@@ -101,7 +100,7 @@ def _refuse_doubles(tasks: Sequence[Rewrite]) -> None:
 
 
 def _refuse_others(out: Path, targets: Sequence[Path]) -> None:
-    """Only files that this command wrote may lie in the directory."""
+    """Raise UserError for files in `out` that this command did not write; delete partial ones."""
     if out.exists() and not out.is_dir():
         raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
     ours, left_over = set(targets), set(out.rglob(".*.partial"))

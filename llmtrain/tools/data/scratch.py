@@ -1,7 +1,8 @@
-"""A run's directory to read with, without writing to the run's own.
+"""Temporary copies of a run's directory, for commands that must not write to the run.
 
-Reading writes down what it finds out: footers of the Hub's files, units that it had to skip. What
-only looks at a run does so in a temporary directory that begins with what the run knows.
+Reading data writes notes into the run directory: footers of the Hub's files, and units that were
+skipped. A command that only inspects a run reads in a temporary directory instead, which begins
+with copies of the run's manifest, tokenizer and notes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FILES = (contents.MANIFEST, "skipped-units.jsonl")
 
 @contextmanager
 def aside(run_dir: Path) -> Iterator[Path]:
-    """A directory with manifest, tokenizer and notes of a run, as far as there are any."""
+    """Yield a temporary directory with the manifest, tokenizer and notes of a run, if any."""
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         _copy(run_dir.absolute(), Path(folder))
         yield Path(folder)
@@ -30,9 +31,9 @@ def aside(run_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def aside_unless_other(config: Config) -> Iterator[Path]:
-    """As `aside` for the run directory of `config`, but empty if that run has other sources.
+    """Yield what `aside` does for the run of `config`; empty if that run has other sources.
 
-    A look at data is not part of a run, so a run that is there does not limit what it may look at.
+    Looking at data is no part of a run, so an existing run does not limit which data can be seen.
     """
     run_dir = config.run_dir
     manifest = run_dir / contents.MANIFEST

@@ -1,4 +1,4 @@
-"""The blocks of a config without a training: for a look at the data, or for a loop of one's own."""
+"""Open the blocks of a config without training, to inspect the data or for your own loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmtrain.training.start.prepare import load_manifest, prepare
 
 @contextmanager
 def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterator[Stream]:
-    """`with open_stream(config) as stream:` gives the batches that rank `rank` would train on.
+    """Open the stream of batches that rank `rank` would train on: `with open_stream(config) as s:`.
 
-    From the first step on: `next(stream)` is a `Batch` of this rank's blocks of one step. Uses the
-    manifest and tokenizer of `config.run.dir` if a run with the same sources began there, else
-    makes them in a temporary directory; writes nothing to `run.dir`. Raises UserError for what is
-    wrong with the data.
+    It begins with the first step; `next(s)` returns a `Batch` with this rank's blocks of one step.
+    The manifest and tokenizer are those of `config.run.dir` if a run with the same sources began
+    there; else they are made in a temporary directory. Nothing is written to `run.dir`. Raises
+    UserError for problems of the data.
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:

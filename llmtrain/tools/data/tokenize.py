@@ -1,13 +1,14 @@
-"""`llmtrain data tokenize`: the documents of a config's sources as a token cache (`.bin`, `.idx`).
+"""`llmtrain data tokenize`: write the documents of a config's sources as a token cache.
 
-    DIR/NAME.bin, NAME.idx   a source's documents, all usable ones, in order of the manifest
-    DIR/NAME.json            where they come from, and which tokenizer made them
+    DIR/NAME.bin, NAME.idx   all usable documents of a source, in order of the manifest
+    DIR/NAME.json            where they come from, and which tokenizer was used
     DIR/tokenizer/           that tokenizer
     DIR/.tokenize/           config, manifest and finished parts: where the same command continues
 
-When all is written, config, manifest and a tokenizer of its own stay there: the same command is
-compared with them, finds all done, and puts DIR/tokenizer/ back where it is missing. So does the
-lock: a file that is deleted could be held by one command and created again by another.
+After the command has finished, the config, the manifest and a copy of the tokenizer stay in
+`.tokenize/`. The same command compares itself with them, finds everything done, and restores
+DIR/tokenizer/ if it is missing. The lock stays too: if it were deleted, one command could hold the
+deleted file while another creates a new one.
 
 Nothing is held out here: a run that trains on a cache decides that itself, by document number.
 """
@@ -53,11 +54,11 @@ _PUT_BACK = "put it back, or take another --out"
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What is in DIR now.
+    """What is in DIR after the command.
 
     files: the `.idx` of each source, relative to DIR
     dropped: null, empty or blank documents, which are left out
-    replaced: documents with invalid UTF-8, which are in it
+    replaced: documents with invalid UTF-8, which are included
     skipped: bad units and lines that `data.on_bad_unit: skip` left out
     """
 
@@ -73,8 +74,10 @@ class Tokenized:
 def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokenized:
     """Write the token cache of a config's sources to `out`, or continue one that was begun.
 
-    jobs: processes. The files are the same for any number of them and after any interruption.
-    Raises UserError for bad input or an `out` that holds anything else, RunError for the machine.
+    jobs: processes
+
+    The files are the same for any number of processes and after any interruption. Raises UserError
+    for bad input and if `out` contains anything else, RunError for failures of the machine.
     """
     began = time.perf_counter()
     wanted = _what_counts(config)
@@ -94,7 +97,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
 
 
 def file_names(labels: Sequence[str]) -> tuple[str, ...]:
-    """A name for each source's files: its label, in letters, digits, dots and dashes."""
+    """Return a different file name for each label, of letters, digits, dots and dashes."""
     names: list[str] = []
     for label in labels:
         base = re.sub(r"[^\w.-]+", "-", label).strip("-._") or "source"
@@ -106,7 +109,7 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def _what_counts(config: Config) -> Config:
-    """The config with all that cannot change a token as if it were not set."""
+    """Return a config with only those values that can change a token; the rest is not set."""
     kept = {"path", "name", "split", "revision", "text_column"}
     sources = tuple(
         SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
@@ -115,12 +118,12 @@ def _what_counts(config: Config) -> Config:
     data = DataConfig(
         sources=sources,
         heldout=0.0,
-        lanes=1,  # no more slices than reading needs
+        lanes=1,  # reading needs only one
         on_bad_unit=config.data.on_bad_unit,
         cache_gb=config.data.cache_gb,
     )
-    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents that a seed chooses
-    shape = {} if config.model.from_ else {"model_type": "llama"}  # of no model, but it must load
+    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents chosen by the seed
+    shape = {} if config.model.from_ else {"model_type": "llama"}  # unused, but must load
     return Config(
         run=RunConfig(seed=config.run.seed) if trains else RunConfig(),
         model=config.model.model_copy(update={"config": shape}),
@@ -131,7 +134,7 @@ def _what_counts(config: Config) -> Config:
 
 
 def _make(out: Path, work: Path) -> None:
-    """Make the directory, unless it holds what is not ours."""
+    """Make the directory. Raises UserError if it contains anything that is not of this command."""
     if out.exists() and not out.is_dir():
         raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
     if out.is_dir() and any(out.iterdir()) and not work.is_dir():
@@ -145,7 +148,7 @@ def _make(out: Path, work: Path) -> None:
 
 
 def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
-    """Manifest and tokenizer: made now, or those of the command that began here."""
+    """Return the manifest and tokenizer, new ones or those of the command that began here."""
     record = work / contents.CONFIG
     begun = record.exists() and (work / contents.MANIFEST).exists()
     if begun:
@@ -165,7 +168,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     if begun:
         try:
             check(manifest, data_settings(config), tokenizer)
-        except UserError as error:  # whose remedies are those of a run
+        except UserError as error:  # its remedies are written for a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error
     _copy(work / contents.TOKENIZER, out / contents.TOKENIZER)
@@ -180,7 +183,7 @@ def _refuse(changed: Sequence[Change], out: Path) -> None:
 
 
 def _copy(tokenizer: Path, path: Path) -> None:
-    """The copy is there as a whole or not at all."""
+    """Copy the tokenizer by a rename, so that the copy is complete or absent."""
     if not path.exists():
         partial = tokenizer.with_name(f"{tokenizer.name}.copy")
         shutil.rmtree(partial, ignore_errors=True)
@@ -196,7 +199,7 @@ def _write(
     jobs: int,
     progress: Progress,
 ) -> None:
-    """Write the pairs of files that are not there yet."""
+    """Write the `.bin` and `.idx` files of the sources that have none yet."""
     code, work = dtype_code(tokenizer.length), Path(str(reading.run_dir))
     missing = [k for k, path in enumerate(paths) if not path.exists()]
     for left_over in [*work.glob(f"{PARTS}/*/.*.partial"), *paths[0].parent.glob(".*.partial")]:
@@ -214,7 +217,7 @@ def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[
     source, backend = manifest.sources[k], manifest.tokenizer.backend
     work = Path(str(reading.run_dir))
     for u, unit in enumerate(source.units):
-        # Of the source only what the unit needs: each task is sent to a process.
+        # Only the unit's own part of the source, since each task is sent to a process.
         alone = replace(source, files=(source.files[unit.file],), units=())
         path = work / PARTS / f"{k}" / f"part-{u:08d}"
         tokenizer = work / contents.TOKENIZER
@@ -229,7 +232,7 @@ def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
 
 
 def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:
-    """Write a source's description and, behind it, its pair of files."""
+    """Write a source's description, and after it the `.bin` and `.idx` files."""
     description = origin | total(parts, code)._asdict()
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     contents.write_atomically(path.with_suffix(".json"), text.encode())

@@ -1,12 +1,12 @@
-"""Which documents were in a step of a run: recomputed, and checked against what the run logged.
+"""Find the documents of a step of a run: recomputed, and checked against the logged digest.
 
     metrics.jsonl   the start that made the step: its weights, blocks a step, digests
-    cursors.jsonl   the last save before the step: where the lanes stood
+    cursors.jsonl   the last save before the step: the positions of the lanes
     manifest.json, tokenizer/, the data      ─►  the step's blocks again  ─►  their documents
 
-Nothing is written to the run. The trap: a resume continues from an older step, so steps are in the
-record more than once, and cursors of what it has undone stay noted even where it has saved nothing
-yet. As everywhere, the last start counts.
+Nothing is written to the run. The trap: a resume continues from an older step. So a step may be in
+the record more than once, and cursors of steps that the resume has undone stay in the file, even if
+it has saved nothing yet. As everywhere, the last start counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import aside
 
-MAX_BLOCKS_TO_CHECK = 16_384  # made beyond the step, to reach one whose digest was logged
+MAX_BLOCKS_TO_CHECK = 16_384  # replayed after the step, to reach one whose digest was logged
 _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
 
 
@@ -46,12 +46,12 @@ class Found:
     """A document, or a part of one, in a block of the step.
 
     g: the block's number
-    span: tokens [start, stop) of the block's ids
-    tokens: [start, stop) of the document's
+    span: [start, stop) among the tokens of the block
+    tokens: [start, stop) among the tokens of the document
     file: relative to the source
-    group: row group of a parquet file
+    group: row group of a parquet file, else None
     at: row of the group, or the byte at which the line begins
-    text: if it was asked for
+    text: of these tokens, if it was asked for
     """
 
     source: str
@@ -69,11 +69,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class StepDocuments:
-    """The documents of a step in the order of its blocks.
+    """The documents of a step, in the order of its blocks.
 
     batch_digest: recomputed
-    checked_at: the step whose logged digest agreed: this one, or if its own was not logged a later
-        one that the replay reached; None = nothing to check with
+    checked_at: the step whose logged digest agreed: this step, or a later one if the digest of
+        this one was not logged; None if no digest was logged at this step or soon after it
+    blocks: their number
     """
 
     step: int
@@ -83,7 +84,7 @@ class StepDocuments:
     documents: tuple[Found, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it; `text` only where it was asked for."""
+        """Return the object that `--json` prints; with `text` only if it was asked for."""
         values = asdict(self)
         for document in values["documents"]:
             if document["text"] is None:
@@ -93,7 +94,13 @@ class StepDocuments:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What one start of the run wrote: it finished the steps after `first` up to `last`."""
+    """What one start of the run logged.
+
+    first: the step that it began from
+    last: the last step that it finished
+    weights: of the sources
+    digests: step → digest of its batch, where it was logged
+    """
 
     first: int
     last: int
@@ -105,10 +112,13 @@ class _Start:
 def which(
     run_dir: Path, step: int, *, overrides: Sequence[str] = (), text: bool = False
 ) -> StepDocuments:
-    """The documents of a step. overrides: `data.sources.N.path=…`, where the data is now.
+    """Return the documents of a step.
 
-    Raises UserError for a step that the run has not made, data that is gone or changed, and where
-    the recomputed digest is not the logged one.
+    overrides: `data.sources.N.path=…`, where the data is now
+    text: whether to decode the documents' tokens too
+
+    Raises UserError for a step that the run has not made, for data that is missing or changed, and
+    if the recomputed digest is not the logged one.
     """
     _check_run(run_dir, overrides)
     config = load_config(run_dir / contents.CONFIG, overrides)
@@ -146,7 +156,7 @@ def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
 
 
 def _start_of(run_dir: Path, step: int) -> _Start:
-    """The start that made the step. One that resumed at an earlier step has undone later ones."""
+    """Return the last start that made the step: a resume undoes the steps after its first."""
     starts = _starts(jsonl.record(run_dir))
     last = starts[-1].last if starts else 0
     if starts:
@@ -174,7 +184,7 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
 
 
 def _manifest(run_dir: Path, config: Config) -> Manifest:
-    """The run's manifest, its sources where they lie now."""
+    """Return the run's manifest, with the places where its sources are now."""
     try:
         return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
     except UserError as error:
@@ -182,7 +192,7 @@ def _manifest(run_dir: Path, config: Config) -> Manifest:
 
 
 def _with_way_out(problem: Problem) -> Problem:
-    """A problem of a source's place, with the way to name another one."""
+    """Add to a problem with a source how to name the place where its data is now."""
     if not problem.key.startswith("data.sources"):
         return problem
     value = "…" if problem.key.endswith(".path") else "[{path: …}, …]"
@@ -190,14 +200,15 @@ def _with_way_out(problem: Problem) -> Problem:
 
 
 def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
-    """The stream at the last save before the step; at the run's beginning if nothing was saved."""
+    """Return the stream's state at the last save before the step, or else at the run's start."""
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
     state, position = DataState.fresh(manifest), 0
     if count:
         state, position = DataState.from_json(noted[count - 1]), noted[count - 1]["step"]
     others = [i for i, line in enumerate(noted) if line["fingerprint"] != manifest.fingerprint]
-    if others and others[-1] >= count:  # the step was saved with what is no more
+    # The step was saved with data or settings that were replaced later.
+    if others and others[-1] >= count:
         raise _changed_since(step, noted[others[-1]]["step"])
     if state.fingerprint != manifest.fingerprint:
         state = carry_over(state, manifest)
@@ -207,12 +218,14 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
 def _standing(
     noted: Sequence[dict[str, Any]], record: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The noted lines that no later start has undone: none resumed before their step.
+    """Return the lines of cursors that no later start has undone by resuming before their step.
 
-    A line is written behind the record's line of its checkpoint, which tells when. Where some were
-    not noted it may be taken for an older one: then the replay begins earlier, and is as right.
+    A line of cursors is written after the record's line of the same checkpoint, and is matched with
+    it by step. If lines are missing, one may be matched with an older checkpoint of the same step;
+    then fewer lines are left and the replay begins earlier, with the same result.
     """
-    undone_from = [sys.maxsize]  # by the starts from a line of the record on
+    # For each line of the record, the first step that it or a later start has undone.
+    undone_from = [sys.maxsize]
     for line in reversed(record):
         first = line["step"] if line["kind"] == "start" else sys.maxsize
         undone_from.append(min(first, undone_from[-1]))
@@ -252,9 +265,9 @@ def _replay(
     start: _Start,
     step: int,
 ) -> tuple[dict[int, int], list[tuple[int, Block]]]:
-    """Digests of the step and of the one that checks it, and the step's blocks with their numbers.
+    """Return digests by step, and the blocks of `step` with their numbers.
 
-    The digests are in order of steps; one step if there is no other to check with.
+    The digests are those of `step` and of the step to check it with, which may be the same.
     """
     size = start.blocks_per_step
     digests: dict[int, int] = {}
@@ -281,13 +294,16 @@ def _replay(
 
 
 def _checking(start: _Start, step: int) -> int:
-    """The first step from this one on whose digest was logged, unless it is far; else this one."""
+    """Return the first step from `step` on with a logged digest; `step` itself if it is too far."""
     later = min((number for number in start.digests if number >= step), default=step)
     return later if (later - step) * start.blocks_per_step <= MAX_BLOCKS_TO_CHECK else step
 
 
 def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:
-    """The step whose logged digest is the recomputed one. Raises UserError if it is another."""
+    """Return the step whose logged digest agrees; None if it was not logged.
+
+    Raises UserError if the recomputed digest differs from the logged one.
+    """
     step, found = max(digests.items())
     logged = start.digests.get(step)
     if logged is None:
@@ -309,7 +325,7 @@ def _documents(
     numbered: Sequence[tuple[int, Block]],
     tokenizer: Tokenizer | None,
 ) -> tuple[Found, ...]:
-    """The documents in these blocks; with their text if there is a tokenizer."""
+    """Return the documents in these blocks; with their text if a tokenizer is given."""
     placed = [
         (g, block, span, document_of(manifest, g, block, span))
         for g, block in numbered
@@ -330,7 +346,7 @@ def _documents(
 
 
 def _text(block: Block, span: Span, tokenizer: Tokenizer | None) -> str | None:
-    """The document's own tokens in the block as text."""
+    """Return the document's tokens in the block as text; None without a tokenizer."""
     if tokenizer is None:
         return None
     return text_of(tokenizer, block.ids[span.at : span.at + span.stop - span.start])

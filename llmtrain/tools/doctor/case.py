@@ -1,4 +1,4 @@
-"""What the doctor checks, and the result of a check: plain values."""
+"""Plain values of the doctor: what it checks, and the result of a check."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RANKS: tuple[State, ...] = ("ok", "warning", "error")
 class Verdict:
     """The result of a check.
 
-    found: what is there, in words
-    remedy: what to do; "" for nothing
+    found: what was found, in words
+    remedy: what to do about it; "" if nothing needs to be done
     """
 
     state: State
@@ -32,11 +32,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is to be started, and when the look at it began.
+    """The run that is to be started, and the time at which the doctor began.
 
-    config: None = the machine alone is looked at
+    config: the run's config; None = only the machine is checked
     launch: a config file of accelerate, if one was named
-    wall, steady: seconds of the two clocks at the beginning
+    wall: wall-clock time at the beginning, in seconds
+    steady: monotonic time at the beginning, in seconds
     """
 
     config: Config | None
@@ -47,44 +48,47 @@ class Case:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run of the config would live."""
+        """The directory of the config's run."""
         assert self.config is not None
         return self.config.run_dir
 
     @property
     def machines(self) -> int:
-        """Over how many machines the run would be spread."""
+        """The number of machines of the run."""
         return self.launch.machines if self.launch else 1
 
     @property
     def processes(self) -> int:
-        """Ranks of the run, over all machines."""
+        """The number of ranks of the run, on all machines together."""
         return self.launch.processes if self.launch else 1
 
     @property
     def strategy(self) -> str:
-        """As the launch file names it, or the config asks for it; "" where neither does."""
+        """The strategy of the launch file, else of the config; "" if neither is given."""
         named = named_strategy(self.launch.environment) if self.launch else None
         return named or (self.config.distributed.strategy if self.config else "")
 
 
 def ok(found: str, remedy: str = "") -> Verdict:
-    """Nothing to do."""
+    """Return a verdict that nothing needs to be done."""
     return Verdict("ok", found, remedy)
 
 
 def warning(found: str, remedy: str) -> Verdict:
-    """A run would start, but may meet a problem."""
+    """Return a verdict that a run would start, but may have a problem later."""
     return Verdict("warning", found, remedy)
 
 
 def error(found: str, remedy: str) -> Verdict:
-    """A run would not start, or would fail."""
+    """Return a verdict that a run would not start, or would fail."""
     return Verdict("error", found, remedy)
 
 
 def refusal(problems: Iterable[Problem], where: str = "") -> Verdict:
-    """What a start would say, in one line. where: what the problems are in, such as a file."""
+    """Return an error with the problems that a start would report, in one line.
+
+    where: what the problems are in, such as a file
+    """
     listed = list(problems)
     found = "; ".join(_in_a_line(problem) for problem in listed)
     found = f"{where}: {found}" if where else found
@@ -93,20 +97,20 @@ def refusal(problems: Iterable[Problem], where: str = "") -> Verdict:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
-    """Run a check: its result, or the reason why it has none. No exception passes."""
+    """Run a check; return its result, or the verdict on why it failed. Raises nothing."""
     try:
         return work(), None
     except UserError as wrong:
         return None, refusal(wrong.problems, wrong.where)
     except RunError as failed:
         return None, error(str(failed.args[0]), failed.remedy)
-    except Exception as broken:  # no look may keep the others from being made
+    except Exception as broken:  # a check that fails must not prevent the others
         found = f"the look at it failed: {type(broken).__name__}: {broken}"
         return None, error(found, "correct what it names, or leave it out: --skip NAME")
 
 
 def join(verdicts: Iterable[Verdict]) -> Verdict:
-    """Several looks at one thing: the worst state counts."""
+    """Combine several verdicts on one thing; the worst state is that of the result."""
     listed = list(verdicts)
     state = max((one.state for one in listed), key=_RANKS.index)
     found = "; ".join(one.found for one in listed if one.found)

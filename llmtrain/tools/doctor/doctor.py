@@ -1,7 +1,7 @@
-"""Is this machine ready for that run? One check for each thing that a start or a run relies on.
+"""Check whether this machine is ready for a run: everything that a start or a run relies on.
 
-The checks are independent: one that fails unexpectedly is an error line, and the others
-continue. Nothing is written to the run's directory.
+The checks are independent. One that fails unexpectedly gives an error line, and the others still
+run. Nothing is written to the run's directory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ NAMES = (CONFIG, LAUNCH, *OF_MACHINE, *OF_CONFIG, ALL_REDUCE)
 class Check:
     """One line of the diagnosis.
 
-    found: what is there, in words
-    remedy: what to do; "" for nothing
+    found: what was found, in words
+    remedy: what to do about it; "" if nothing needs to be done
     """
 
     name: str
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All lines, in the order of the checks."""
+    """All lines of the doctor, in the order of the checks."""
 
     checks: tuple[Check, ...]
 
@@ -70,7 +70,7 @@ class Diagnosis:
         return any(check.state == "error" for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the object that `--json` prints."""
         return {"checks": [asdict(check) for check in self.checks]}
 
 
@@ -82,15 +82,16 @@ def doctor(
     env: Mapping[str, str] | None = None,
     told: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Check]:
-    """Look at everything that matters to a start of this config; without one, at the machine.
+    """Yield a check for everything that a start of this config relies on.
 
+    config_file: None = only the machine is checked
     accelerate_file: the file that the run is to be launched with
-    skip: names that are left out
-    env: in place of this process's
+    skip: names of checks that are left out
+    env: the environment to check, in place of this process's
     told: called with the name of each check before it runs, as some take a while
 
-    Raises UserError at once for a name that is not known and for overrides of nothing, later
-    nothing.
+    Raises UserError at the call, for an unknown name in `skip` and for overrides without a config.
+    The iterator itself raises nothing.
     """
     unknown = [name for name in skip if name not in NAMES]
     if unknown:
@@ -111,7 +112,7 @@ def _checks(
     skip: Collection[str],
     told: Callable[[str], None],
 ) -> Iterator[Check]:
-    """A config or file that does not load is an error line; what depends on it is not checked."""
+    """Yield all checks. What depends on a config or file that does not load is not checked."""
     config = launch = None
     if read is not None:
         config, broken = attempt(read)
@@ -119,7 +120,7 @@ def _checks(
     if accelerate_file is not None:
         read_file = functools.partial(read_launch_file, accelerate_file, None)
         yield _line(LAUNCH, _seen(lambda: describe_launch(read_file(config))))
-        launch, _ = attempt(read_file)  # it may contradict the config alone
+        launch, _ = attempt(read_file)  # without the config, which the file may contradict
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     for name, look in _looks(Case(config, launch, env, wall, steady)).items():
         if name not in skip:
@@ -128,13 +129,13 @@ def _checks(
 
 
 def _looks(case: Case) -> dict[str, Look]:
-    """What there is to look at, cheap things first."""
+    """Return the checks to run by name, cheap ones first."""
     looks: dict[str, Look] = {
         name: functools.partial(look, case) for name, look in OF_MACHINE.items()
     }
     if case.config is not None:
         work = functools.partial(sources.describe, case.config, case.run_dir)
-        describe = functools.cache(functools.partial(attempt, work))  # once, also where it fails
+        describe = functools.cache(functools.partial(attempt, work))  # once, even if it fails
         looks["directory"] = functools.partial(place.directory, case)
         looks["model"] = functools.partial(sources.model, describe)
         looks["plan"] = functools.partial(memory_plan.plan, case)

@@ -1,4 +1,7 @@
-"""Would the processes of a run find each other? Environment, files of accelerate, addresses."""
+"""Check whether the processes of a run would find each other.
+
+That depends on the environment, accelerate's files and the addresses in them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _HELLO = b"hello"
 
 
 def environment(case: Case) -> Verdict:
-    """Variables that a launcher left behind, or that contradict the config."""
+    """Check for variables that a launcher left behind, or that contradict the config."""
     if "LOCAL_RANK" in case.env and world_size(case.env) > 1:
         rank, size = case.env.get("RANK"), world_size(case.env)
         found = (
@@ -45,7 +48,7 @@ def environment(case: Case) -> Verdict:
 
 
 def default_file(case: Case) -> Verdict:
-    """The config file that accelerate takes where none is named."""
+    """Check for the config file that accelerate uses when none is named."""
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
@@ -58,19 +61,19 @@ def default_file(case: Case) -> Verdict:
 
 
 def describe_launch(file: LaunchFile) -> Verdict:
-    """What a file of accelerate starts, of which nothing was refused."""
+    """Return in words what a valid file of accelerate starts."""
     machines = f"on {file.machines} machines" if file.machines > 1 else "on this machine"
     count = f"{file.processes} process{'es' * (file.processes > 1)}"
     return ok(f"{file.path}: {count} {machines}, {file.values.get('distributed_type', 'NO')}")
 
 
 def rendezvous(case: Case) -> Verdict:
-    """Whether ranks can meet: a free port here, and the address that the launch file names."""
+    """Check whether ranks can meet: on a free port here, and at the launch file's address."""
     return join([_free_port(), *_own_name(case), *_named_address(case)])
 
 
 def _free_port() -> Verdict:
-    """Bind a port and talk to it."""
+    """Bind a free port of this machine and send some bytes through it."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         server.settimeout(_REACH_SECONDS)
         port = server.getsockname()[1]
@@ -86,7 +89,7 @@ def _free_port() -> Verdict:
 
 
 def _own_name(case: Case) -> Iterator[Verdict]:
-    """accelerate launch tells other machines this one's name: it must mean an address to them."""
+    """Warn if other machines cannot reach this one by its name, which accelerate gives to them."""
     if case.machines == 1:
         return
     name = socket.gethostname()
@@ -123,7 +126,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _port(host: str, address: str, port: int, case: Case) -> Verdict:
-    """Bound where the address is this machine's, else knocked at."""
+    """Bind the port if the address is this machine's; else try to connect to it."""
     place = f"{host}:{port}"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if port == 0:
@@ -141,7 +144,7 @@ def _port(host: str, address: str, port: int, case: Case) -> Verdict:
 
 
 def _knock(place: str, address: str, port: int, case: Case) -> Verdict:
-    """At another machine's port: nobody need listen yet, but the machine must answer."""
+    """Connect to a port of another machine: it must answer, but nothing needs to listen yet."""
     rank = case.launch.values.get("machine_rank") if case.launch else None
     if case.machines == 1 or (rank == 0 and case.launch and case.launch.rendezvous == "static"):
         found = f"{place} is not an address of this machine, where rank 0 would listen"

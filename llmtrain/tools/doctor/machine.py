@@ -1,6 +1,7 @@
-"""Devices, memory, limits and software of this machine.
+"""Check the devices, memory, limits and software of this machine.
 
-Where possible things are tried: every device multiplies two matrices, and the compiler compiles.
+Things are tried where that is possible: every device multiplies two matrices, and the compiler
+compiles a file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from llmtrain.tools.launch.launch import has_gpu
 if TYPE_CHECKING:
     import torch
 
-# Rows of the matrices that are multiplied. A processor without bf16 takes 2.4 s for 1024 rows.
+# Rows of the matrices that are multiplied. A CPU without bf16 takes 2.4 s for 1024 rows.
 _PRODUCT = {"cpu": 512, "cuda": 4096}
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED_MEMORY = 1 << 30
@@ -43,12 +44,12 @@ _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int>
 SHARED_MEMORY = Path("/dev/shm")
 
 
-# Libraries whose release matters: the lowest allowed one was tried with all strategies.
+# Libraries whose release matters: the lowest allowed release was tested with all strategies.
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
 
 def devices(case: Case) -> Verdict:
-    """GPUs with their memory, or cores; each computes a product in fp32 and bf16."""
+    """Check the GPUs and their memory, or the CPU, by a matrix product in fp32 and in bf16."""
     import torch
 
     if count := gpus(case):
@@ -70,7 +71,7 @@ def devices(case: Case) -> Verdict:
 
 
 def gpus(case: Case) -> int:
-    """How many a run would use on this machine."""
+    """Return how many GPUs a run would use on this machine."""
     import torch
 
     asked_cpu = case.env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
@@ -83,9 +84,10 @@ def gpus(case: Case) -> int:
 class Gpu:
     """One GPU.
 
-    total, free: bytes
+    total: its memory in bytes
+    free: bytes of it that are free
     bf16: whether it computes in bf16
-    speeds: in words
+    speeds: of a product in fp32 and in bf16, in words
     """
 
     index: int
@@ -107,7 +109,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
-    """Equal ones together, and what is wrong with them or their number."""
+    """Yield a verdict for each kind of GPU, and one for each problem of them or their number."""
     kinds: dict[tuple[str, int], list[Gpu]] = {}
     for gpu in found:
         kinds.setdefault((gpu.name, gpu.total), []).append(gpu)
@@ -128,7 +130,7 @@ def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
 
 
 def _enough(case: Case, there: int) -> Iterator[Verdict]:
-    """Whether each process of the launch file that runs here has a GPU of its own."""
+    """Yield an error if processes of the launch file on this machine have no GPU of their own."""
     here = case.processes // case.machines
     if case.launch and here > there:
         found = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
@@ -136,7 +138,7 @@ def _enough(case: Case, there: int) -> Iterator[Verdict]:
 
 
 def _speeds(device: torch.device) -> str:
-    """GFLOP/s of one product in each precision: a device that cannot compute fails here."""
+    """Return the GFLOP/s of a product in each precision; raises if the device cannot compute."""
     import torch
 
     parts = []
@@ -156,7 +158,7 @@ def _seconds(matrix: torch.Tensor) -> float:
 
 
 def memory(_case: Case) -> Verdict:
-    """Check how much memory of the host is free, within the limit of this process."""
+    """Check how much of the host's memory is available, within this process's limit."""
     import psutil
 
     from llmtrain.metrics.memory import host_bytes
@@ -173,7 +175,7 @@ def memory(_case: Case) -> Verdict:
 
 
 def limits(case: Case) -> Verdict:
-    """Open files, processes and shared memory that this session may have."""
+    """Check the limits of this session: open files, processes and shared memory."""
     verdicts = [
         _limit(resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 65536"),
         _limit(resource.RLIMIT_NPROC, "processes and threads", _LEAST_PROCESSES, "ulimit -u 65536"),
@@ -195,7 +197,7 @@ def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
 
 
 def versions(case: Case) -> Verdict:
-    """The libraries against the releases that were tried, and what the config needs besides."""
+    """Check the libraries against the tested releases, and for the packages of the trackers."""
     if case.config:
         check_installed(case.config.logging.trackers)
     python = ".".join(map(str, sys.version_info[:3]))
@@ -204,14 +206,14 @@ def versions(case: Case) -> Verdict:
 
 
 def requirements() -> dict[str, str]:
-    """Library → what llmtrain's own package requires of it, such as `torch>=2.13`."""
+    """Return library → what llmtrain's package requires of it, such as `torch>=2.13`."""
     listed = (re.split(r"[;\s]", line)[0] for line in metadata.requires("llmtrain") or ())
     named = {re.split(r"[<>=\[]", one)[0]: one for one in listed}
     return {name: named[name] for name in _LIBRARIES}
 
 
 def lowest(requirement: str) -> str:
-    """2.13 of `torch>=2.13`: the release that was tried."""
+    """Return the release that was tested: 2.13 for `torch>=2.13`."""
     return requirement.partition(">=")[2].partition(",")[0]
 
 
@@ -241,12 +243,12 @@ def _missing(name: str, case: Case) -> Verdict:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cpu."""
+    """Return the first two numbers of a version: (2, 13) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def compiler(case: Case) -> Verdict:
-    """What DeepSpeed builds its extensions with: tried, because a compiler may lack its headers."""
+    """Check what DeepSpeed builds its extensions with, by compiling: headers may be missing."""
     missing = [*_without_compiler(), *([] if shutil.which("ninja") else ["no ninja in PATH"])]
     if not missing:
         return ok("C++ compiler, Python's headers and ninja build extensions")
@@ -260,12 +262,12 @@ def compiler(case: Case) -> Verdict:
 
 
 def _builds(case: Case) -> bool:
-    """Whether the run compiles an extension: on processors torch's own Adam takes its place."""
+    """Whether the run compiles an extension. On CPUs torch's own Adam is used instead."""
     return case.strategy == _OFFLOAD and gpus(case) > 0
 
 
 def _without_compiler() -> list[str]:
-    """What is wrong with the C++ compiler; nothing if it compiles."""
+    """Return what is wrong with the C++ compiler; an empty list if it compiles."""
     name = os.environ.get("CXX", "c++")  # as torch chooses it
     command = [*name.split(), "-x", "c++", "-fsyntax-only", "-"]
     include = sysconfig.get_path("include")
@@ -289,7 +291,7 @@ def _without_compiler() -> list[str]:
 
 
 def extensions(case: Case) -> Verdict:
-    """Locks in torch's directories of extensions: one that nobody holds stops every later build."""
+    """Check for left-over locks among torch's extensions: each blocks every later build."""
     from llmtrain.distributed.engines.zero import stale_locks
 
     left = [lock for folder in _directories(case) for lock in stale_locks(folder, case.env)]
@@ -302,7 +304,7 @@ def extensions(case: Case) -> Verdict:
 
 
 def _directories(case: Case) -> list[Path]:
-    """Where extensions are built; by default one for each Python and torch."""
+    """Return the directories of extensions; by default there is one for each Python and torch."""
     from torch.utils import cpp_extension
 
     own = case.env.get("TORCH_EXTENSIONS_DIR")

@@ -1,4 +1,4 @@
-"""What the memory plan says of a run, on this machine or on as many as the launch file names."""
+"""Check the memory plan of a run, on this machine or on all machines of the launch file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def plan(case: Case) -> Verdict:
-    """Strategy, micro-batch and bytes. Raises UserError for what cannot be planned."""
+    """Check whether the run fits, and report its strategy, micro-batch and memory.
+
+    Raises UserError for a config that cannot be planned.
+    """
     from llmtrain.tools.plan import plan as make_plan
 
     local = case.processes // case.machines if case.launch else None
@@ -29,7 +32,7 @@ def plan(case: Case) -> Verdict:
 
 
 def _as_launched(case: Case) -> Config:
-    """A launch file that names a strategy leaves no other open."""
+    """Return the config; where its strategy is `auto`, with the one of the launch file, if any."""
     assert case.config is not None
     if not case.strategy or case.config.distributed.strategy != "auto":
         return case.config

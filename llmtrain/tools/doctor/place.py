@@ -1,7 +1,7 @@
-"""The run directory: its file system, whether it keeps what a run relies on, and its clock.
+"""Check the run directory: its file system, its writes, renames and locks, and its clock.
 
-Nothing of a run is touched: probes are in a directory of their own, beside the run or where its
-directory would be made, and are deleted.
+No file of a run is changed. Test files are written in a temporary directory, inside the run
+directory or its nearest existing parent, and deleted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SHARED = re.compile(
 )
 _MOST_SKEW = 2.0  # seconds between this machine's clock and the file system's
 _MOST_DRIFT = 1.0
-_OLDEST = 1.76e9  # 2025-10: before this code was written
+_OLDEST = 1.76e9  # 2025-10: before this code was written, so an earlier date is wrong
 _LOCK_SECONDS = 30
-# Tries to take a lock that this process holds: 1 = it is held, 0 = it was granted.
+# Tries to take a lock that this process holds. Exit code 1: it is held; 0: it was granted.
 _TAKE = """
 import errno, fcntl, sys
 try:
@@ -49,7 +49,7 @@ except OSError as error:
 
 
 def directory(case: Case) -> Verdict:
-    """Type of the file system, and whether write, fsync, rename and lock do what they say."""
+    """Check the type of the file system, and that write, fsync, rename and lock work."""
     place = existing(case.run_dir)
     if case.run_dir.exists() and not case.run_dir.is_dir():
         return error(f"{case.run_dir} is a file", "run.dir=DIR, another one")
@@ -66,12 +66,12 @@ def directory(case: Case) -> Verdict:
 
 
 def existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that is there."""
+    """Return the path if it exists, else its nearest existing parent."""
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
 def room(place: Path) -> int:
-    """Bytes that are free for this user."""
+    """Return the number of bytes that are free for this user."""
     disk = os.statvfs(place)
     return disk.f_bavail * disk.f_frsize
 
@@ -88,7 +88,7 @@ def _kind(system: str, place: Path, case: Case) -> Verdict:
 
 
 def _check_shared(system: str, found: str, case: Case) -> Verdict:
-    """Every machine must see the same directory: rank 0 writes what the others read."""
+    """Check whether all machines can share the directory: rank 0 writes what the others read."""
     if _SHARED.fullmatch(system):
         return ok(f"{found}, which {case.machines} machines can share")
     remedy = f"run.dir=DIR on a file system that all {case.machines} machines mount (NFS, Lustre …)"
@@ -98,7 +98,7 @@ def _check_shared(system: str, found: str, case: Case) -> Verdict:
 
 
 def _probes(folder: Path) -> Iterator[Verdict]:
-    """In an empty directory. Raises OSError if the disk refuses."""
+    """Test write, rename and lock in an empty directory. Raises OSError if a write fails."""
     start = time.perf_counter()
     for content in (b"one", b"two"):
         durable.write(folder / "file", content)
@@ -111,7 +111,7 @@ def _probes(folder: Path) -> Iterator[Verdict]:
 
 
 def _lock(path: Path) -> Verdict:
-    """A lock of this process must be seen by another one."""
+    """Check that another process sees a lock of this one."""
     import fcntl
 
     remedy = "run.dir=DIR on a file system with locks (NFS: mount without nolock)"
@@ -133,7 +133,7 @@ def _lock(path: Path) -> Verdict:
 
 
 def _run_there(case: Case) -> Iterator[Verdict]:
-    """A run that lives in the directory already: another config's, or alive."""
+    """Check the run in the directory, if any: whether it is alive, and has this config."""
     assert case.config is not None
     try:
         contents.check(case.run_dir)
@@ -155,7 +155,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
 
 
 def clocks(case: Case) -> Verdict:
-    """This machine's clocks against each other, and against the run directory's file system."""
+    """Compare this machine's clocks with each other and with the run directory's file system."""
     drift = time.time() - case.wall - (time.monotonic() - case.steady)  # noqa: TID251  # compared with a time stamp
     verdicts = [_date(case.wall), _drift(drift)]
     if case.config is not None:
@@ -178,7 +178,7 @@ def _drift(seconds: float) -> Verdict:
 
 
 def _skew(place: Path) -> Verdict:
-    """What the file system says is the time of a file that is written now."""
+    """Compare the clock with the time stamp that the file system gives to a new file."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".llmtrain-doctor-", dir=place) as file:
             before = time.time()  # noqa: TID251  # a time stamp

@@ -1,10 +1,10 @@
-"""An all-reduce between two real processes of this machine, and its bandwidth.
+"""Measure the bandwidth of an all-reduce between two real processes of this machine.
 
     doctor ── TCPStore ──┬── rank 0   python -m llmtrain.tools.doctor.reduce 0 PORT BACKEND
                          └── rank 1   …                                      1 PORT BACKEND
 
-The processes are ended after a while whatever they do, so that what hangs in a run is an error
-line here. They leave by `os._exit`: gloo's threads may outlive the interpreter.
+The processes are killed after a time limit, so that a collective that would hang a run gives an
+error line here. They exit by `os._exit`, as gloo's threads may outlive the interpreter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALLOWED_SECONDS = 180.0  # with the import of torch on a busy machine
 
 
 def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
-    """Two processes sum 64 MiB; over the GPUs' own network where there are two of them."""
+    """Sum 64 MiB over two processes; with NCCL if there are two GPUs, else with gloo."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
     backend = "nccl" if gpus(case) >= RANKS else "gloo"
@@ -52,7 +52,7 @@ def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
 
 
 def _environment(case: Case) -> dict[str, str]:
-    """Without traces of a launcher, which torch would obey."""
+    """Return the environment without a launcher's variables, which torch would use."""
     mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in case.env.items() if name not in mine}
 
@@ -80,7 +80,10 @@ def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: 
 
 
 def rank(number: int, port: int, backend: str, allowed_seconds: float) -> float:
-    """One of the processes. Returns seconds of one sum; raises RuntimeError for a wrong sum."""
+    """Sum as one of the two processes; return the median time of a sum in seconds.
+
+    Raises RuntimeError for a wrong sum.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
@@ -104,7 +107,7 @@ def rank(number: int, port: int, backend: str, allowed_seconds: float) -> float:
 
 
 def main() -> None:
-    """A rank, from its arguments to its end."""
+    """Run as one of the two processes: read the arguments, print the seconds and exit."""
     number, port, backend, allowed = sys.argv[1:]
     seconds = rank(int(number), int(port), backend, float(allowed))
     sys.stdout.write(f"{_ANSWER}{seconds}\n")

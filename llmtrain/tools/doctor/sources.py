@@ -1,4 +1,4 @@
-"""Data, tokenizer and model of a config, found as a start would find them.
+"""Check the data, tokenizer and model of a config, found in the way a start would find them.
 
 Nothing is written to the run's directory, and no weights are read.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llmtrain.model.tokenizer import SpecialTokens
 
 ANSWER_SECONDS = 30.0
-_MODEL_SECONDS = 60.0  # transformers asks several times by itself, and imports take a while
+_MODEL_SECONDS = 60.0  # transformers repeats requests by itself, and imports take a while
 _OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
 _ABSENT = "see that it exists, here or on the Hub; check network, HF_ENDPOINT and HF_TOKEN"
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
@@ -40,9 +40,13 @@ _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 class Described:
     """A model without weights, and its tokenizer.
 
-    ends: ids that the model's own config takes for the end of a text
-    trained: the run makes its tokenizer itself
-    spec: of its checkpoints
+    kind: its model_type
+    rows: of its embedding, the vocabulary size
+    ends: the end-of-text ids in the model's own config
+    parameters: their number
+    tokens: length and special tokens of the tokenizer
+    trained: whether the run trains its tokenizer itself
+    spec: files and tensors of its checkpoints
     """
 
     kind: str
@@ -54,12 +58,12 @@ class Described:
     spec: Spec
 
 
-# Called once; gives the model, or the reason why there is no model.
+# Returns the model, or the verdict on why there is no model.
 Describe = Callable[[], tuple[Described | None, Verdict | None]]
 
 
 class Deadline:
-    """Ends the waiting for the Hub: an event that is set by the clock."""
+    """A time limit for waiting for the Hub, with the `wait` method of a `threading.Event`."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
@@ -72,10 +76,12 @@ class Deadline:
 
 
 def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
-    """Files, units and held-out documents of all sources.
+    """Check that all sources are found, and count their files and units.
 
-    seconds: how long the Hub may stay silent. Raises UserError for what is wrong with a source,
-    RunError if the Hub does not answer.
+    seconds: how long to wait for the Hub
+
+    Returns an error if the time is over. Raises UserError for a problem of a source, RunError for
+    a failure before that time.
     """
     assert case.config is not None
     _quiet_hub()
@@ -100,7 +106,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
 
 
 def _quiet_hub() -> None:
-    """Permanently: threads that were given up on continue to log."""
+    """Silence the Hub's logger permanently: threads that timed out continue to log."""
     from huggingface_hub.utils import logging as hub
 
     hub.set_verbosity(logging.CRITICAL)
@@ -108,7 +114,7 @@ def _quiet_hub() -> None:
 
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """Collect the warnings of our own code instead of showing them."""
+    """Yield a list to which the warnings of our own code are added, instead of being shown."""
     heard: list[str] = []
     logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -122,7 +128,7 @@ def collect_warnings() -> Iterator[list[str]]:
 
 
 def model(describe: Describe) -> Verdict:
-    """The tokenizer against the model, and what both are."""
+    """Describe the model and the tokenizer, and check that they agree on the end of a text."""
     there, broken = describe()
     if there is None:
         return broken or ok("")
@@ -138,7 +144,7 @@ def model(describe: Describe) -> Verdict:
 
 
 def disk(case: Case, describe: Describe) -> Verdict:
-    """Room for the checkpoints that the run keeps. Raises UserError if there is too little."""
+    """Check the space for the checkpoints to keep. Raises UserError if there is too little."""
     from llmtrain.distributed.engines.state import bytes_of
 
     assert case.config is not None
@@ -159,12 +165,12 @@ def disk(case: Case, describe: Describe) -> Verdict:
 
 
 def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> Described:
-    """The model on meta, checked against its tokenizer.
+    """Return the model, built on the meta device, and its tokenizer.
 
-    run_dir: of a run that may have begun, and has both then
-    seconds: how long it may take, as the Hub may not answer
+    run_dir: if a run began there, its model config and tokenizer are used
+    seconds: time limit, as the Hub may not answer
 
-    Raises UserError with what is wrong, RunError when the time is over.
+    Raises UserError for problems of the config, RunError after the time limit.
     """
     _quiet_hub()
     try:
@@ -176,7 +182,7 @@ def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> 
 
 
 def _with_remedy(problem: Problem) -> Problem:
-    """What is not found may be there, but out of reach."""
+    """Add a remedy where a model or tokenizer was not found: the Hub may be out of reach."""
     absent = problem.key in ("model.from", "model.tokenizer") and not problem.remedy
     return replace(problem, remedy=_ABSENT) if absent else problem
 
@@ -212,7 +218,7 @@ def _describe(config: Config, run_dir: Path) -> Described:
 
 
 def _from_elsewhere(config: Config) -> SpecialTokens:
-    """Of a tokenizer that is saved as a start would save it."""
+    """Return the special tokens of a tokenizer, saved to a temporary directory as a start does."""
     from llmtrain.model.tokenizer import save_tokenizer, special_tokens
 
     asked, model = str(config.model.tokenizer), config.model

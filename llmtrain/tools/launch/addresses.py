@@ -1,8 +1,9 @@
-"""How this machine meets the others of a run: what torch's launcher would have to guess.
+"""Find the addresses by which the machines of a run meet, which torch's launcher would guess.
 
-It asks the name service whether this is the machine that all meet at, and by which address others
-reach it. On a machine with two networks, or whose name means 127.0.1.1, both answers are wrong: no
-machine opens the meeting, or all call themselves. The routing table knows better.
+Torch's launcher asks the name service whether this machine is the one where all meet, and by which
+address others reach it. On a machine with two networks, or whose name means 127.0.1.1, both answers
+are wrong: no machine opens the rendezvous, or each connects to itself. The routing table gives the
+right answers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from llmtrain.errors import Problem, UserError
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How a launcher finds the other machines.
+    """Settings by which a launcher finds the other machines.
 
-    options: of `accelerate launch`
+    options: for `accelerate launch`
     env: variables for it and its ranks
     """
 
@@ -26,11 +27,13 @@ class Meeting:
 
 
 def meeting(backend: str, first: str) -> Meeting:
-    """How machines meet by c10d or static (`backend`) at the machine whose address is `first`.
+    """Return the settings for machines to meet at the machine whose address is `first`.
 
-    Raises UserError if this machine has no way to it.
+    backend: c10d or static
+
+    Raises UserError if this machine has no route to that address.
     """
-    # accelerate 1.15 reads `rdzv_backend` of its file, and then takes its own default, static.
+    # accelerate 1.15 ignores `rdzv_backend` in its file and uses its default, static.
     options = ("--rdzv_backend", backend)
     if backend != "c10d":
         return Meeting(options, {})
@@ -40,15 +43,15 @@ def meeting(backend: str, first: str) -> Meeting:
         (*options, "--rdzv_conf", f"is_host={int(here)}"),
         {
             "PET_LOCAL_ADDR": first if here else own,
-            # torch 2.13 keeps the addresses of ranks for the next attempt of --max_restarts, in
-            # which some then call dead ones.
+            # torch 2.13 keeps the addresses of ranks for the next attempt of --max_restarts, and
+            # some ranks then connect to dead ones.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
     )
 
 
 def _addresses(first: str) -> tuple[str, str]:
-    """By which address this machine would talk to `first`, and the address that `first` means."""
+    """Return this machine's address on the route to `first`, and the address of `first`."""
     try:
         found = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]

@@ -1,4 +1,4 @@
-"""What a command shows of the run that it starts: its config, its run directory, its secrets.
+"""Find the config and run directory in a command that starts a run, and hide its secrets.
 
 accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
                                                         └ config └ override
@@ -18,14 +18,14 @@ from llmtrain.errors import Problem, UserError
 _CONFIGS_OF_LAUNCHERS = ("--config_file", "--config-file", "--accelerate")
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 _SECTION = re.compile(r"^(\w+)[ \t]*:", re.MULTILINE)
-# In a word, which may be a line of shell: NAME=value, 'NAME=a value'.
+# NAME=value or NAME='a value' inside a word, which may be a line of shell.
 _ASSIGNMENT = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s;&|"']*)""")
 
 
 def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The config of a training command and the overrides behind it; None if it names none.
+    """Return the config in a training command and the overrides after it; None if there is none.
 
-    The first `*.yaml` that is not the launcher's own config.
+    The config is the first `*.yaml` or `*.yml` that is not the launcher's own config.
     """
     for index, word in enumerate(command):
         of_launcher = index > 0 and command[index - 1] in _CONFIGS_OF_LAUNCHERS
@@ -35,10 +35,12 @@ def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
-    """The run directory, which the config in the command may use.
+    """Return the run directory of a command, after checking that its config may use it.
 
-    run_dir: the one that a person named, if any. Raises UserError if the config is wrong, belongs
-    to another directory than `run_dir`, or if neither names a directory.
+    run_dir: the one that the user named, if any
+
+    Raises UserError if the config is wrong or names another directory than `run_dir`, and if there
+    is neither a config nor a `run_dir`.
     """
     from llmtrain.config.load import load_config
     from llmtrain.training.start import claim
@@ -60,12 +62,12 @@ def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
 
 
 def shown(command: Sequence[str]) -> str:
-    """The command as a line of shell, without the secrets in it.
+    """Return the command as a line of shell, without the secrets in it.
 
-    Hidden are the values of secrets in the environment, what looks like a secret, and what is given
-    to a name of one: `HF_TOKEN=…`, `--hub-token …`, within a line of shell too.
+    These are hidden: values of secrets in the environment, text that looks like a secret, and the
+    value after the name of a secret (`HF_TOKEN=…`, `--hub-token …`), also inside a line of shell.
     """
-    hide = hider(os.environ)  # before the shell's quotes stand within a secret
+    hide = hider(os.environ)  # used before quoting, which may put quotes inside a secret
     words = [
         HIDDEN if _asks_for_secret(before) else _mask(hide(word))
         for before, word in zip(["", *command], command, strict=False)
@@ -89,16 +91,16 @@ def _mask_value(name: str, value: str) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """A key of a config may be a field of a model; a variable or a flag cannot."""
+    """Whether the value is a secret. Only a dotted key may be a field of a model instead."""
     return is_secret(name, value) if "." in name else is_secret_name(name)
 
 
 def _is_config(path: Path) -> bool:
-    """Whether it is a config of ours, right or wrong: launchers have YAML files of their own."""
+    """Whether it is a config of llmtrain, valid or not: launchers have other YAML files."""
     from llmtrain.config.schema import Config
 
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False  # the command may run where the file is another one, as in a container
+        return False  # the command may run elsewhere and see another file, as in a container
     return len(set(_SECTION.findall(text)) & set(Config.model_fields)) >= 2

@@ -1,7 +1,7 @@
-"""A config file of accelerate: what it starts, and whether that is what it looks like.
+"""Read a config file of accelerate, and check that it starts what it seems to start.
 
 A launched process cannot see most mistakes of such a file: it only finds itself alone, or waits in
-a rendezvous that nobody joins. So they are looked for before anything is started.
+a rendezvous that no other process joins. So the file is checked before anything is started.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class LaunchFile:
 
     path: None = not written yet
     processes: on all machines together
+    precision: accelerate's `mixed_precision`
+    values: of the file
     """
 
     path: Path | None
@@ -39,31 +41,31 @@ class LaunchFile:
 
     @property
     def machines(self) -> int:
-        """Number of machines."""
+        """The number of machines."""
         machines = self.values.get("num_machines", 1)
         return machines if isinstance(machines, int) else 1
 
     @property
     def rendezvous(self) -> str:
-        """How machines find each other."""
+        """The backend by which machines find each other, `static` or `c10d`."""
         return str(self.values.get("rdzv_backend", "static"))
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the launcher will tell a rank of it: the variables that decide something."""
+        """The relevant variables that the launcher sets for a rank because of this file."""
         return variables_of(self.values, self.processes)
 
     @property
     def has_port(self) -> bool:
-        """Whether the file names the port that ranks meet at."""
+        """Whether the file names the port at which ranks meet."""
         return self.values.get("main_process_port") is not None
 
     def written_to(self, path: Path, write: Callable[[object], str]) -> LaunchFile:
-        """The same as a file of accelerate."""
+        """Write a file of accelerate with these settings; return the LaunchFile of that file."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
-            # MULTI_CPU would start one process; with one process torch's launcher works as well,
-            # and it passes signals on, which accelerate's own does not.
+            # MULTI_CPU would start only one process. MULTI_GPU also works with one process; it
+            # uses torch's launcher, which passes signals on, as accelerate's own does not.
             "distributed_type": "MULTI_GPU",
             "use_cpu": self.on_cpu,
             "num_machines": 1,
@@ -76,9 +78,11 @@ class LaunchFile:
 
 
 def read_launch_file(path: Path, processes: int | None, config: Config | None = None) -> LaunchFile:
-    """Read a file and check that it starts what it says. processes: in place of its own number.
+    """Read a file and check that it starts what it seems to start.
 
-    config: of the run that it is to start, which must not contradict it.
+    processes: in place of the file's number
+    config: of the run to be started, which the file must not contradict
+
     Raises UserError with every problem.
     """
     values = _values(path)
@@ -146,9 +150,10 @@ def _machines(values: Mapping[str, object], asked: object) -> list[Problem]:
 
 
 def _rendezvous(values: Mapping[str, object], machines: int) -> list[Problem]:
-    """Which machine is the first: with c10d they find out, with static (the default) they are told.
+    """Check how machines find out which is the first one.
 
-    Without `machine_rank` every machine is number 0, and waits in the rendezvous without a word.
+    With c10d they find out by themselves; with static, the default, `machine_rank` decides. Without
+    it every machine has number 0, and waits in the rendezvous without a message.
     """
     rank = values.get("machine_rank")
     if values.get("rdzv_backend", "static") != "static":

@@ -1,8 +1,8 @@
 """Start `accelerate launch` around a config, pass signals on, and find out how the run ended.
 
-The launcher's own exit code says little: it is 1 for every failing rank, and 1 after a SIGTERM that
-all ranks answered with a complete checkpoint. Rank 0 leaves a mark (`last_words.py`); without one
-(rank 0 died) `status.json` is asked.
+The launcher's own exit code tells little: it is 1 for every failing rank, and also after a SIGTERM
+for which all ranks saved a complete checkpoint. So rank 0 writes its code to a file, here called
+the mark (`last_words.py`). If rank 0 died without one, `status.json` is read.
 
     this process ── accelerate launch (its own session) ── rank 0, rank 1, …
 """
@@ -51,8 +51,9 @@ _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
 class Ended:
     """How a launched run ended: the code of the run itself, not of its launcher.
 
-    message: what is left to say to a person, "" if the run has said it all
-    asked_to_stop: a signal of this process was passed on to it
+    exit_code: of the run
+    message: to be printed; "" if the run has printed everything
+    asked_to_stop: whether a signal was passed on to the run
     """
 
     exit_code: int
@@ -70,10 +71,10 @@ def launch(
 ) -> Ended:
     """Train in several processes, and wait for them.
 
-    accelerate_file: a config of accelerate; None = this machine, GPUs if it has any
+    accelerate_file: a config of accelerate; None = this machine, with its GPUs if it has any
     processes: in place of the file's number
-    env: the environment of the ranks, None = this process's
-    output: where all that they print goes, None = where this process's goes
+    env: the environment of the ranks; None = that of this process
+    output: a file for everything that they print; None = the streams of this process
 
     Raises UserError before anything is started.
     """
@@ -88,7 +89,7 @@ def launch(
         mark = Path(folder) / "ended"
         env[LAUNCHED] = str(mark)
         if file.on_cpu:
-            # torch's launcher does not export it, and sharding asks what devices there are.
+            # torch's launcher does not set these, and sharding looks for devices.
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         options: tuple[str, ...] = ()
         if file.machines > 1:
@@ -99,7 +100,7 @@ def launch(
 
 
 def _refuse_nested(env: Mapping[str, str]) -> None:
-    """A launcher inside a launcher would start the square of the processes."""
+    """Raise UserError inside a launcher: each of its ranks would start all processes again."""
     for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
         if name in env:
             expected = "no launcher around this process: it starts one itself"
@@ -110,7 +111,7 @@ def _refuse_nested(env: Mapping[str, str]) -> None:
 def _launch_file(
     path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
 ) -> LaunchFile:
-    """The file to start, or what is to be written to one. Raises UserError with every problem."""
+    """Return the file, or the settings to write to one. Raises UserError with every problem."""
     if problems := launcher_problems(env):
         raise UserError(*problems, where="the launch")
     if path is not None:
@@ -124,7 +125,7 @@ def _launch_file(
 
 
 def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
-    """Why a start of this many processes on this machine would be refused; nothing is started."""
+    """Return why a start of this many processes here would be refused; nothing is started."""
     if problems := launcher_problems(env):
         return problems
     found = _wrong_with(_of_this_machine(processes, env, config), env, config)
@@ -137,7 +138,7 @@ def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> l
 
 
 def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> LaunchFile:
-    """What is started without a file of accelerate."""
+    """Return the settings of a start without a file of accelerate."""
     on_cpu = not has_gpu(env)
     fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
     return LaunchFile(None, processes, on_cpu, "no" if fp32 else "bf16", {})
@@ -153,7 +154,7 @@ def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> lis
 
 
 def _check_deepspeed(file: LaunchFile) -> None:
-    """accelerate's launcher imports it before any rank could say that it is missing."""
+    """Raise UserError if DeepSpeed is missing: the launcher imports it before there are ranks."""
     if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
         remedy = f"{INSTALL_DEEPSPEED}, or accelerate_configs/fsdp2.yaml"
@@ -161,7 +162,7 @@ def _check_deepspeed(file: LaunchFile) -> None:
 
 
 def has_gpu(env: Mapping[str, str]) -> bool:
-    """Whether a GPU is there and visible, without importing torch for the answer."""
+    """Whether this machine has a visible GPU. Does not import torch."""
     hidden = env.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     asked_cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
     there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
@@ -174,7 +175,7 @@ def _command(
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     options = ["--config_file", str(file.path), "--num_processes", str(file.processes)]
     if file.machines == 1 and not file.has_port:
-        options += ["--main_process_port", "0"]  # a free one: two runs on a machine do not meet
+        options += ["--main_process_port", "0"]  # any free one, so two runs do not share one
     options += meeting_options
     return [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
 
@@ -186,14 +187,14 @@ def run_launcher(
     run_dir: Path,
     output: IO[bytes] | None = None,
 ) -> Ended:
-    """Start a launcher, wait for it and for ranks that outlive it, and say how the run ended.
+    """Start a launcher, wait for it and for ranks that outlive it; return how the run ended.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach the launcher meanwhile.
+    Meanwhile SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the launcher.
     """
     before, others = identity(run_dir), children()
     with passing_signals_on() as forward:
-        # A session of its own: Ctrl-C reaches the launcher once, through us, and not a second time
-        # from the terminal.
+        # In a session of its own, so that Ctrl-C reaches the launcher only once, through this
+        # process, and not from the terminal as well.
         child = subprocess.Popen(
             command,
             env=env,
@@ -215,11 +216,13 @@ def run_launcher(
 
 
 class Forward:
-    """What the handlers share: the child to tell, and what was asked for so far.
+    """A signal handler that passes stop signals on to a child.
 
-    to_group: tell the whole process group that the child leads. A shell, or accelerate's launcher
-    of one process, passes nothing on. Torch's ranks hear it from their launcher: they have sessions
-    of their own.
+    child: None until it is started
+    asked: the signal to pass on, None until one was received
+    to_group: signal the whole process group that the child leads: a shell, or accelerate's launcher
+        of one process, passes nothing on. Ranks of torch's launcher have sessions of their own, and
+        receive the signal from that launcher
     """
 
     def __init__(self, *, to_group: bool = False) -> None:
@@ -229,13 +232,13 @@ class Forward:
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
-        # USR1 would kill torch's launcher and orphan its ranks; TERM means the same stop.
+        # USR1 would kill torch's launcher and orphan its ranks; TERM asks for the same stop.
         interrupt = number == signal.SIGINT
         self.asked = signal.SIGINT if interrupt else signal.SIGTERM
         self.tell()
 
     def tell(self) -> None:
-        """Pass on what was asked for, if anything was and there is a child."""
+        """Pass the signal on, if one was received and there is a child."""
         if self.child is None or self.asked is None:
             return
         if not self._to_group:
@@ -247,10 +250,12 @@ class Forward:
 
 @contextmanager
 def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
-    """SIGTERM, SIGINT, SIGHUP and SIGUSR1 of this process reach `child` from now on.
+    """Pass stop signals of this process on to the `child` of the `Forward` that is yielded.
 
-    to_group: its process group too. What its descendants leave behind becomes this process's
-    children.
+    to_group: pass them on to the child's whole process group
+
+    The signals are SIGTERM, SIGINT, SIGHUP and SIGUSR1. Orphaned descendants become children of
+    this process meanwhile.
     """
     forward = Forward(to_group=to_group)
     old = {}
@@ -266,31 +271,31 @@ def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
 
 
 def follow_parent() -> None:
-    """In the child, before it becomes the launcher: if we are killed, it receives SIGTERM."""
+    """Make this new process receive SIGTERM if its parent is killed; runs before the launcher."""
     processes.signal_on_death_of_parent(signal.SIGTERM)
 
 
 def _wait_for_ranks(mark: Path, others: set[int]) -> None:
-    """A launcher that died by a signal leaves ranks behind, which stop and save by themselves.
+    """Wait for ranks whose launcher died by a signal: they stop and save by themselves.
 
-    They are this process's children now; those in `others` were there before.
+    They are children of this process by then; `others` are children from before.
     """
     while not mark.exists() and (ranks := children() - others):
         for pid in ranks:
-            with contextlib.suppress(ChildProcessError):  # somebody else has asked for it
+            with contextlib.suppress(ChildProcessError):  # waited for already
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.1)
 
 
 def children() -> set[int]:
-    """The processes that this one has started, or inherited."""
+    """Return the ids of processes that this one has started or adopted."""
     import psutil
 
     return {child.pid for child in psutil.Process().children()}
 
 
 def identity(run_dir: Path) -> tuple[int, int] | None:
-    """Which version of `status.json` is there."""
+    """Return a value that changes whenever `status.json` is written; None if it does not exist."""
     try:
         found = (run_dir / STATUS).stat()
     except OSError:
@@ -299,7 +304,10 @@ def identity(run_dir: Path) -> tuple[int, int] | None:
 
 
 def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:
-    """The run's code without a mark. run_dir: None if this start left `status.json` as it was."""
+    """Return the code of a run without a mark.
+
+    run_dir: None if this start has not written `status.json`
+    """
     if run_dir is not None:
         status = read_status(run_dir)
         ended = status.get("state") != "running"

@@ -1,7 +1,7 @@
-"""The sections of accelerate's file that name a strategy, and the variables that they become.
+"""The sections of accelerate's file that name a strategy, and the variables set for them.
 
-accelerate passes over a key that it does not know, and over a whole section that does not belong to
-`distributed_type`. Whoever wrote it meant something, so both are refused here.
+accelerate ignores unknown keys, and a whole section that does not belong to `distributed_type`.
+Somebody meant something by them, so both are refused here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FSDP1 = (
 
 
 def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]:
-    """What a rank finds in its environment, as far as it decides something.
+    """Return the relevant variables that accelerate sets in the environment of a rank.
 
     values: of the file
-    processes: of all machines together
+    processes: on all machines together
     """
     machines = values.get("num_machines", 1)
     on_a_node = processes // machines if isinstance(machines, int) and machines > 0 else processes
@@ -45,7 +45,7 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
 
 
 def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
-    """What accelerate would pass over in a section, or take for FSDP1."""
+    """Yield a problem for what accelerate would ignore in a section, or use only for FSDP1."""
     for name, section in SECTIONS.items():
         found, kind = _section(values, name), section.kind
         if found and kind not in (None, values.get("distributed_type")):
@@ -85,7 +85,7 @@ def _unknown(
 
 
 def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
-    """A section; its keys as accelerate reads them: fsdp_config may leave the prefix out."""
+    """Return a section with full keys: in fsdp_config the prefix `fsdp_` may be left out."""
     found = values.get(name)
     if not isinstance(found, dict):
         return {}
@@ -98,7 +98,7 @@ def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def _variables(section: Mapping[str, object], keys: Mapping[str, str | None]) -> dict[str, str]:
-    """As accelerate writes them: booleans small, what is null not at all."""
+    """Return the variables as accelerate sets them: booleans in lower case, nulls left out."""
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for key, value in section.items()

@@ -1,11 +1,11 @@
-"""Run a command that trains, and start it again where that may help.
+"""Run a training command, and start it again where that may help.
 
     this process ── COMMAND, a launcher (its own session) ── rank 0, rank 1, …
 
 A launcher's exit code does not tell how the run ended: `status.json` decides, and without it the
-marks of ranks that failed. The trap: ranks outlive their launcher while they save. A start at that
-moment would be refused, and the status of the old ranks be taken for the new start's; so first
-the lock of the run directory must be free.
+files that failed ranks leave, here called marks. The trap: ranks outlive their launcher while they
+save. A start at that moment would be refused, and the old ranks' status would be mistaken for that
+of the new start. So the lock of the run directory must be free first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from llmtrain.tools.launch.launch import Forward
 
-RESTARTS = "LLMTRAIN_RESTARTS"  # how often the command was started before, in its environment
+RESTARTS = "LLMTRAIN_RESTARTS"  # tells the command how often it was started before
 MOST_STARTS = 3  # without a new checkpoint
 MOST_DEFECTS = 1  # restarts after code 1, without a new checkpoint
 _FINAL = {
@@ -65,7 +65,12 @@ class Supervised:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one start ended. lost_launcher: ranks stopped, with a checkpoint, as it was gone."""
+    """How one start ended.
+
+    code: exit code of the run
+    reason: in words
+    lost_launcher: whether the ranks saved and stopped because their launcher was gone
+    """
 
     code: int
     reason: str
@@ -74,10 +79,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """What was tried since the last new checkpoint.
+    """Counts since the last new checkpoint.
 
-    starts: that ended without one
-    restarts: made
+    starts: starts that ended without one
+    restarts: all restarts
     defects: restarts after code 1
     """
 
@@ -88,7 +93,14 @@ class Tries:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What comes next. seconds: to wait before the restart, before chance is added."""
+    """What to do after a start.
+
+    restart: whether to start again
+    code: exit code of the last start
+    why: in words
+    seconds: to wait before the restart, which is varied at random by ±20 %
+    tries: the counts for the next decision
+    """
 
     restart: bool
     code: int
@@ -99,9 +111,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. first: before the first restart, doubled for each further one, at most `most`.
+    """Waiting times in seconds.
 
-    leave: what ranks have after their launcher, before they are killed.
+    first: before the first restart; doubled for each further one
+    most: before any restart
+    leave: after the end of the launcher, before remaining ranks are killed
     """
 
     first: float = 5.0
@@ -112,14 +126,14 @@ class Patience:
 def supervise(
     command: Sequence[str], run_dir: Path | None, say: Say, patience: Patience | None = None
 ) -> Supervised:
-    """Run a command until it has finished, was stopped or cannot be helped.
+    """Run a command until it has finished, was stopped, or a restart would not help.
 
     run_dir: None = that of the config in the command
-    say: takes one line of text, which holds no secret
+    say: called with each line of output, which contains no secret
 
-    A SIGTERM, SIGINT, SIGHUP or SIGUSR1 reaches the command and all of its process group, and
-    nothing more is started. Raises UserError before the first start if the config is wrong or names
-    another run directory, or if that is in use.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the command's process group, and then the
+    command is not started again. Raises UserError before the first start if the config is wrong or
+    names another run directory, or if that is in use.
     """
     from llmtrain.tools.launch.launch import passing_signals_on
 
@@ -148,16 +162,19 @@ def supervise(
 def decide(
     outcome: Outcome, tries: Tries, patience: Patience, *, progress: bool, stopped: bool
 ) -> Decision:
-    """What to do after a start. progress: it committed a checkpoint that is newer than all before.
+    """Decide what to do after a start.
 
-    stopped: a person or a batch system has asked for the end.
+    outcome: how the start ended
+    tries: counts from before this start
+    progress: whether the start committed a new checkpoint
+    stopped: whether a person or a batch system has asked this process to stop
     """
     code = outcome.code
     if stopped:
         return Decision(False, code, "asked to stop")
     if code in _FINAL and not outcome.lost_launcher:
         return Decision(False, code, _FINAL[code])
-    code = code or RESTARTABLE  # stopped, but not because somebody wanted it to
+    code = code or RESTARTABLE  # stopped, but not because somebody asked it to
     tries = Tries() if progress else replace(tries, starts=tries.starts + 1)
     if tries.starts >= MOST_STARTS:
         return Decision(False, code, f"{MOST_STARTS} starts without a new checkpoint")
@@ -173,13 +190,15 @@ def decide(
 def judge(
     status: Mapping[str, Any], new_marks: Sequence[Mark], launcher: int, *, changed: bool
 ) -> Outcome:
-    """How a start ended. launcher: the command's own code, negative for a signal.
+    """Return how a start ended.
 
-    changed: this start has written `status.json`
-    new_marks: what its ranks have left
+    status: the content of `status.json`
+    new_marks: files that the failed ranks of this start have left
+    launcher: exit code of the command, negative for a signal
+    changed: whether this start has written `status.json`
 
-    Where no rank has spoken, the command's own 2 is believed: no launcher makes that of a rank's
-    failure.
+    If no rank has reported anything, the command's exit code 2 counts: no launcher ends with 2
+    because a rank failed.
     """
     state, reason = status.get("state"), status.get("reason")
     if changed and state in ("finished", "stopped", "failed"):
@@ -207,7 +226,7 @@ def _start(
     *,
     restarts: int,
 ) -> Outcome:
-    """Run the command once, and say how it ended when no rank of it is left."""
+    """Run the command once, wait until none of its ranks is left, and return how it ended."""
     from llmtrain.tools.launch.launch import children, follow_parent, identity
 
     status, left, others = identity(run_dir), failures.versions(run_dir), children()
@@ -233,7 +252,7 @@ def _start(
 
 
 def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> None:
-    """Until the lock is free and no rank of the launcher is left; then those that are, are killed.
+    """Wait until the lock is free and no rank is left; after `leave` seconds, kill the ranks.
 
     Ranks whose launcher is gone are children of this process. others: children from before.
     """
@@ -252,9 +271,10 @@ def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> 
 
 
 def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
-    """Ranks below this process, what they have started, and who holds the lock.
+    """Return the ranks among this process's descendants, what they started, and the lock's holder.
 
-    A run of one process has no RANK in its environment. Zombies are put to rest.
+    The holder counts because a run of one process has no RANK in its environment. Children that
+    have ended are waited for.
     """
     import psutil
 
@@ -292,17 +312,17 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _spread(seconds: float) -> float:
-    """±20 %, so that many runs that one fault ended do not all start at once."""
+    """Vary a time by ±20 % at random, so that runs ended by one fault do not restart together."""
     return seconds * (0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32)
 
 
 def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
-    """The names of all complete checkpoints."""
+    """Return the names of all complete checkpoints."""
     return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
 
 
 def _grace(environ: Mapping[str, str]) -> float:
-    """What torch's launcher gives its ranks before it kills them."""
+    """Return the seconds that torch's launcher gives its ranks before it kills them."""
     said = environ.get(GRACE, "")
     return float(said) if said.isdigit() else 30.0
 
