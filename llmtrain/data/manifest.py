@@ -82,7 +82,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """Facts of the tokenizer that must be the same at a later start.
+    """Facts of the tokenizer; all but `versions` must be the same at a later start.
 
     digest: of its files
     backend: the library that encodes

@@ -299,5 +299,5 @@ def prefetch_factor(
 
 
 def _bytes_of_a_block(manifest: Manifest) -> int:
-    """Return at most how many bytes a block has: 4 per id, and as many for borders and masks."""
+    """Return an upper bound of a block's bytes: ids have 4 each, borders and masks less."""
     return 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)
