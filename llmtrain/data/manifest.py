@@ -173,7 +173,7 @@ class Stored(NamedTuple):
 
 
 def glance(path: Path) -> Stored:
-    """Read the part of a stored manifest for which the data is not looked at."""
+    """Read the part of a stored manifest that needs no look at the data."""
     stored = json.loads(path.read_text("utf-8"))
     return Stored(stored["made_with"], stored["lanes"])
 

@@ -1,6 +1,6 @@
 """Decides which source each block comes from: a pure function of g, without state to resume.
 
-g times the golden ratio, modulo 1, is spread evenly over [0, 1) for any blocks in a row. This
+g times the golden ratio, modulo 1, is spread evenly over [0, 1) in any stretch of blocks. This
 interval is cut into parts, one for each source, as long as the source's share. In any 32 blocks in
 a row, each source then has its share to within 2 blocks.
 """

@@ -82,7 +82,7 @@ class DataState:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for `trainer_state.json`, with cursors as lists [epoch, unit, row, offset]."""
+        """Return the state as JSON, with each cursor as a list [epoch, unit, row, offset]."""
         return {
             "version": VERSION,
             "fingerprint": self.fingerprint,

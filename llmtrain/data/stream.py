@@ -288,8 +288,8 @@ def prefetch_factor(
 ) -> int:
     """Return how many items a worker reads ahead.
 
-    These are two steps' blocks, at least 8, as far as 64 MiB for all workers allow; at least 2
-    items.
+    They have the blocks of two steps, at least 8, but no more than 64 MiB for all workers together.
+    There are always at least 2 items.
 
     blocks_per_step: of this rank
     """

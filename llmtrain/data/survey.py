@@ -1,7 +1,7 @@
 """From files to units: what rank 0 decides once, and what every later start checks.
 
     survey         ─►  training_texts  ─►  (a tokenizer is trained)  ─►  freeze  ─►  manifest.json
-                                                                                         │
+                                                                                          │
     later starts:   manifest.load  ─►  check(manifest, …)                  ◄──────────────┘
 
 `file_parts.py` finds the parts of files and cuts them into units.

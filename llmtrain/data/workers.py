@@ -1,4 +1,4 @@
-"""Starts and ends data workers, and turns each way in which they fail into one error.
+"""Starts and ends data workers, and turns each kind of failure into one error.
 
     raises        its last item has the error, with the traceback and the unit
     dies          a thread waits for this, whatever the main thread is doing: it ends the other

@@ -140,11 +140,10 @@ def read_owned(
 
 
 def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
-    r"""Return where the next line begins after the first end of line at or after `start`.
+    r"""Return where a line begins: after the first end of line from `start` on.
 
-    Return None if that is not in `data`.
-
-    An end of line at the very end of `data` may be half of `\r\n`, so it is not used.
+    Return None if that is not in `data`. An end of line at the very end of `data` may be half of
+    `\r\n`, so it is not used.
 
     complete: `data` reaches to the end of the file, so its own end also counts
     """

@@ -4,8 +4,8 @@
      "epoch": 0, "reason": "…", "time": 1.7e9}
 
 A line is durable before any block after its unit is used. Before a unit is read, the file decides
-whether it is left out: so these blocks can be made again with the same units left out, even if they
-can be read by then. The trap: a unit is recorded with the epoch that needed it (null: before the
+whether it is left out. So whoever makes these blocks again leaves out the same units, even if they
+could be read by then. The trap: a unit is recorded with the epoch that needed it (null: before the
 first step). In one epoch only one lane reads it, so no record changes what another process has
 already read; a record for all epochs would be a race between lanes that are in different epochs.
 """

@@ -48,7 +48,7 @@ class Remote:
         self._untold = 0
 
     def deadline(self) -> float:
-        """Return until when, on `time.monotonic`, a unit that is asked for now is tried."""
+        """Return the deadline, on `time.monotonic`, of a unit that is asked for now."""
         return time.monotonic() + self._limit
 
     def fetch(self, file: HubFile, start: int, end: int, deadline: float) -> bytes:

@@ -2,7 +2,7 @@
 
     parquet, arrow       all columns as they are
     CSV                  all columns, as strings: the file has no types
-    JSON lines           all keys; a first pass finds their types; without one type: as JSON text
+    JSON lines           all keys; a first pass finds types; keys without one become JSON text
     text                 one column, with a row for each line
 
 Invalid UTF-8 is replaced, as in reading for training. The trap: types must be known before the

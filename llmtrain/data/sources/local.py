@@ -168,7 +168,7 @@ def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def edges_digest(path: Path) -> str:
-    """Return a hash of the first and last 64 KiB, by which most changed files are found quickly."""
+    """Return a hash of the first and last 64 KiB, so that no large file has to be read whole."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         digest.update(file.read(EDGE_BYTES))
@@ -211,7 +211,10 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
 
 
 def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
-    """Drop the directories. Raises UserError for other non-files, and names that are not UTF-8."""
+    """Drop the directories.
+
+    Raises UserError for what is not a file either, and for names that are not UTF-8.
+    """
     files: list[Path] = []
     problems: list[Problem] = []
     for path in paths:

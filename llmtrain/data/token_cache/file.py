@@ -50,7 +50,7 @@ class TokenFile:
         return len(self.borders) - 1
 
     def begin(self, document: int) -> int:
-        """Return the position of a document's first token. The number `documents` gives the end."""
+        """Return the position of a document's first token; for number `documents`, the end."""
         sequence = int(self.borders[document])
         if sequence == len(self.offsets):
             return len(self.tokens)

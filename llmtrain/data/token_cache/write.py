@@ -45,7 +45,7 @@ class Counts(NamedTuple):
 
     dropped: documents that are null, empty or blank
     replaced: documents with invalid UTF-8, which are kept
-    skipped: units and lines that cannot be read, if the config allows to skip them
+    skipped: units and lines that cannot be read, if the config lets them be skipped
     """
 
     documents: int = 0

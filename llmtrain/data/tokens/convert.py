@@ -3,10 +3,10 @@
 Only byte-level BPE is converted, and only in the forms that `obstacles` lets pass. For these,
 tiktoken differs in one way: it merges any two neighbours whose union is an entry, and takes a word
 that is an entry without merging, while `tokenizers` merges listed pairs only. The ids are the same
-if and only if the merges lead from its bytes to every entry (`find_unreached`). For if tiktoken
-joins two neighbours, these are the same as in the entry alone, and there the last merge, the only
-one listed with this result, joins them. The two libraries run patterns on different regular
-expression engines; whether these agree is tested, not proved.
+if and only if the merges lead from its bytes to every entry (`find_unreached`). The reason: when
+tiktoken joins two neighbours, their bytes have been merged as they would be in the entry alone, and
+there the last merge, the only one listed with this result, joins the same two. The two libraries
+run patterns on different regular expression engines; whether these agree is tested, not proved.
 """
 
 from __future__ import annotations
