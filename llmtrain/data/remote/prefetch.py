@@ -111,7 +111,7 @@ class Ranges:
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
         """Return what was read ahead, or None if that failed: then the caller reads it again.
 
-        The caller's deadline is later than that of the failed read, which began when nobody waited.
+        The caller's deadline is later than that of the failed read, which began before it.
         """
         while not wait([future], POLL_SECONDS).done:
             self._check_stop()

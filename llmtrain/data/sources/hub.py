@@ -106,7 +106,7 @@ def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
 def _file_urls(source: SourceConfig, key: str) -> list[str]:
     """Return hf://datasets/ID@COMMIT/PATH of each file that `datasets` finds for the split.
 
-    Raises UserError for what the Hub says does not exist, OSError for a failure that may pass.
+    Raises UserError for what the Hub reports as missing, OSError for a failure that may pass.
     """
     builder = _builder(source, key)
     if builder.name == "cache":  # the fallback of `datasets`, which has no list of files
@@ -279,7 +279,7 @@ def _offline(source: SourceConfig, key: str) -> Problem:
 
 
 def _beside(key: str, name: str) -> str:
-    """Replace the last part of a key: data.sources.0.path → data.sources.0.name"""
+    """Replace the last part of a key, as in data.sources.0.path → data.sources.0.name."""
     return f"{key.rsplit('.', 1)[0]}.{name}"
 
 

@@ -57,7 +57,7 @@ class TokenFile:
         return int(self.offsets[sequence]) // self.tokens.itemsize
 
     def at(self, position: int) -> int:
-        """Return the document of a token. (As `bisect`, without a list of all beginnings.)"""
+        """Return the document of a token, found by bisection in the file."""
         low, high = 0, self.documents
         while high - low > 1:
             middle = (low + high) // 2

@@ -21,7 +21,7 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
     """Train on `texts` and return the text of a `tokenizer.json` with exactly `entries` entries.
 
     It keeps one count for each distinct word in memory. Raises UserError if `entries` is less than
-    the 256 byte symbols and the special token, or if the texts are too small to give so many.
+    the 256 byte symbols and the special token, or if the texts are too small to reach it.
     """
     if entries < SMALLEST:
         raise UserError(Problem("model.tokenizer", _value(entries), f"at least {SMALLEST} entries"))
