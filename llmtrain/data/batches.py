@@ -1,4 +1,4 @@
-"""Makes arrays of the blocks of one step and rank: labels, document borders, digest, counts."""
+"""The batch of one step and rank: arrays of ids and labels, document borders, digest, counts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def batch_of(
     wait_seconds: float,
     ended: bool,
 ) -> Batch:
-    """Make a `Batch` of this rank's (g, block) in order of g.
+    """Return the `Batch` of this rank's blocks, which are given as (g, block) in order of g.
 
-    first_block: of the step, over all ranks.
+    first_block: the first block of the step, over all ranks
     """
     blocks = [block for _, block in numbered]
     ids = np.empty((len(blocks), manifest.seq_len + 1), np.int32)
@@ -48,7 +48,7 @@ def batch_of(
 
 
 def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> None:
-    """Set −100 where another document would continue one, and where nothing is trained."""
+    """Set a label to −100 where it belongs to the next document, or is not trained."""
     for row, block in enumerate(blocks):
         if document_mask:
             labels[row, block.starts[1:] - 1] = NOT_TRAINED
@@ -66,7 +66,10 @@ def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
 def _digest(
     numbers: Sequence[int], ids: np.ndarray, labels: np.ndarray, trained: Sequence[int]
 ) -> int:
-    """Sum the blocks' hashes: of the ids, and of the labels if one of them is −100."""
+    """Return the sum of the blocks' hashes modulo 2^64.
+
+    A hash covers the ids, and also the labels if one of them is −100.
+    """
     total = 0
     for row, g in enumerate(numbers):
         digest = xxhash.xxh3_64(ids[row].astype("<i4", copy=False), seed=g % 2**64)

@@ -1,7 +1,7 @@
-"""Looks into files: which parts they have, and how units are cut from them.
+"""Looks into files: finds the parts that they have, and cuts units from them.
 
-Row groups, ranges of lines and whole compressed files become units; groups are sliced until there
-are four units a lane, so that every lane has work in every epoch.
+Row groups, ranges of lines and whole compressed files become units. Row groups are sliced until
+there are four units per lane, so that every lane has work in every epoch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
 RANGE_BYTES = 4 * MIB
-MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # a request has its price
+MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # by `Source.remote`: each request takes time
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
 THREADS = 16
 DOCUMENTS_PER_UNIT = 4096  # of a token cache
-CHECKED_FILES = 16  # of lines, whose beginning is looked at
+CHECKED_FILES = 16  # files of lines whose beginning is checked
 
 
 class Part(NamedTuple):
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a look into a file shows; columns None: not looked at."""
+    """What was found in a file: its parts, and its columns (None: not looked at)."""
 
     parts: list[Part]
     columns: list[str] | None
@@ -52,7 +52,9 @@ class Look(NamedTuple):
 def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[list[str]]]:
     """Return units before slicing, and the columns of each file that was looked into.
 
-    key: of the config, in messages. Raises UserError with the problems of all files.
+    key: the source's key in the config, for messages
+
+    Raises UserError with the problems of all files.
     """
     numbers = range(len(source.files))
     with ThreadPoolExecutor(THREADS if source.remote else 1) as threads:
@@ -138,7 +140,7 @@ def _look_into_tokens(source: Source, file: int) -> Look:
 
 def _look_into_text(source: Source, file: int, compressed: bool, reader: Reader) -> Look:
     parts = _ranges(source, file, compressed)
-    if file < CHECKED_FILES:  # whether it is UTF-8
+    if file < CHECKED_FILES:  # to check that it is UTF-8
         reader.rows(source, parts[0].unit)
     return Look(parts, [])
 
@@ -154,7 +156,7 @@ def _look_into_json(
 
 
 def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
-    """Cut a file of lines into ranges of bytes; a compressed file stays whole."""
+    """Cut a file of lines into ranges of bytes; a compressed file is one range."""
     size = source.files[file].size
     if compressed:
         return [Part(Unit(file, -1, 0, size), size)]
@@ -177,7 +179,7 @@ def _is_plain(name: str) -> bool:
 
 
 def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
-    """Cut row groups into near-equal slices of rows, until there are four units a lane."""
+    """Cut row groups into nearly equal slices of rows, until there are four units per lane."""
     wanted = -(-UNITS_PER_LANE * lanes // max(1, len(parts)))
     for unit, nbytes in parts:
         rows = unit.stop - unit.start

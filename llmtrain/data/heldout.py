@@ -1,6 +1,6 @@
 """Documents that are never trained on, and one exact pass over them.
 
-A few units of a source are its evaluation units; in them a document is held out if the hash of its
+A few units of a source are its evaluation units. A document in them is held out if the hash of its
 id is below a threshold. So the split does not depend on file order or on what else is read, and one
 pass over the held-out documents reads a few units, not the whole source.
 
@@ -10,9 +10,9 @@ The held-out set is one stream, in which every token of a document is scored onc
 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
 
-The trap: with a document mask and no begin token, nothing precedes a document's first token,
-and training never asks for it. It is not scored then, and its bytes are not counted, so that
-bits_per_byte is that of the tokens that a model could learn.
+The trap: with a document mask and no begin token, nothing precedes a document's first token, so
+training never predicts it. Then it is not scored and its bytes are not counted, so that
+bits_per_byte covers only tokens that a model could learn.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from llmtrain.types import NOT_TRAINED
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
-FIRST_TOKENS = 8  # a character has at most four bytes, and so do tokens of one byte each
+FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
 _WHOLE = 1 << 64
 T = TypeVar("T")
 
 
 def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
-    """Choose evaluation units and threshold of source number k; reads some of these units.
+    """Return source number k with its evaluation units and threshold. Reads some of these units.
 
-    fraction: share of the documents to hold out; 0 = none.
+    fraction: share of the documents to hold out; 0 = none
     """
     if fraction == 0:
         return source
@@ -71,15 +71,17 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
 
 
 def _raise_threshold(threshold: int, hashes: list[int], spare: bool) -> int:
-    """Raise the threshold until enough documents are below it, but never a source's last one.
+    """Return the threshold, raised if too few documents are below it.
 
-    spare: there are training documents elsewhere.
+    The last training document of a source is never held out.
+
+    spare: whether there are usable documents in units that are not evaluation units
     """
     wanted = min(MIN_DOCUMENTS, math.ceil(len(hashes) / 10), len(hashes) - (not spare))
     if sum(found < threshold for found in hashes) >= wanted:
         return threshold
     raised = hashes[wanted - 1] + 1
-    if not spare and hashes[-1] < raised:  # equal ids: it would take them all
+    if not spare and hashes[-1] < raised:  # equal ids: all documents would be held out
         return threshold
     return raised
 
@@ -90,13 +92,13 @@ def _usable(source: Source, u: int, reader: Reader) -> bool:
 
 
 def rows_of(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
-    """Return the documents of unit u, text or tokens. Raises as reading does."""
+    """Return the documents of unit u, as text or as tokens. Raises as reading does."""
     unit = source.units[u]
     return token_cache.rows_of(source, unit) if source.cached else reader.rows(source, unit)
 
 
 def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
-    """Is there a document to train on? Reads units until one is found."""
+    """Return whether there is a document to train on. Reads units until one is found."""
     heldout = set(source.heldout_units)
     order = sorted(range(len(source.units)), key=lambda u: u in heldout)
     found = (_numbers(source, u, seed, rows_of(source, u, reader), heldout=False) for u in order)
@@ -104,7 +106,7 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
 
 
 def all_held_out(source: Source, k: int, seed: int) -> Source:
-    """Hold out every document of source number k, which is one of `evaluation.sources`."""
+    """Return source number k of `evaluation.sources` with every document held out."""
     order = sorted(range(len(source.units)), key=lambda u: mix(seed, 3, k, u))
     return replace(source, heldout_units=tuple(order), threshold=_WHOLE)
 
@@ -132,7 +134,7 @@ def _documents(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the held-out documents as text, and as ids with their separators.
 
-    Unit by unit as they were chosen, in file order.
+    Units come in the order in which they were chosen, and their documents in file order.
     """
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for u in source.heldout_units:
@@ -151,10 +153,10 @@ class HeldOut:
     """The held-out set as tokens.
 
     ids (n,) int32
-    scored (n,) bool: tokens of documents
+    scored (n,) bool: which ids are scored
     starts (documents,) int64: where documents begin
-    documents: their number
-    bytes: UTF-8 bytes of what is scored
+    documents: number of documents
+    bytes: UTF-8 bytes of the scored text
     pad: id that fills the last block
     """
 
@@ -166,14 +168,18 @@ class HeldOut:
     pad: int
 
     def num_blocks(self, seq_len: int) -> int:
-        """Return the number of blocks of `seq_len` positions that hold every token once."""
+        """Return the number of blocks of `seq_len` positions that cover every token once."""
         return max(1, math.ceil((len(self.ids) - 1) / seq_len))
 
     def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return ids (S + 1,) int32, labels (S,) int64 (−100: not scored) and starts of block g.
+        """Return the ids, labels and starts of block g.
 
-        starts (n,) int32: where documents begin in ids[:-1]; the first is 0. Behind the last token,
-        and in blocks behind the last, there is padding, as a document of its own.
+        ids (S + 1,) int32
+        labels (S,) int64: −100 = not scored
+        starts (n,) int32: where documents begin in ids[:-1]; the first is 0
+
+        After the last token there is padding, as a document of its own; also in blocks after the
+        last.
         """
         begin = g * seq_len
         part = slice(begin, begin + seq_len + 1)
@@ -196,11 +202,13 @@ def prepare(
     reading: Reading,
     sources: Sequence[Source] = (),
 ) -> None:
-    """Tokenize up to `max_documents` held-out documents, sources in turn, into a safetensors file.
+    """Write up to `max_documents` held-out documents as tokens into a safetensors file.
 
-    sources: those of `evaluation.sources`, in place of the manifest's. Nothing held out: no file is
-    written. Raises UserError or RunError as reading does, and UserError where `sources` have no
-    document.
+    The documents come from the sources in turn. If nothing is held out, no file is written.
+
+    sources: those of `evaluation.sources`, which replace the manifest's
+
+    Raises UserError or RunError as reading does, and UserError if `sources` have no document.
     """
     reader = Reader(reading)
     asked = sources or manifest.sources
@@ -229,9 +237,10 @@ def prepare(
 def _score(
     text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
 ) -> tuple[np.ndarray, int]:
-    """Return which tokens of a document are scored, (n,) bool, and their UTF-8 bytes.
+    """Return which tokens of a document are scored, (n,) bool, and the UTF-8 bytes of their text.
 
-    Without a begin token, under a document mask, all but those of the first character.
+    Separators are not scored. With a document mask and no begin token, neither are the tokens of
+    the first character.
     """
     mask, size = np.ones(len(ids), dtype=bool), len(text.encode())
     mask[-1] = False
@@ -243,13 +252,13 @@ def _score(
             if first and text.startswith(first):
                 mask[:count] = False
                 return mask, size - len(first.encode())
-        mask[0] = False  # a tokenizer that changes the text: its share of the bytes
+        mask[0] = False  # the tokenizer changes the text: leave out the bytes of an average token
         return mask, size - size // max(1, len(ids) - 1)
     return mask, size
 
 
 def load(path: Path) -> HeldOut | None:
-    """Return what `prepare` wrote; None: nothing was held out."""
+    """Return what `prepare` wrote, or None if nothing was held out."""
     from safetensors import safe_open
 
     if not path.exists():
@@ -269,7 +278,7 @@ def _save(held: HeldOut, path: Path) -> None:
 
 
 def in_turn(streams: Sequence[Iterator[T]], limit: int | None = None) -> Iterator[T]:
-    """Yield one item of each stream in turn, until all have ended or `limit` were given."""
+    """Yield one item of each stream in turn, until all have ended or `limit` items were yielded."""
     return islice(_take_turns(list(streams)), limit)
 
 

@@ -1,11 +1,11 @@
-"""A lane: one of L small deterministic machines that the blocks are dealt from.
+"""Lanes: L independent, deterministic walks over the data; block g is made by lane g mod L.
 
     epoch e:  U = order of all units;  lane l walks U[(l + rotation) mod L :: L]
     unit u:   its rows in an order of their own;  a document's tokens go to the packer
 
-Where a lane's list of units ends, this lane continues with epoch e + 1, whatever the others do. Its
-whole state is one cursor a source. The trap: lanes share nothing but memory of decoded units, so
-that the blocks of one never depend on which others this process has opened.
+After the last unit of its list a lane continues with epoch e + 1, without waiting for the others.
+Its whole state is one cursor per source. The trap: lanes share nothing but a cache of decoded
+units, so that the blocks of one lane never depend on which others this process has opened.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 FEW_UNITS = 768
-NOTHING: Counter[str] = Counter()  # the counts of most documents
+NOTHING: Counter[str] = Counter()  # most documents have no counts
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
-LATE = 3  # quarters of a unit after which the next one is expected: lanes in order of their need
-EMPTY_EPOCHS = 64  # times the lanes: epochs in which a lane may find no document
+LATE = 3  # quarters of a unit, after which the next is read ahead: lanes in order of their need
+EMPTY_EPOCHS = 64  # times the number of lanes: epochs without a document, then a lane gives up
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
 def default_lanes(processes: int, units: int) -> int:
-    """Return L of a new run, by the data: other numbers of processes see the same batches.
+    """Return the number of lanes of a new run.
+
+    It is a multiple of 24 or 48, depending on the data: all numbers of processes that divide that
+    number see the same batches.
 
     processes: ranks × data workers (at least 1 each)
-    units: before slicing, over all sources
+    units: over all sources, before slicing
     """
     return math.lcm(24 if units < FEW_UNITS else 48, processes)
 
@@ -54,11 +57,11 @@ class Block:
     """One block.
 
     ids, starts, trained, spans: as in `Packed`
-    source: −1 = padding, its lane has ended
-    counts: source → what was found → how often: dropped (null, empty, blank), replaced (invalid
-        UTF-8) and held-out documents, skipped units and lines, and tokens that fill no block
-        (left_over_tokens) where a source ends
-    cursors: its lane's of all sources, behind this block
+    source: index of its source; −1 = padding, since its lane has ended
+    counts: source → what was found → how often: documents that were dropped (null, empty, blank),
+        replaced (invalid UTF-8) or held out, units and lines that were skipped, and tokens that
+        fill no block where a source ends (left_over_tokens)
+    cursors: those of its lane after this block, one per source
     """
 
     ids: np.ndarray
@@ -71,15 +74,15 @@ class Block:
 
 
 class Lane:
-    """Lane `index`, to be asked for its blocks one after the other.
+    """Lane `index`, which gives its blocks one after the other.
 
-    Before every draw each source with `max_epochs` is asked whether what is left of it in this lane
-    fills a block (concat: seq_len + 1 ids; bestfit: any document, its block is filled up); those
-    that cannot are left out. So the choice depends on g and the cursors alone, and what a lane
-    finds out is found out again after a resume. Once no source is left, all blocks are padding.
+    Before every block, each source with `max_epochs` is checked: if what is left of it in this lane
+    does not fill a block, it is left out. With concat a block takes seq_len + 1 ids; with bestfit
+    any document will do, since its block is filled up. So the choice depends on g and the cursors
+    alone, and is the same after a resume. Once no source is left, all blocks are padding.
 
-    next_block: number (over all lanes) of the block that comes next
-    cursors: for each source, where that block would begin
+    next_block: number (over all lanes) of the lane's next block
+    cursors: for each source, where its next block begins
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Lane:
         self._index = index
         self._shares = list(shares(manifest.weights))  # 0 once a source has ended in this lane
         self._packings: dict[int, Packing] = {}
-        self._ready: dict[int, Packed] = {}  # of sources that can end: the block that comes next
+        self._ready: dict[int, Packed] = {}  # the next block of each source that can end
 
     def take(self) -> Block:
         """Return block `next_block`.
@@ -123,9 +126,10 @@ class Lane:
         return block
 
     def _ask(self) -> dict[int, Mapping[str, int]]:
-        """Look whether sources that can end have a block; all but the first time it is known.
+        """Prepare the next block of each source that can end. Only the first call has work to do.
 
-        What a source has that never fills a block is counted with the first block of the run.
+        Return the counts of sources that fill no block at all; only the lane's first block has
+        them.
         """
         counts: dict[int, Mapping[str, int]] = {}
         for k in range(len(self._shares)):
@@ -139,7 +143,7 @@ class Lane:
         return self._manifest.sources[k].max_epochs is not None
 
     def _advance(self, k: int) -> Mapping[str, int]:
-        """Make the next block of source k ready; where it has ended, return what is left over."""
+        """Make the next block of source k ready. If it has ended, return what is left over."""
         try:
             self._ready[k] = next(self._packing(k))
         except StopIteration as end:
@@ -154,7 +158,7 @@ class Lane:
         return self._packings[k]
 
     def _open(self, k: int) -> Packing:
-        """Yield the blocks of source k from its cursor on, packed as the manifest says."""
+        """Return the blocks of source k from its cursor on, packed as the manifest says."""
         manifest, cursor = self._manifest, self.cursors[k]
         cached = manifest.sources[k].cached
 
@@ -179,9 +183,9 @@ class Lane:
 
 @dataclass(slots=True)
 class Lanes:
-    """The lanes of a process: each is opened when its first block is asked for.
+    """The lanes of a process. Each is opened when its first block is asked for.
 
-    cursors (L, sources, 4): of the block that each lane is at with `next_block`.
+    cursors (L, sources, 4): the state of each lane when `next_block` is the next block of the run
     """
 
     manifest: Manifest
@@ -192,7 +196,7 @@ class Lanes:
     opened: dict[int, Lane] = field(default_factory=dict)
 
     def take(self, g: int) -> Block:
-        """Return block g; within a lane, g must rise. Raises as `Lane.take`."""
+        """Return block g. Within a lane, g must rise. Raises as `Lane.take`."""
         index = g % self.manifest.lanes
         if index not in self.opened:
             first = self.next_block + (index - self.next_block) % self.manifest.lanes
@@ -217,11 +221,12 @@ def walk(
 ) -> Iterator[Document]:
     """Yield a lane's training documents of source k from `cursor` on, tokenized a few at a time.
 
-    Without `max_epochs` they never end; else the last has no ids (see `Document`). First one is
-    tokenized, then two, four …: opening a lane is cheap, and going on is fast.
+    Without `max_epochs` they never end; otherwise the last one has no ids (see `Document`). One
+    document is tokenized first, then two, four and so on: a lane is opened quickly, and later
+    documents are tokenized in large batches.
 
-    again: blocks were made of them all, so no unit is left out now that was not then; and none is
-    read before its first document is asked for.
+    again: blocks have already been made of all these documents, so no unit may be left out that was
+        not left out then; a unit is read only when its first document is asked for
     """
     texts = _texts(manifest, reader, k, lane, cursor, again)
     ahead = 1
@@ -244,7 +249,7 @@ def walk(
 
 
 class Text(NamedTuple):
-    """A training document before it is tokenized (as `Document`); None: they have ended."""
+    """A training document before it is tokenized, as `Document`. text None: there are no more."""
 
     epoch: int
     unit: int
@@ -278,7 +283,7 @@ def _texts(
                 if replaced:
                     counts["replaced"] += 1
                 last_epoch = epoch
-                # Not the counter that is still used: several texts wait for their tokens at once.
+                # Each text gets a counter of its own: several texts wait for their tokens at once.
                 yield Text(epoch, position, row, text, counts or NOTHING)
                 if counts:
                     counts = Counter()
@@ -288,7 +293,7 @@ def _texts(
 def _expect_next(
     manifest: Manifest, reader: Reader, k: int, lane: int, epoch: int, position: int
 ) -> None:
-    """Tell the reader which unit this lane walks next, so that a far one is there in time."""
+    """Tell the reader which unit this lane reads next, so that a remote one arrives in time."""
     source = manifest.sources[k]
     if not source.remote:
         return
@@ -301,7 +306,7 @@ def _expect_next(
 
 
 def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterator[Document]:
-    """`walk` for a token cache whose documents are packed whole: nothing is left to tokenize."""
+    """Yield documents as `walk` does, but from a token cache: nothing has to be tokenized."""
     source, seed = manifest.sources[k], manifest.seed
     last_epoch = cursor.epoch
     counts: Counter[str] = Counter()
@@ -328,7 +333,8 @@ def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterat
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
     """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
 
-    Where units do not divide evenly, some lanes get one more: in each epoch others, by a rotation.
+    If the units cannot be dealt evenly, some lanes get one more. A rotation changes which lanes
+    these are from epoch to epoch.
     """
     order = _order(source_units, mix(seed, 1, k, epoch))
     return order[(lane + mix(seed, 6, k, epoch)) % lanes :: lanes]
@@ -342,7 +348,7 @@ def _order(n: int, key: int) -> np.ndarray:
 def _units(
     manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
 ) -> Iterator[tuple[int, int, Rows, bool]]:
-    """Yield (epoch, position in the lane's list, rows in its order, may they be held out?)."""
+    """Yield (epoch, position in the lane's list, shuffled rows, whether rows may be held out)."""
     source, seed = manifest.sources[k], manifest.seed
     heldout = frozenset(source.heldout_units)
     for epoch, index, u in _places(manifest, k, lane, cursor):

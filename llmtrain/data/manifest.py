@@ -1,8 +1,9 @@
-"""What the order of the data is made of: sources, their files, their units, what is held out.
+"""The manifest: the sources, their files, their units and what is held out.
 
-Rank 0 writes it once, as `manifest.json`; every later start and every other rank reads it, and
-nothing is listed, counted or inferred again. Places on this machine are not part of it: files are
-named relative to their source, so the same data under another path is the same data.
+The order of the data depends on it alone. Rank 0 writes it once, as `manifest.json`. Every later
+start and every other rank reads it, and does not list, count or infer anything again. Paths of this
+machine are not part of it: files are named relative to their source, so the same data under another
+path is the same data.
 
     source ── files (sorted by path) ── units (in file order) ── rows
 """
@@ -31,13 +32,13 @@ _PLAIN = (
 
 
 class Unit(NamedTuple):
-    """What is read at once.
+    """A part of a file that is read at once.
 
     file: index in the source's files
-    group: row group; −1 = a byte range of lines, of a compressed file all of it
+    group: row group; −1 = a byte range of lines, or a whole compressed file
     start, stop: rows of the group, or bytes of the file
 
-    In a token cache file is an `.idx`, group is 0, and documents are the rows.
+    In a token cache `file` is an `.idx`, `group` is 0, and the rows are documents.
     """
 
     file: int
@@ -51,7 +52,7 @@ class Source:
     """One source, and where it is now.
 
     root: directory, or hf://datasets/ID@COMMIT
-    id_column: None = the text is hashed
+    id_column: None = the text is hashed instead of an id
     threshold: a document of a unit in `heldout_units` is held out if its hash is below it
     """
 
@@ -71,7 +72,7 @@ class Source:
 
     @property
     def cached(self) -> bool:
-        """Is it a token cache, with tokens for text? Its units are documents of an `.idx`."""
+        """Whether it is a token cache, not text. Its units are then documents of an `.idx`."""
         return any(is_index(file.name) for file in self.files)
 
     def where(self, file: int) -> str:
@@ -81,9 +82,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a later start must find again: digest of the files, back end, digest of probe ids.
+    """Facts of the tokenizer; all but `versions` must be the same at a later start.
 
-    versions: of the libraries, for messages; others that give the same ids are as good.
+    digest: of its files
+    backend: the library that encodes
+    probe: digest of the ids of probe texts
+    length: ids are below it
+    versions: of the libraries, for messages only; other versions that give the same ids are
+        accepted
     """
 
     digest: str
@@ -95,11 +101,11 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that decides which tokens block g holds.
+    """Everything that decides which tokens are in block g.
 
-    document_mask: documents of a block do not see each other, and no label crosses their border ·
-    own_evaluation: `evaluation.sources` is set, so nothing is held out · made_with: the config's
-    values that all this was made from, by key.
+    document_mask: documents of a block do not see each other, and no label crosses their border
+    own_evaluation: `evaluation.sources` is set, so nothing is held out
+    made_with: the config values from which the manifest was made, by key
     """
 
     sources: tuple[Source, ...]
@@ -130,7 +136,7 @@ class Manifest:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """What the fingerprint covers, each part as a short value that shows what differs."""
+        """The parts of the fingerprint by name, each as a short value that shows what differs."""
         sources = self.sources
         return {
             "files": _short([[list(file) for file in source.files] for source in sources]),
@@ -151,7 +157,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over `parts`: equal iff the same blocks come out."""
+        """Hash of `parts`, 16 hex digits. It is the same if and only if the blocks are the same."""
         return _short(self.parts)
 
     def to_bytes(self) -> bytes:
@@ -160,14 +166,14 @@ class Manifest:
 
 
 class Stored(NamedTuple):
-    """What a stored manifest records, without a look at the data."""
+    """The part of a stored manifest that can be read without looking at the data."""
 
     made_with: Mapping[str, object]
     lanes: int
 
 
 def glance(path: Path) -> Stored:
-    """Read what a stored manifest records, without a look at the data."""
+    """Read the part of a stored manifest that needs no look at the data."""
     stored = json.loads(path.read_text("utf-8"))
     return Stored(stored["made_with"], stored["lanes"])
 
@@ -175,8 +181,8 @@ def glance(path: Path) -> Stored:
 def has_other_sources(path: Path, settings: DataSettings) -> bool:
     """Whether these settings have other sources than those that a stored manifest was made from.
 
-    A source is another one if the number of sources or one of its keys differs, or if its path
-    does and other files are there. Files that were moved are the same source.
+    They differ if the number of sources or one of a source's keys differs, or if a path differs and
+    other files are there. A source whose files were moved is the same source.
     """
     stored = json.loads(path.read_text("utf-8"))
     found = changes(stored["made_with"], settings.values)
@@ -190,20 +196,20 @@ def has_other_sources(path: Path, settings: DataSettings) -> bool:
 
 
 def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
-    """Whether exactly the files of a stored source are at another path of this machine."""
+    """Whether the new path is on this machine and has exactly the files of a stored source."""
     if entry["remote"] or not (now.path == SAMPLE or is_local(now.path)):
         return False
     try:
         files = resolve(now, key).files
     except UserError:
-        return False  # whoever reads the source reports what is wrong with it
+        return False  # reported when the source is read
     return files == tuple(File(**file) for file in entry["files"])
 
 
 def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
-    """Return the stored manifest, its sources where the configured ones are, with their weights.
+    """Return the stored manifest, with paths and weights of its sources as configured now.
 
-    Raises UserError if there is another number of sources or one of them is gone.
+    Raises UserError if the number of sources differs or one of them no longer exists.
     """
     stored = json.loads(path.read_text("utf-8"))
     if len(stored["sources"]) != len(configured):

@@ -1,4 +1,4 @@
-"""From documents to blocks of `seq_len` + 1 ids, of which every token is a target once.
+"""Packs documents into blocks of `seq_len` + 1 ids, of which every token is a target once.
 
 `concat` cuts an endless stream of tokens; a block begins with the last id of the one before
 (seq_len = 4):
@@ -7,15 +7,16 @@
     block 0  a b c d e
     block 1          e f g h i         its cursor names the document and token of e
 
-`bestfit` takes a window of documents and lays each, whole, into the block that it fills best; only
-longer ones are cut. Its cursor names the window's start and counts the blocks that have left it:
+`bestfit` takes a window of documents and puts each, whole, into the block that it fills best; only
+documents longer than a block are cut. Its cursor names the window's start and counts the blocks of
+the window that were yielded:
 
-    window   aaaaaaa bbb cc ddd        the place behind ddd is where the next window starts
+    window   aaaaaaa bbb cc ddd        the next window starts after ddd
     blocks   aaaaa · ··a aa(bb b)…     full blocks of long documents, tails and whole documents
 
-Documents may end: the last one then has no ids, and tells what was met behind the one before. The
-trap: what a packer gives depends on its cursor and the documents alone, so that a resume in the
-middle of a document or window gives the same blocks.
+Documents may end: then the last one has no ids, and counts what was found after the one before. The
+trap: the blocks depend on the cursor and the documents alone, so that a resume in the middle of a
+document or window gives the same blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ROOM = 32  # bits of a bin's number in a key that sorts bins by room
 
 
 class Document(NamedTuple):
-    """A document's tokens, separators included; none: the documents have ended.
+    """A document's tokens, separators included. Without tokens: there are no more documents.
 
     epoch, unit, row: its place in the lane's order
     counts: what was found since the document before
@@ -56,7 +57,7 @@ class Document(NamedTuple):
 class Span(NamedTuple):
     """Tokens [start, stop) of a document, which are in a block from position `at` on.
 
-    epoch, unit, row: the document's place in the lane's order.
+    epoch, unit, row: the document's place in the lane's order
     """
 
     epoch: int
@@ -68,14 +69,14 @@ class Span(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """One block without its number.
+    """One block, without its number.
 
     ids (S + 1,) int32
-    starts (n,) int32: where documents begin in ids; the first is 0, padding counts as one
-    trained (S,) bool: of ids[1:], false for padding; None = all
-    spans: which documents, in order of `at`
+    starts (n,) int32: where documents begin in ids; the first is 0, padding counts as a document
+    trained (S,) bool: of ids[1:], false for padding; None = all are trained
+    spans: the documents in it, in order of `at`
     cursor: where the next block begins
-    counts: of this block
+    counts: what was found while it was filled
     """
 
     ids: np.ndarray
@@ -88,7 +89,7 @@ class Packed(NamedTuple):
 
 Walk = Callable[[Cursor, bool], Iterator[Document]]
 
-# Blocks; where documents end, what was met behind the last one or fills no block is returned.
+# Yields blocks. When documents end, it returns what was counted since the last block.
 Packing = Generator[Packed, None, Counter[str]]
 
 
@@ -101,7 +102,7 @@ def open_packing(
     pad: int,
     order: Sequence[int],
 ) -> Packing:
-    """Return the blocks of `walk` from `cursor` on, in the packing of that name."""
+    """Return the blocks of `walk` from `cursor` on, made by the packing of that name."""
     match packing:
         case "concat":
             return concat(walk(cursor, False), seq_len, cursor)
@@ -112,9 +113,9 @@ def open_packing(
 
 
 def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packing:
-    """Cut a stream of documents; the first is the one that `cursor` names.
+    """Cut a stream of documents into blocks. The first document is the one that `cursor` names.
 
-    Where documents end, targets that fill no block are counted as `left_over_tokens`. Raises
+    When documents end, targets that fill no block are counted as `left_over_tokens`. Raises
     UserError if the first document is not what it was when the cursor was saved.
     """
     size, offset = seq_len + 1, cursor.offset
@@ -147,15 +148,18 @@ def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packi
 
 
 def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequence[int]) -> Packing:
-    """Pack windows of at least `window_tokens` tokens; the first starts at `cursor`.
+    """Pack windows of at least `window_tokens` tokens. The first window starts at `cursor`.
 
-    walk: the documents from a cursor on; with True they are those of a window of which blocks have
-    left already, so that none of them may be left out now.
-    Documents, and tails of those longer than a block, are laid largest first (ties: the first to
-    arrive) into the fullest block that has room (ties: the oldest), and the blocks leave in a
-    permutation by (order, place of the window's start). Where documents end, the last window is
-    smaller: each document is trained on, and its blocks are filled up with `pad`. Raises UserError
-    if the window is not what it was when the cursor was saved.
+    Documents, and tails of those longer than a block, are placed largest first into the fullest
+    block that has room. Of equal documents the first to arrive is placed first, of equal blocks the
+    oldest is filled. The blocks are yielded in a permutation by (order, place of the window's
+    start). When documents end, the last window is smaller: each document is trained on, and the
+    blocks are filled up with `pad`.
+
+    walk: yields the documents from a cursor on; its second argument is True if some blocks of the
+        window were already yielded, so that none of its documents may be left out now
+
+    Raises UserError if the window is not what it was when the cursor was saved.
     """
     size, skip = seq_len + 1, cursor.offset
     start = cursor._replace(offset=0)
@@ -176,21 +180,23 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
             after = start._replace(offset=position + 1) if more else behind
             yield _fill(window, blocks[leaving[position]], size, pad, after, counts)
             counts = Counter()
-        if ended:  # what was met behind the last document went with the window
+        if ended:  # what was found after the last document was counted with the window
             return Counter()
         documents = walk(behind, False) if skip else documents
         start, skip = behind, 0
 
 
 def window_tokens(seq_len: int) -> int:
-    """Return the least tokens of a `bestfit` window: of 32 blocks, or 64 Ki, or of 8 blocks.
+    """Return the least number of tokens in a `bestfit` window.
 
-    Fewer blocks leave more padding, and a resume tokenizes the window of each lane again.
+    That is 32 blocks, but no more than 64 Ki tokens, and never less than 8 blocks. Fewer blocks
+    leave more padding; with more, a resume takes longer, since it tokenizes each lane's window
+    again.
     """
     return max(min(WINDOW_BLOCKS * seq_len, WINDOW_TOKENS), LEAST_BLOCKS * seq_len)
 
 
-# A stretch of a window's document: (its number, first token, end).
+# A part of a window's document: (number of the document, first token, end).
 _Piece = tuple[int, int, int]
 
 
@@ -215,10 +221,10 @@ def _window(
 
 
 def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
-    """Cut a window into blocks: full ones of long documents, then bins as they were opened.
+    """Cut a window into blocks: first full blocks of long documents, then bins in order of opening.
 
     A long document gives full blocks; its tail begins with the last id of the last of them. A tail
-    of that id alone has no target.
+    of that id alone has no target and is left out.
     """
     full: list[list[_Piece]] = []
     pieces: list[_Piece] = []
@@ -235,9 +241,9 @@ def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
 
 
 def fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Fill bins by best-fit decreasing; return their indices, each bin in the order placed."""
+    """Fill bins by best-fit decreasing; return each bin's indices in the order placed."""
     bins: list[list[int]] = []
-    rooms: list[int] = []  # sorted: room << _ROOM | bin, of bins that are not full
+    rooms: list[int] = []  # of bins that are not full, sorted: room << _ROOM | bin
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable
         length = lengths[index]
         at = bisect_left(rooms, length << _ROOM)

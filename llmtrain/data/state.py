@@ -1,7 +1,8 @@
-"""What a checkpoint keeps of the data: one cursor a lane and source, and a few numbers.
+"""What a checkpoint keeps of the data: one cursor per lane and source, and a few numbers.
 
-A block travels with its lane's cursors behind it, so the state after a step is known without asking
-the stream: for each lane, the cursors of its last block so far, held by the rank that had it.
+A block comes with the cursors of its lane after it. So the state after a step is known without
+asking the stream: each lane's cursors are those of its last block so far, which the rank of that
+block has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
 
 VERSION = 1
-# Part of the fingerprint → the config keys that decide it, the first one before the others.
+# Part of the fingerprint → the config keys that decide it; messages name the first.
 _KEYS = {
     "files": ("data.sources",),
     "units": ("data.sources", "data.lanes"),
@@ -43,12 +44,12 @@ Counts = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataState:
-    """The stream between two steps.
+    """The state of the stream between two steps.
 
     next_block: first block of the next step
-    weights_from: block since which the weights hold
+    weights_from: first block to which the present weights of the sources apply
     cursors (L, sources, 4) int64
-    stream_digest: rolling over the steps' batch digests
+    stream_digest: rolling hash of the steps' batch digests
     counts: label → dropped, replaced, heldout → how many
     parts: what the fingerprint is made of
     """
@@ -81,7 +82,7 @@ class DataState:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as in `trainer_state.json`: cursors as [epoch, unit, row, offset] lists."""
+        """Return the state as JSON, with each cursor as a list [epoch, unit, row, offset]."""
         return {
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -106,7 +107,7 @@ class DataState:
 
 
 def differing(state: DataState, manifest: Manifest) -> list[str]:
-    """Return names of the parts in which the data is not that of the state."""
+    """Return the names of the parts in which the manifest differs from the state."""
     if state.fingerprint == manifest.fingerprint:
         return []
     now = manifest.parts
@@ -114,9 +115,9 @@ def differing(state: DataState, manifest: Manifest) -> list[str]:
 
 
 def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None:
-    """Is this state one of this data? Raises UserError that lists what differs unaccepted.
+    """Raise UserError if the state differs from the manifest in parts that are not accepted.
 
-    accepted: `checkpoint.accept_changes`.
+    accepted: `checkpoint.accept_changes`
     """
     problems = [
         Problem(
@@ -133,10 +134,10 @@ def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None
 
 
 def carry_over(state: DataState, manifest: Manifest) -> DataState:
-    """Carry the state over to changed data: where the order is the same, as far in as before.
+    """Return the state for changed data. If the order is the same, it keeps its place in it.
 
-    Where units, seed or lanes are others, the new order begins at its beginning. Where only the
-    tokens or the blocks are others, each lane begins its present document again.
+    If files, units, seed or lanes differ, the new order starts at its beginning. If only the tokens
+    or the blocks differ, each lane starts its current document again.
     """
     changed = set(differing(state, manifest))
     cursors = state.cursors.copy()
@@ -172,7 +173,7 @@ def contribution(
 
     consumed: lane → the cursors that came with its last block on this rank
     shape: (L, sources)
-    first_block: where this start of the run began
+    first_block: the block with which this start of the run began
     """
     lanes, sources = shape
     part = np.zeros((lanes, sources, 4), np.int64)
@@ -186,7 +187,11 @@ def contribution(
 def merge_cursors(
     old: np.ndarray, parts: Iterable[np.ndarray], *, first_block: int, next_block: int
 ) -> np.ndarray:
-    """Return all lanes' cursors, from those at `first_block` and every rank's `contribution`."""
+    """Return the cursors of all lanes at `next_block`.
+
+    old: cursors at `first_block`, kept for lanes that have had no block since
+    parts: every rank's `contribution`
+    """
     merged = np.zeros_like(old)
     for part in parts:
         merged += part

@@ -1,4 +1,4 @@
-"""Deals the blocks of one rank, which torch's DataLoader reads ahead, into batches of steps.
+"""Makes batches, one per step, from the blocks of one rank, which torch's DataLoader reads ahead.
 
 A worker is a virtual rank: worker j of K on rank r acts as rank r + W·j of W·K. A block is taken
 from each in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0):
@@ -7,8 +7,8 @@ from each in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0
     worker 1 (virtual rank 2 of 4)       2       6       10
     rank 0                           0   2   4   6   8   10 …
 
-Several blocks go between processes at once, since torch's loader costs 0.1 ms for each time. The
-trap: they are numpy; a tensor would cost a file descriptor each.
+Several blocks are sent between processes at once, since torch's loader costs 0.1 ms per transfer.
+The trap: blocks are numpy arrays, because each tensor would cost a file descriptor.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ MIN_PREFETCH = 8
 ITEM_BLOCKS = 32
 ITEM_BYTES = 1 << 18
 PIPE_BYTES = 1 << 18
-TIMEOUT_SHARE = 0.8  # of the peers' patience: retries of the network (0.75) report before
+TIMEOUT_SHARE = 0.8  # of the peers' timeout; the network's retries give up before, at 0.75
 
 
 @dataclass(eq=False)
 class Blocks(IterableDataset[Block | list[Block | Failed]]):
     """The endless blocks of one virtual rank: g ≡ first (mod step), in order.
 
-    Opens every lane that these blocks are in, and discards its blocks that are not its own.
+    Each lane with one of these blocks is opened, and its blocks for other ranks are discarded.
 
-    item_blocks: which a worker gives at once; without workers they come one by one.
+    item_blocks: how many a worker sends at once; without workers they come one by one
     """
 
     manifest: Manifest
@@ -93,7 +93,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
         return carry(blocks, worker.id, self.item_blocks)
 
     def virtual(self, worker: int, workers: int) -> Iterator[Block]:
-        """Yield the blocks of one of `workers` workers. Errors name the last unit."""
+        """Yield the blocks of worker number `worker` of `workers`. Errors name the last unit."""
         rank, step = self.rank + self.world_size * worker, self.world_size * workers
         try:
             yield from self._blocks(rank, step, partial(self.asked.write, worker))
@@ -115,11 +115,11 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
 
 
 class Stream(Iterator[Batch]):
-    """This rank's batches, one a step, without an end. Close it: workers are processes.
+    """This rank's batches, one per step, without an end. Close it, since workers are processes.
 
-    It begins where it was opened, and nothing can be loaded into it later. Once all lanes of this
-    rank have given padding, its batches say `ended`; ranks that share lanes (W does not divide L)
-    may say so some steps later than a single one would.
+    It starts where it was opened, and no other state can be loaded later. Once every lane of this
+    rank has returned padding, its batches have `ended` set. If ranks share lanes (W does not divide
+    L), this may be some steps later than for a single rank.
     """
 
     def __init__(self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> None:
@@ -162,11 +162,11 @@ class Stream(Iterator[Batch]):
         )
 
     def interrupt(self) -> None:
-        """Stop waiting for the network, from any thread: the wait fails with 75 at once."""
+        """Stop waiting for the network, from any thread. The wait fails with 75 at once."""
         self._stop.set()
 
     def close(self) -> None:
-        """End the workers, those that hang too. Call it in a `finally`; twice does no harm."""
+        """End the workers, even those that hang. Call it in a `finally`; it may be called twice."""
         items, self._items = self._items, None
         if isinstance(items, Workers):
             items.close()
@@ -193,16 +193,16 @@ def open_stream(
     cursors: np.ndarray | None = None,
     reading: Reading,
 ) -> Stream:
-    """Begin to read this rank's blocks; with workers, they start at once.
+    """Open the stream of this rank's blocks. Workers begin to read at once.
 
     blocks_per_step: over all ranks
-    workers: processes; 0 = in this one
+    workers: number of processes; 0 = this process reads
     next_block: first block of the next step, a multiple of `blocks_per_step`
-    cursors (L, sources, 4): the state's; None = the beginning
+    cursors (L, sources, 4): those of the state; None = the beginning
     reading: how units are read
     """
     shape = (manifest.lanes, len(manifest.sources), 4)
-    # A copy: lanes are opened when their first block is due, whatever the caller does meanwhile.
+    # A copy: lanes are opened later, and the caller may have changed the array by then.
     cursors = np.zeros(shape, np.int64) if cursors is None else cursors.copy()
     assert cursors.shape == shape
     for source in manifest.sources:
@@ -225,7 +225,7 @@ def open_stream(
 
 
 def discard_factor(world_size: int, workers: int, lanes: int) -> int:
-    """Return the blocks made for each one used: 1 where processes × workers divide the lanes."""
+    """Return how many blocks are made for each one used: 1 if ranks × workers divides the lanes."""
     processes = world_size * max(1, workers)
     return processes // gcd(processes, lanes)
 
@@ -247,7 +247,7 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
         blocks,
         batch_size=None,
         collate_fn=identity,
-        # Its own: making an iterator draws a number from torch's global generator otherwise.
+        # Its own: otherwise an iterator draws a number from torch's global generator.
         generator=torch.Generator(),
         num_workers=workers,
         multiprocessing_context="spawn",
@@ -268,16 +268,16 @@ def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Wor
 
 
 def _widen(pipe: int) -> None:
-    """Make room for a whole item in the pipe, so that reader and writer need not wait."""
+    """Enlarge the pipe for a whole item, so that neither reader nor writer has to wait."""
     if sys.platform == "linux":
-        with suppress(OSError):  # beyond what the system grants this user: it is only slower
+        with suppress(OSError):  # over this user's limit: it is only slower
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
-    """Return the blocks a worker sends at once: its share of a step, up to 32 and 256 KiB.
+    """Return how many blocks a worker sends at once: its share of a step, up to 32 and 256 KiB.
 
-    blocks_per_step: of this rank.
+    blocks_per_step: of this rank
     """
     wanted = min(ITEM_BLOCKS, blocks_per_step // max(1, workers))
     return max(1, min(wanted, ITEM_BYTES // _bytes_of_a_block(manifest)))
@@ -286,9 +286,12 @@ def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
 def prefetch_factor(
     manifest: Manifest, blocks_per_step: int, workers: int, item_blocks: int
 ) -> int:
-    """Return the items a worker reads ahead: two steps' blocks, at least 8; to 64 MiB or 2 items.
+    """Return how many items a worker reads ahead.
 
-    blocks_per_step: of this rank.
+    They have the blocks of two steps, at least 8, but no more than 64 MiB for all workers together.
+    There are always at least 2 items.
+
+    blocks_per_step: of this rank
     """
     blocks = max(MIN_PREFETCH, 2 * blocks_per_step // workers)
     most = PREFETCH_BYTES // (_bytes_of_a_block(manifest) * item_blocks * workers)
@@ -296,5 +299,5 @@ def prefetch_factor(
 
 
 def _bytes_of_a_block(manifest: Manifest) -> int:
-    """Bound the bytes of a block: ids have 4 each; borders and masks are less than that again."""
+    """Return an upper bound of a block's bytes: ids have 4 each, borders and masks less."""
     return 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)

@@ -4,7 +4,7 @@
                                                                                           │
     later starts:   manifest.load  ─►  check(manifest, …)                  ◄──────────────┘
 
-How files become parts, and parts units, is in `file_parts.py`.
+`file_parts.py` finds the parts of files and cuts them into units.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def survey(
 
     processes: ranks × data workers (at least 1 each)
     run_dir, stop: as in `Reading`
-    lanes: those of a run that exists
+    lanes: number of lanes of a run that exists
 
-    Raises UserError with the problems of all sources: nothing there,
-    not readable, no text column, no training document left …; RunError (75) at a stop.
+    Raises UserError with the problems of all sources: no files, unreadable files, no text column,
+    no training document left and others; RunError (75) at a stop.
     """
     data, seed = settings.data, settings.seed
     reading = reading_of(settings, run_dir, stop)
@@ -131,7 +131,7 @@ def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[tuple[SourceConf
 def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
     """Yield training documents for a tokenizer: whole units in random order, sources in turn.
 
-    Ends at the first document that reaches `limit_bytes` of UTF-8 text, or with the last unit.
+    The last one is the first to reach `limit_bytes` of UTF-8 text, or the last of all units.
     """
     for i, source in enumerate(survey.sources):
         if source.cached:
@@ -145,16 +145,16 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
 
 
 def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
-    """Yield up to `count` training documents, sources of text in turn, which reads few units.
+    """Yield up to `count` training documents, sources of text in turn. Few units are read.
 
-    Ends at the document that reaches `limit_bytes` of UTF-8 text.
+    The last one is the first to reach `limit_bytes` of UTF-8 text.
     """
     streams = [chain.from_iterable(units) for units in _units(survey)]
     yield from _up_to(limit_bytes, heldout.in_turn(streams, count))
 
 
 def _units(survey: Survey) -> list[Iterator[Iterator[str]]]:
-    """Return the documents of each text source by unit, in an order that no lane walks."""
+    """Return the documents of each text source by unit, in an order that no lane has."""
     reader, seed = Reader(survey.reading), survey.seed
 
     def units(k: int, source: Source) -> Iterator[Iterator[str]]:
@@ -174,7 +174,7 @@ def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
 
 
 def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
-    """Make the manifest: from here on nothing about the data is decided again.
+    """Return the manifest. From here on nothing about the data is decided again.
 
     Raises UserError for a token cache that another tokenizer wrote.
     """
@@ -195,8 +195,8 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
 def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> None:
     """Check at a later start that data and tokenizer are those that the run began with.
 
-    Raises UserError that lists all that differs. Local files are compared by size and by their
-    first and last 64 KiB; files of the Hub when they are read, by their etag.
+    Local files are compared by size and by their first and last 64 KiB; files of the Hub by etag,
+    when they are read. Raises UserError that lists all that differs.
     """
     found = changes(manifest.made_with, settings.values)
     problems = refusals(found, settings.accepted, "as when the run began")
@@ -206,7 +206,7 @@ def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> N
 
 
 def changed_files(manifest: Manifest) -> list[Problem]:
-    """Return local files that are gone or not what they were, by their sources' `path` keys."""
+    """Return a problem for each local file that is gone or changed, with its source's key."""
     problems: list[Problem] = []
     for i, source in enumerate(manifest.sources):
         if not source.remote:
@@ -216,7 +216,7 @@ def changed_files(manifest: Manifest) -> list[Problem]:
 
 
 def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
-    """Return how the tokenizer differs from the manifest; every process that encodes checks it."""
+    """Return how the tokenizer differs from the manifest. Every process that encodes calls this."""
     now, then = asdict(_facts(tokenizer)), asdict(manifest.tokenizer)
     remedy = (
         f"restore the run's tokenizer/, and the versions it began with: {then['versions']} "
@@ -230,14 +230,14 @@ def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Proble
 
 
 def packing_of(data: DataConfig) -> tuple[PackingName, bool]:
-    """Return what `auto` means for packing and document mask."""
+    """Return packing and document mask, with `auto` resolved."""
     packing: PackingName = "concat" if data.packing == "auto" else data.packing
     asked = data.document_mask
     return packing, packing != "concat" if asked == "auto" else asked
 
 
 def _warn_of_shared_files(sources: Sequence[Source]) -> None:
-    """Warn of files in two sources: what one holds out, the other might train on."""
+    """Warn of files in two sources: what one holds out, the other may train on."""
     first: dict[tuple[int, str], str] = {}
     for source in sources:
         for index, file in enumerate(source.files):
@@ -251,7 +251,7 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
 
 
 def _tell_of_text_files(sources: Sequence[Source]) -> None:
-    """Log once for each source that lines are documents: elsewhere a text file is often one."""
+    """Log for each source with text files that a line is a document, not the whole file."""
     for source in sources:
         formats = [file_format(file.name) for file in source.files]
         if any(format_ and format_.kind == "text" for format_ in formats):
@@ -279,7 +279,7 @@ def _each(function: Callable[[int], T], count: int) -> list[T]:
 def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
 ) -> tuple[Source, list[Part]]:
-    """Return a source without its units, and what they are cut from."""
+    """Return a source without its units, and the parts from which they are cut."""
     reading = reader.reading
     resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
     source = Source(
@@ -342,7 +342,7 @@ def _version(package: str) -> str:
 def _changed_files(source: Source, key: str) -> list[Problem]:
     problems = []
     remedy = f"bring the old data back, or {way_out(key)}"
-    used = {unit.file for unit in source.units}  # not the empty ones, nor those left out
+    used = {unit.file for unit in source.units}  # without empty files and those left out
     for index, file in enumerate(source.files):
         path = Path(source.where(index))
         if index not in used and not source.cached:

@@ -1,13 +1,13 @@
-"""Starts and ends data workers, and turns whatever goes wrong with them into one error.
+"""Starts and ends data workers, and turns each kind of failure into one error.
 
-    raises        its last item holds the error, with the traceback and the unit
-    dies          a thread waits for that, whatever the main thread is doing: it ends the other
-                  workers and cuts the pipe, so that whoever waits for an item is woken at once
-    is silent     the loader gives up after 0.8 of the peers' patience
+    raises        its last item has the error, with the traceback and the unit
+    dies          a thread waits for this, whatever the main thread is doing: it ends the other
+                  workers and closes the pipe, so that a reader that waits for an item wakes up
+    is silent     the loader gives up after 0.8 of the peers' timeout
 
-The trap: torch's own handler of SIGCHLD raises at any line of the main thread, and a worker that
-was killed while it wrote leaves half a message, for the rest of which a reader waits. So
-the handler has to forget these workers, and the pipe's end wakes the reader.
+The trap: torch's own handler of SIGCHLD raises at any line of the main thread. And a worker that is
+killed while it writes leaves half a message, and a reader waits for the rest. So torch's handler
+has to forget these workers, and the end of the pipe wakes the reader.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAME_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last item of a worker that failed: what it raised, without its class."""
+    """The last item of a worker that failed: what it raised, without the exception's class."""
 
     problems: tuple[Problem, ...]
     message: str
@@ -56,13 +56,13 @@ class Failed:
 
 
 class Asked:
-    """The unit that each worker asked for last, in memory that outlives the worker."""
+    """The unit that each worker asked for last, in shared memory that outlives the worker."""
 
     def __init__(self, workers: int) -> None:
         self._names = RawArray(ctypes.c_char, max(1, workers) * _NAME_BYTES)
 
     def write(self, worker: int, name: str) -> None:
-        """Store a unit's name; of a long one the end, which tells most."""
+        """Store a unit's name. Of a long name only the end is stored, which is the telling part."""
         encoded = name.encode(errors="backslashreplace")[-_NAME_BYTES:].ljust(_NAME_BYTES, b"\0")
         self._slot(worker)[:] = encoded
 
@@ -78,9 +78,9 @@ class Asked:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Block signals while processes are started: they inherit it, until `start_worker`.
+    """Block signals while processes are started, which inherit this until `start_worker`.
 
-    It comes seconds after the process has begun: torch is imported in between.
+    `start_worker` runs seconds after the process has begun, since torch is imported first.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
@@ -101,9 +101,9 @@ def start_worker(worker_id: int) -> None:
 
 
 def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
-    """Yield items of `size` blocks in a worker, without what the trainer does not need.
+    """Yield items of `size` blocks in a worker, without `spans`, which the trainer does not need.
 
-    A failure is the last of the last item: torch would lose what the exception knows.
+    A failure is the last entry of the last item. If it were raised, torch would lose its details.
     """
     item: list[Block | Failed] = []
     try:
@@ -118,7 +118,7 @@ def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bloc
         item.append(Failed(tuple(problems), "", error.exit_code, ""))
     except RunError as error:
         item.append(Failed((), str(error.args[0]), error.exit_code, error.remedy))
-    except Exception:  # the edge of the process
+    except Exception:  # any other failure is sent to the rank, too
         message = f"data worker {worker} failed: {traceback.format_exc()}"
         remedy = "this is a defect: the traceback shows where"
         item.append(Failed((), message, 1, remedy))
@@ -126,20 +126,24 @@ def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bloc
 
 
 def error_of(item: Failed) -> UserError | RunError:
-    """Return the failure as an exception of this process."""
+    """Return a worker's failure as an exception of this process."""
     if item.problems:
         return UserError(*item.problems)
     return RunError(item.message, item.exit_code, item.remedy)
 
 
 class Workers(Iterator[Block | Failed]):
-    """The blocks of worker processes, one of each in turn, with every end of a worker explained.
+    """The blocks of worker processes, one of each in turn. Errors say how a worker ended.
 
-    Torch gives an item of each in turn, too; what is left of them waits here.
+    Torch gives the workers' items in turn, too; blocks of an item that are not due yet are kept
+    here.
     """
 
     def __init__(self, items: Any, asked: Asked, stop: Any, timeout_seconds: float) -> None:
-        """Items: a `_MultiProcessingDataLoaderIter` whose workers torch's handler has forgotten."""
+        """Watch the workers of `items`, a `_MultiProcessingDataLoaderIter`.
+
+        Torch's handler of SIGCHLD must have forgotten them.
+        """
         self.processes: list[BaseProcess] = list(items._workers)
         self._items: Any | None = items
         self._asked = asked
@@ -148,7 +152,7 @@ class Workers(Iterator[Block | Failed]):
         self._turn = 0
         self._held: list[deque[Block | Failed]] = [deque() for _ in self.processes]
         self._fate = _Fate()
-        # It must not hold `items`: torch ends the workers of an iterator that nobody holds.
+        # The thread must not refer to `items`: without references, torch ends its workers.
         arguments = (self.processes, items._data_queue._writer, self._fate)
         self._thread = threading.Thread(target=_watch, args=arguments, daemon=True)
         self._thread.start()
@@ -157,7 +161,7 @@ class Workers(Iterator[Block | Failed]):
         atexit.register(self._at_exit)
 
     def __next__(self) -> Block | Failed:
-        """Return the next block. Raises RunError (75) if a worker died or is silent too long."""
+        """Return the next block. Raises RunError (75) if a worker died or sent nothing in time."""
         if self._fate.dead is not None:
             raise self._death()
         assert self._items is not None, "the stream is closed"
@@ -171,7 +175,7 @@ class Workers(Iterator[Block | Failed]):
         return held.popleft()
 
     def close(self) -> None:
-        """End the workers, those that hang too. Twice does no harm."""
+        """End the workers, even those that hang. It may be called twice."""
         items, self._items = self._items, None
         if items is None:
             return
@@ -179,7 +183,7 @@ class Workers(Iterator[Block | Failed]):
         if self._fate.dead is None and not self._fate.silent:
             _end_gently(items, self._stop, self.processes)
         else:
-            # One that was killed may have held a lock of an event: touch none of them.
+            # A worker that was killed may have held the lock of an event: use no event.
             items._shutdown = True
             _kill(self.processes)
         for process in self.processes:
@@ -197,7 +201,7 @@ class Workers(Iterator[Block | Failed]):
             )
             return RunError(message, RESTARTABLE, CONTINUES)
         if _has_ended(self.processes):
-            self._thread.join()  # it is about to say which one, and how
+            self._thread.join()  # it is about to set which worker ended, and how
             return self._death()
         return error
 
@@ -215,9 +219,9 @@ class Workers(Iterator[Block | Failed]):
 
 
 class _Fate:
-    """What the watching thread and the main thread share.
+    """State that the watching thread and the main thread share.
 
-    dead: the first worker that ended by itself, and its exit code as `multiprocessing` has it.
+    dead: the first worker that ended by itself, and its exit code as `multiprocessing` has it
     """
 
     def __init__(self) -> None:
@@ -227,9 +231,9 @@ class _Fate:
 
 
 def _watch(processes: list[BaseProcess], writer: Any, fate: _Fate) -> None:
-    """Wait for the first worker that ends; end the others, and wake the reader of their pipe.
+    """Wait for the first worker that ends; then end the others, and wake the reader of their pipe.
 
-    The pipe has come to its end once all who could write are gone: the workers, and this process.
+    The pipe ends once nobody can write to it: neither the workers nor this process.
     """
     ended = connection.wait([process.sentinel for process in processes])
     if fate.closing:

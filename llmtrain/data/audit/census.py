@@ -2,12 +2,12 @@
 
     size of a unit     known without reading it: its share of the text column, or of the file
     sampled units      ─►  documents, bytes of text
-    some of their text ─►  tokens of a byte of text
+    some of their text ─►  tokens per byte of text
 
-What is seen in a sample stands for all units of the same format, since rows of parquet, bytes of
-lines and bytes of compressed files have no common measure. Units are drawn at random, because
-neighbours are alike (a dump's oldest pages are its longest). The trap: a few long documents hold
-half of the text, so text is scaled by its known size, not by rows.
+A sample represents all units of the same format only, since rows of parquet, bytes of lines and
+bytes of compressed files cannot be compared. Units are drawn at random, because neighbours are
+alike (a dump's oldest pages are its longest). The trap: a few long documents can be half of the
+text, so text is scaled by its known size, not by rows.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.hashing import mix, permutation
 
 SAMPLED_UNITS = 64  # of each format of a source
-SAMPLED_BYTES = MIB // 4  # of each of these units that are tokenized, unless rows are asked for
+SAMPLED_BYTES = MIB // 4  # tokenized from each of these units, unless a number of rows is asked for
 BATCH = 64  # documents tokenized at once
 _WHOLE = 1 << 64
 
 
 class Amount(NamedTuple):
-    """Documents that can be used, bytes of their text as UTF-8, their tokens with separators."""
+    """Usable documents, the UTF-8 bytes of their text, and their tokens with separators."""
 
     documents: float
     bytes: float
@@ -52,13 +52,15 @@ class Amount(NamedTuple):
 class Census:
     """The numbers of a source.
 
-    exact: every row was looked at; else all but `looked_at`, `duplicates`, `lengths` are estimates
-    all, training: of all documents, and of those that are not held out
+    exact: every row was looked at; if not, all but `looked_at`, `duplicates` and `lengths` are
+        estimates
+    all: of all documents
+    training: of documents that are not held out
     dropped: rows that are null, empty or blank
     replaced: documents with invalid UTF-8
     looked_at: rows
     duplicates: texts that were seen before
-    lengths: tokens of a document → how many of those looked at
+    lengths: tokens of a document → how many of the documents that were looked at
     """
 
     exact: bool
@@ -72,10 +74,10 @@ class Census:
 
 
 class _Document(NamedTuple):
-    """A document that can be used.
+    """A usable document.
 
     text: None in a token cache
-    size: bytes of the text, or number of the ids
+    size: bytes of the text, or number of ids in a token cache
     held: whether it is held out
     """
 
@@ -88,10 +90,10 @@ class _Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Units that are decoded together, and so sampled as one.
+    """Units that are decoded together, and therefore sampled as one.
 
     units: indices in their source
-    size: of their text, in bytes of the file; in a token cache their tokens
+    size: of their text as the file stores it, in bytes; in a token cache, in tokens
     rows: 0 = unknown
     trained: share of the documents that is not held out
     """
@@ -103,7 +105,7 @@ class _Piece:
 
 
 class _Format:
-    """The units of one format of a source, and what was seen of them so far."""
+    """The units of one format of a source, and what was found in them so far."""
 
     def __init__(
         self, source: Source, k: int, seed: int, tokenizer: Tokenizer, reader: Reader
@@ -113,11 +115,11 @@ class _Format:
         self.seed = seed
         self.tokenizer = tokenizer
         self.reader = reader
-        # The ids of a token cache hold their separators already.
+        # The ids of a token cache already include separators.
         self.separators = 0 if source.cached else 1 if tokenizer.bos is None else 2
         self.met: Counter[str] = Counter()  # documents, dropped, replaced: of all rows read
         self.bytes = self.tokens = 0.0  # of all documents read, without separators
-        self.held = Amount(0, 0, 0)  # of those that were tokenized, without separators
+        self.held = Amount(0, 0, 0)  # of held-out documents that were tokenized, without separators
         self.hashes: array[int] = array("Q")
         self.lengths: Counter[int] = Counter()
 
@@ -145,7 +147,7 @@ class _Format:
         return len(some) == len(documents)
 
     def _documents(self, u: int) -> Iterator[_Document]:
-        """Yield the documents of a unit that can be used."""
+        """Yield the usable documents of a unit."""
         source = self.source
         rows = heldout.rows_of(source, u, self.reader)
         chosen = u in source.heldout_units
@@ -196,10 +198,14 @@ class _Part(NamedTuple):
 def census(
     manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, limit: int | None
 ) -> Census:
-    """Look at about `limit` documents of source k, the same ones for the same seed.
+    """Count the documents of source k, or estimate their number from a sample.
 
-    limit: 0 = all of them; None = `SAMPLED_BYTES` of each of at most `SAMPLED_UNITS` units of each
-    format. Raises as reading does.
+    The same seed gives the same sample.
+
+    limit: about how many documents to look at; 0 = all, None = `SAMPLED_BYTES` of each of at most
+        `SAMPLED_UNITS` units of each format
+
+    Raises as reading does.
     """
     source = manifest.sources[k]
     groups = _formats(source)
@@ -228,7 +234,7 @@ def census(
 
 
 def _formats(source: Source) -> list[list[int]]:
-    """Group the units by how their files are stored."""
+    """Group the units by the format of their files."""
     found: dict[object, list[int]] = {}
     for u, unit in enumerate(source.units):
         found.setdefault(file_format(source.files[unit.file].name), []).append(u)
@@ -236,7 +242,7 @@ def _formats(source: Source) -> list[list[int]]:
 
 
 def _part(one: _Format, pieces: Sequence[_Piece], limit: int | None) -> _Part:
-    """Look at some of the pieces, in random order, and scale what is found to all of them."""
+    """Look at some of the pieces, in random order, and scale the result to all of them."""
     order = sorted(pieces, key=lambda piece: mix(one.seed, 9, one.k, piece.units[0]))
     spread = min(SAMPLED_UNITS, len(pieces))
     chosen: list[_Piece] = []
@@ -266,9 +272,11 @@ def _part(one: _Format, pieces: Sequence[_Piece], limit: int | None) -> _Part:
 def _factors(
     chosen: Sequence[_Piece], shares: Sequence[tuple[_Piece, float]]
 ) -> tuple[float, float]:
-    """Return how much larger a share of all pieces is than the chosen ones, by rows and by size.
+    """Return the ratio of `shares` to the chosen pieces, by rows and by size.
 
-    Rows of parquet are known; of lines only their bytes are.
+    shares: pieces, with the share of each that counts
+
+    The number of rows is known for parquet only; for other formats both factors are by size.
     """
     by_size = sum(p.size * share for p, share in shares) / max(1, sum(p.size for p in chosen))
     rows = sum(piece.rows for piece in chosen)
@@ -278,7 +286,8 @@ def _factors(
 def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_Piece]:
     """Yield the pieces of these units.
 
-    Slices of a row group are one: its size is known, that of a slice is not.
+    Slices of a row group are one piece: only the size of the group is known. If the group is too
+    large to be decoded at once, each slice is a piece.
     """
     held = source.threshold / _WHOLE
     evaluated = frozenset(source.heldout_units)
@@ -297,7 +306,7 @@ def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_P
 
 
 def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
-    """Measure a unit's text without reading it, in bytes, or in tokens of a cache."""
+    """Return the size of a unit's text without reading it: bytes, or tokens of a cache."""
     if source.cached:
         return token_cache.num_tokens(source, unit)
     if unit.group < 0:
@@ -317,7 +326,10 @@ def _group(source: Source, unit: Unit, reader: Reader) -> pq.RowGroupMetaData:
 
 
 def _some(documents: Sequence[_Document], key: int, limit: int | None) -> list[_Document]:
-    """Choose documents at random: `limit` of them, all, or until there are enough bytes."""
+    """Choose documents at random.
+
+    limit: how many; 0 = all, None = as many as have `SAMPLED_BYTES`
+    """
     order = permutation(len(documents), key)
     if limit is not None:
         return [documents[index] for index in order[: limit or None]]

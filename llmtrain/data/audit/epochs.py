@@ -1,4 +1,4 @@
-"""How many blocks one pass over the training documents makes: counted, or estimated by a census."""
+"""The number of blocks of an epoch: counted, or estimated by a census."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Epoch:
 
     tokens: with those that separate documents
     blocks: of `seq_len` trained positions
-    exact: counted, not estimated from a sample
+    exact: whether they were counted, not estimated from a sample
     """
 
     documents: int
@@ -45,7 +45,7 @@ def epoch(
 ) -> Epoch:
     """Count, or estimate, one epoch. Raises UserError or RunError as reading does.
 
-    known: a census of each source; what is exact is not counted again.
+    known: a census of each source; one that is exact is not made again
     """
     reader = Reader(reading)
     documents = tokens = blocks = 0.0
@@ -61,7 +61,7 @@ def epoch(
 def _training(
     manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, known: Census | None
 ) -> tuple[float, float, bool]:
-    """Return training documents of source k, their tokens, and whether they are counted."""
+    """Return (training documents of source k, their tokens, whether both were counted)."""
     source = manifest.sources[k]
     if source.cached:
         stream = token_cache.training_stream(source, manifest.seed)
@@ -74,7 +74,10 @@ def _training(
 
 
 def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader) -> float:
-    """Return blocks per token. Beyond `concat` padding counts: it is measured on a few windows."""
+    """Return the number of blocks per token of source k.
+
+    Packings other than `concat` add padding, which is measured on a few windows.
+    """
     seq_len = manifest.seq_len
     if manifest.packing == "concat":
         return 1 / seq_len
@@ -104,12 +107,12 @@ def _repeat_documents(
 ) -> Iterator[np.ndarray]:
     """Yield the training documents of a source as tokens, again and again.
 
-    A small source does not fill a window by itself.
+    One pass over a small source may not fill a window.
     """
     source, seed = manifest.sources[k], manifest.seed
     order = sorted(range(len(source.units)), key=lambda u: mix(seed, 9, k, u))
     for u in cycle(order):
-        if source.cached:  # held-out ones are as long as others
+        if source.cached:  # with held-out documents, which are as long as others
             rows = token_cache.rows_of(source, source.units[u])
             usable = filter(rows.usable, range(len(rows)))
             yield from (rows.ids(row, tokenizer.length) for row in usable)

@@ -3,8 +3,8 @@
     state at a save  ─►  replay: the lanes' blocks again  ─►  origins: file, row, id, title, url
 
 Nothing is stored for it: a block is a pure function of the manifest, the lanes' cursors at some
-block before it, and the weights in force. So only the lanes that are asked for are walked, and only
-from that block on.
+earlier block, and the weights in force. So only the lanes in question are walked, and only from
+that block on.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DESCRIBING = ("title", "url")
 
 
 class Document(NamedTuple):
-    """A document by its place in the order of a lane, as `Span` has it.
+    """A document by its place in the order of a lane, as in `Span`.
 
-    Of a token cache, whose documents have numbers: row is the number, lane and unit are −1.
+    The documents of a token cache are numbered: row is the number, lane and unit are −1.
     """
 
     source: int
@@ -49,11 +49,11 @@ class Origin(NamedTuple):
     """Where a document was read, and the columns of its row that describe it.
 
     file: relative to its source
-    group: the row group, None in other files
+    group: the row group; None in files without row groups
     at: the row of that group, the byte of the file at which its line begins, or the document's
         number in a token cache
-    id, title, url: None where the row has none; the id of a token cache's document is its number
-        in the source
+    id, title, url: None if the row has no such column; in a token cache the id is the document's
+        number in the source
     """
 
     file: str
@@ -81,8 +81,10 @@ def replay(
 ) -> Iterator[tuple[int, Block]]:
     """Yield blocks first … stop − 1 with their numbers, from the state at `next_block`.
 
-    cursors (L, sources, 4): of the block that each lane is at with `next_block` ≤ first. Raises
-    as reading does.
+    cursors (L, sources, 4): the state of each lane at `next_block`
+    next_block: at most `first`
+
+    Raises as reading does.
     """
     lanes = Lanes(manifest, tokenizer, reader, cursors, next_block)
     for g in range(first, stop):
@@ -90,7 +92,7 @@ def replay(
 
 
 def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Document:
-    """Return whose tokens a span of block g holds."""
+    """Return the document to which a span of block g belongs."""
     k, lane = block.source, g % manifest.lanes
     source = manifest.sources[k]
     if not source.cached:
@@ -106,9 +108,10 @@ def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Documen
 def is_whole(
     manifest: Manifest, tokenizer: Tokenizer, document: Document, block: Block, span: Span
 ) -> bool:
-    """Does a span that begins its document hold all of it?
+    """Return whether a span that begins its document has all of the document.
 
-    Nothing in a text is encoded as the end of text; a token cache has documents as it likes.
+    A text ends with the first end-of-text token, since nothing in it is encoded as one. Documents
+    of a token cache may have any tokens, so their length decides.
     """
     source = manifest.sources[document.source]
     if not source.cached:
@@ -118,14 +121,14 @@ def is_whole(
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Return what a document's ids say, or a part of them: without begin and end token."""
+    """Return the text of a document's ids, or of a part of them, without begin and end token."""
     return tokenizer.decode(token_cache.text_ids(ids, tokenizer))
 
 
 def origins(
     manifest: Manifest, reader: Reader, documents: Collection[Document]
 ) -> dict[Document, Origin]:
-    """Return where documents come from. Reads each unit that one of them is in once more."""
+    """Return where documents come from. Each unit that one of them is in is read again."""
     wanted: dict[tuple[int, int], list[Document]] = defaultdict(list)
     found: dict[Document, Origin] = {}
     for document in documents:
@@ -151,7 +154,7 @@ def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -
 
 
 def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
-    """Return the row of a unit, in file order, at a place of the lane's order."""
+    """Return the row, in file order, that is at place `row` of the lane's order."""
     return int(permutation(rows, mix(manifest.seed, 2, k, epoch, u))[row])
 
 
@@ -191,7 +194,7 @@ def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]
     names = [name for name in _columns(source) if name in there]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):
-        # As if they were text and id of a source: so they are read as these are, the Hub included.
+        # Named as text and id of a source, they are read as these are, also from the Hub.
         described = replace(source, text_column=first, id_column=second)
         rows = reader.rows(described, unit, needed=True)
         columns[first] = _decode(rows.texts)

@@ -1,7 +1,7 @@
-"""Which bytes of a file on the Hub a unit is read from.
+"""Finds the bytes of a file on the Hub that a unit is read from.
 
-row group     the chunks of the text and id columns; near ones are one range
-lines         the unit's own bytes, one before them and a margin behind
+row group     the chunks of the text and id columns; close ones are one range
+lines         the unit's own bytes, one byte before them and a margin after them
 compressed    the whole file
 """
 
@@ -17,7 +17,7 @@ from llmtrain.data.remote.prefetch import KEPT_BYTES
 from llmtrain.data.remote.request import HubFile, web_url
 from llmtrain.data.sources.local import file_format
 
-MERGE_BYTES = 1 << 20  # two ranges that are nearer than this are one request
+MERGE_BYTES = 1 << 20  # two ranges that are closer than this are one request
 
 
 def hub_file(source: Source, file: int) -> HubFile:
@@ -27,12 +27,12 @@ def hub_file(source: Source, file: int) -> HubFile:
 
 
 def columns_of(source: Source) -> list[str]:
-    """Return the columns that are read."""
+    """Return the names of the columns that are read."""
     return [source.text_column, *([source.id_column] if source.id_column else [])]
 
 
 def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> list[tuple[int, int]]:
-    """Return the byte ranges of a unit. footer: of its file if it is parquet, else None."""
+    """Return the byte ranges of a unit. footer: of its file if that is parquet, else None."""
     if footer is not None:
         return column_spans(footer.row_group(unit.group), columns_of(source))
     known = source.files[unit.file]
@@ -41,7 +41,7 @@ def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> li
 
 
 def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[int, int]]:
-    """Return the byte ranges of a group that hold these columns; near ones are one."""
+    """Return the byte ranges of these columns in a row group; close ones are merged."""
     spans: list[tuple[int, int]] = []
     for index in range(group.num_columns):
         column = group.column(index)
@@ -62,8 +62,9 @@ def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[in
 def refetch_warning(source: Source, cache_bytes: int) -> str | None:
     """Return a warning for a remote source whose row groups are fetched several times an epoch.
 
-    Slices of one group are units of their own, and lanes read them at different times. None: there
-    are no slices, or they fit into memory or the disk cache, judging by the sizes of the files.
+    Slices of one group are separate units, and lanes read them at different times. The result is
+    None if there are no slices, or if they fit into memory or the disk cache, judging by the sizes
+    of the files.
     """
     parts = Counter((unit.file, unit.group) for unit in source.units if unit.group >= 0)
     sliced = {file for (file, _), count in parts.items() if count > 1}

@@ -1,13 +1,13 @@
 r"""Splits files of JSON lines and of text into lines, parses lines and decompresses files.
 
-A range [a, b) of a plain file owns the lines that *begin* in it, so neighbours neither share nor
-lose a line:
+A range [a, b) of a plain file owns the lines that *begin* in it, so that neighbours neither share
+nor lose a line:
 
     bytes   0        a=8       b=16
             first\n|second\n|third\n        [8, 16) owns what begins at 8 … 15
-                     ^ looked for from a − 1: a line begins behind the end of the line before
+                     ^ searched from a − 1: a line begins after the end of the line before
 
-JSON lines end with `\n` and nothing else; lines of text with `\n`, `\r\n` or `\r`.
+JSON lines end with `\n` only; lines of text with `\n`, `\r\n` or `\r`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.data.manifest import Unit
 from llmtrain.errors import Problem
 
 MIB = 1 << 20
-DECODED_LIMIT = 64 * MIB  # a compressed file when decoded; a line
+DECODED_LIMIT = 64 * MIB  # of a compressed file when decoded, and of a line
 LINE_MARGIN = 64 * 1024
 CHUNK_BYTES = 256 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
@@ -36,7 +36,7 @@ BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 
 
 def end_of_line(kind: str) -> re.Pattern[bytes]:
-    """Return what ends a line of this kind of file, jsonl or text."""
+    """Return the pattern that ends a line in this kind of file, jsonl or text."""
     return JSON_END if kind == "jsonl" else TEXT_END
 
 
@@ -77,7 +77,7 @@ def fields(
 
 
 def _kind(value: object) -> str:
-    """Return what a JSON value is, for a message."""
+    """Describe the kind of a JSON value, for a message."""
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]
@@ -99,7 +99,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def reach(unit: Unit, size: int, margin: int = LINE_MARGIN) -> tuple[int, int]:
-    """Return the bytes that hold a range's lines, if its last one is no longer than the margin."""
+    """Return the bytes with a range's lines, if the last line is no longer than the margin."""
     return max(unit.start - 1, 0), min(unit.stop + margin, size)
 
 
@@ -118,9 +118,9 @@ def not_utf_8(where: str, reason: str) -> Problem:
 def read_owned(
     file: io.RawIOBase | io.BufferedReader, unit: Unit, size: int, kind: str, where: str
 ) -> tuple[bytes, int]:
-    """Read the lines that begin in [start, stop); return them, and where the first begins.
+    """Read the lines that begin in a unit's range. Return them, and where the first begins.
 
-    Reads a margin behind the end for the last line, and twice as much while it is too little.
+    A margin after the range is read for the last line; it is doubled until it is large enough.
     """
     end = end_of_line(kind)
     margin = LINE_MARGIN
@@ -140,9 +140,12 @@ def read_owned(
 
 
 def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> int | None:
-    r"""Return where the line that begins behind the first end of line from `start` on begins.
+    r"""Return where a line begins: after the first end of line from `start` on.
 
-    None: not in these bytes. An end of line at the very end may be half of `\r\n`.
+    Return None if that is not in `data`. An end of line at the very end of `data` may be half of
+    `\r\n`, so it is not used.
+
+    complete: `data` reaches to the end of the file, so its own end also counts
     """
     found = end.search(data, start)
     if complete:
@@ -151,9 +154,11 @@ def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> 
 
 
 def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size: int) -> int:
-    """Return the decoded size of a compressed file as the file records it; −1 or less: unknown.
+    """Return the decoded size that a compressed file records; −1 or less: unknown.
 
-    gzip records it at its end (of the last member), zstd in its header. size: of the file in bytes.
+    gzip records it at the end (of the last member), zstd in the header.
+
+    size: of the file in bytes
     """
     if compression == "gz":
         if file.read(2) != GZIP_MAGIC:
@@ -171,7 +176,7 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 
 
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
-    """Return the whole content.
+    """Return the whole decoded content.
 
     Raises UnreadableError over DECODED_LIMIT, EOFError if the file is cut off.
     """
@@ -186,7 +191,7 @@ def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: 
 def chunks(
     file: io.RawIOBase | io.BufferedReader, compression: str | None, size: int
 ) -> Iterator[bytes]:
-    """Yield the content in pieces of about `size` bytes. Raises EOFError if it is cut off."""
+    """Yield the decoded content in pieces of about `size` bytes. Raises EOFError if cut off."""
     match compression:
         case "gz":
             with gzip.GzipFile(fileobj=file) as stream:
@@ -198,7 +203,7 @@ def chunks(
 
 
 def _unpack_zstd(file: io.RawIOBase | io.BufferedReader, size: int) -> Iterator[bytes]:
-    """Decode frame by frame: zstandard's stream reader takes a cut-off file for a short one."""
+    """Decode frame by frame: zstandard's stream reader does not notice that a file is cut off."""
     import zstandard
 
     decoder = None

@@ -1,4 +1,4 @@
-"""Reads units for training: decides what of them is left out, and what ends the run instead."""
+"""Reads units for training, and decides which bad ones are left out and which end the run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from llmtrain.errors import Problem, UserError
 class Reading:
     """How units are read.
 
-    timeout_seconds: after which peers give up on a process that waits for the network
-    run_dir: where the run keeps footers and what was skipped; None = nowhere
-    cache_bytes: of the disk, for what comes from the Hub
+    timeout_seconds: time after which peers give up on a process that waits for the network
+    run_dir: where the run keeps footers and the record of skipped parts; None = nowhere
+    cache_bytes: disk space for what comes from the Hub
     skip_bad_units: a unit or line that cannot be decoded is left out and recorded; those that are
         recorded already are always left out
     stop: set when this process must stop waiting for the network
@@ -51,17 +51,17 @@ class Reading:
 def reading_of(
     settings: DataSettings, run_dir: Path | None, stop: Stopping | None = None
 ) -> Reading:
-    """Return how a run with these settings reads. stop: as in `Reading`."""
+    """Return how a run with these settings reads its units. stop: as in `Reading`."""
     cache_bytes = int(settings.data.cache_gb * 2**30)
     skip = settings.data.on_bad_unit == "skip"
     return Reading(60 * settings.timeout_minutes, run_dir, cache_bytes, skip, stop)
 
 
 class Reader:
-    """Reads units, in one process, and leaves out what `on_bad_unit` allows to.
+    """Reads units in one process, and leaves out what `on_bad_unit` lets it skip.
 
-    reading: how
-    stop: set when the process must end, in place of the reading's own
+    reading: how units are read
+    stop: set when the process must end; replaces that of `reading`
     asked: called with the name of each unit before it is read
     """
 
@@ -80,12 +80,13 @@ class Reader:
     def rows(
         self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False
     ) -> Rows:
-        """Return the rows of a unit, in file order; no rows of a unit that is left out.
+        """Return the rows of a unit, in file order. A unit that is left out gives no rows.
 
-        epoch: which the unit is wanted for; None = before the first step.
-        needed: blocks were made of it, so it is not left out now.
-        Raises UserError for a bad file or line unless they are skipped, RunError for what the
-        machine did.
+        epoch: the epoch that needs the unit; None = before the first step
+        needed: blocks were already made of it, so it may not be left out now
+
+        Raises UserError for a bad file or line unless these are skipped, RunError if the machine
+        fails.
         """
         heartbeat.beat("reading a unit of the data")
         if needed:
@@ -127,7 +128,10 @@ class Reader:
         return rows
 
     def skips_file(self, source: Source, file: int, error: UnreadableError | None = None) -> bool:
-        """Is this file left out as a whole? An error may leave it out from now on."""
+        """Return whether a file is left out as a whole.
+
+        error: why it cannot be read; if bad units are skipped, the file is left out from now on
+        """
         known = source.files[file]
         part = LeftOut(source.label, known.name, "file", -1, 0, known.size, None)
         if error is not None and self.reading.skip_bad_units:
@@ -146,10 +150,10 @@ class Reader:
             raise too_many(source.label, error)
 
     def first_keys(self, source: Source, file: int) -> list[str] | None:
-        """Return the keys of a file's first JSON line, None if it has no line.
+        """Return the keys of a file's first JSON line, or None if it has no line.
 
-        A line without the text column is not an error here, unless reading leaves such lines out.
-        Raises UserError for a bad line.
+        If bad lines are skipped, a bad first line, or one without the text column, gives None.
+        Otherwise a bad line raises UserError, and one without the text column is returned.
         """
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
         with readable(place_of(source, unit)):
@@ -162,7 +166,7 @@ class Reader:
                         fields(row, source.text_column, None)
                 except ValueError as error:
                     if self.reading.skip_bad_units:
-                        return None  # reading leaves it out
+                        return None  # it is left out when it is read
                     raise self._bad_line(source, unit, position, str(error)) from error
                 return list(row)
         return None

@@ -1,6 +1,6 @@
-"""Decoded rows: texts and ids as bytes, and how text is made of them.
+"""The decoded rows of a unit: texts and ids as bytes, and how text is made of them.
 
-A text is decoded when its row is asked for; whether a unit is UTF-8 at all is judged at once.
+A text is decoded when its row is asked for; whether the unit is UTF-8 at all is checked at once.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import xxhash
 from llmtrain.data.documents.lines import not_utf_8
 from llmtrain.data.documents.skipped import UnreadableError
 
-REPLACED_SHARE = 100  # a unit is no UTF-8 if over 1 / 100 of its characters are not …
-MIN_REPLACED = 8  # … and not just one damaged word in a unit of a line or two
+REPLACED_SHARE = 100  # a unit is not UTF-8 if more than 1 / 100 of its characters are wrong …
+MIN_REPLACED = 8  # … and at least this many: a damaged word in a unit of a line or two is accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The decoded rows of one unit: texts and ids as bytes, null where a row has no value.
+    """The decoded rows of one unit: texts and ids as bytes, null if a row has no value.
 
-    skipped: parts of the file that were left out of it, the unit itself or lines
-    bad: lines without a document, as (first byte, why); "" = it is left out already
+    skipped: how many parts of the file were left out, the unit itself or lines
+    bad: lines without a document, as (first byte, reason); "" = it is already recorded as left out
     """
 
     texts: pa.Array
@@ -36,13 +36,13 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the texts and ids."""
+        """Bytes of memory of the texts and ids."""
         return int(self.texts.nbytes) + (0 if self.ids is None else int(self.ids.nbytes))
 
     def text(self, row: int) -> tuple[str | None, bool]:
-        """Return the document, and whether invalid UTF-8 was replaced.
+        """Return the document, and whether invalid UTF-8 in it was replaced.
 
-        None: the text is null, empty or blank.
+        The document is None if the text is null, empty or blank.
         """
         raw = self.texts[row].as_py()
         if raw is None:
@@ -54,7 +54,7 @@ class Rows:
         return (None, False) if not text or text.isspace() else (text, replaced)
 
     def usable(self, row: int) -> bool:
-        """Is there a document?"""
+        """Return whether a row has a document."""
         return self.text(row)[0] is not None
 
     def hash(self, row: int, seed: int) -> int:
@@ -70,13 +70,13 @@ class Rows:
         return Rows(self.texts.slice(start, stop - start), ids, self.skipped)
 
     def take(self, order: pa.Array) -> Rows:
-        """Return a copy of some rows in this order; the unit's other memory can be freed."""
+        """Return a copy of some rows in this order; the unit's other memory can then be freed."""
         ids = None if self.ids is None else self.ids.take(order)
         return Rows(self.texts.take(order), ids, self.skipped)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Can a column of this type be the text?"""
+    """Return whether a column of this type can be the text."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(test(kind) for test in tests)
@@ -105,8 +105,9 @@ def _as_bytes(column: pa.ChunkedArray) -> pa.Array:
 def refuse_other_encoding(texts: pa.Array, where: str) -> None:
     """Raise UnreadableError if over 1 % of a unit's characters would be replaced, or are NUL.
 
-    Latin-1 has bytes that are no UTF-8, UTF-16 without a mark has a NUL beside each Latin letter.
-    By unit, since a file is never read as a whole; a text as such costs a check of its bytes.
+    Latin-1 has bytes that are not UTF-8; UTF-16 without a byte order mark has a NUL beside each
+    Latin letter. Units are checked, since a file is never read as a whole. Valid text costs only
+    one check of its bytes.
     """
     try:
         valid = texts.cast(pa.large_string())

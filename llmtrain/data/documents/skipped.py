@@ -3,11 +3,11 @@
     {"source": "en", "file": "7.parquet", "kind": "rows", "group": 3, "start": 0, "stop": 1000,
      "epoch": 0, "reason": "…", "time": 1.7e9}
 
-A line is durable before any block that follows its unit is used, and before a unit is read the file
-decides: whoever makes these blocks again leaves out the same, even if it could be read by then. The
-trap: a unit is recorded with the epoch it was wanted for (null: before the first step). In one
-epoch one lane reads it, so what a process writes never changes what another has already read; a
-record for all epochs would be a race between lanes that have drifted apart.
+A line is durable before any block after its unit is used. Before a unit is read, the file decides
+whether it is left out. So whoever makes these blocks again leaves out the same units, even if they
+could be read by then. The trap: a unit is recorded with the epoch that needed it (null: before the
+first step). In one epoch only one lane reads it, so no record changes what another process has
+already read; a record for all epochs would be a race between lanes that are in different epochs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class UnreadableError(UserError):
 def readable(
     place: str, expected: str = "data that can be read", remedy: str = "replace the file"
 ) -> Iterator[None]:
-    """Raise UnreadableError for bad content, RunError for an error of the system.
+    """Raise UnreadableError for bad content, and RunError for an error of the system.
 
-    An error of the system has a number.
+    An OSError with an errno is an error of the system. A missing file raises UserError.
     """
     try:
         yield
@@ -64,8 +64,8 @@ class LeftOut(NamedTuple):
     """What is left out, named in the same way on every machine.
 
     kind: a whole file, rows of a row group, bytes of a file, or one line
-    group: −1 where there is no row group
-    start, stop: rows, or bytes (a line: where it begins, twice)
+    group: −1 if there is no row group
+    start, stop: rows, or bytes; for a line both are its first byte
     epoch: None = before the first step; always None for files and lines, since their content alone
         decides
     """
@@ -83,30 +83,30 @@ class Skipped:
     """The parts that a run leaves out. Several processes may append to one file at a time."""
 
     def __init__(self, path: Path | None) -> None:
-        """Begin with what `path` records, if it exists; None = only this process remembers."""
+        """Begin with what `path` records, if it exists; None = nothing is recorded on disk."""
         self._path = path
         self._known: set[LeftOut] = set()
-        self._told: set[LeftOut] = set()  # in any epoch: a warning once is enough
+        self._told: set[LeftOut] = set()  # with no epoch: one warning is enough
         self._lines: dict[tuple[str, str], set[int]] = {}
         self._offset = 0
         self._lock = threading.Lock()
 
     def holds(self, part: LeftOut) -> bool:
-        """Is this part left out, as far as any process has recorded by now?"""
+        """Return whether a part is left out, by what any process has recorded up to now."""
         with self._lock:
             self._read_on()
             return part in self._known
 
     def lines(self, source: str, file: str) -> frozenset[int]:
-        """Return where the lines of a file begin that are left out."""
+        """Return the first bytes of those lines of a file that are left out."""
         with self._lock:
             self._read_on()
             return frozenset(self._lines.get((source, file), ()))
 
     def add(self, found: Sequence[tuple[LeftOut, str]]) -> None:
-        """Record parts, each with its reason: they are on the disk when this returns.
+        """Record parts, each with its reason. They are on disk when this returns.
 
-        Raises RunError if the disk does not take it.
+        Raises RunError if the disk fails.
         """
         with self._lock:
             self._read_on()
@@ -131,10 +131,10 @@ class Skipped:
             self._lines.setdefault((part.source, part.file), set()).add(part.start)
 
     def _read_on(self) -> None:
-        """Read what was appended since the last call; an unfinished line stays for later.
+        """Read what was appended since the last call. An unfinished line is left for later.
 
-        A line that a kill cut off is ended by the next writer. Its own block was never used, so
-        nothing is lost with it.
+        The next writer ends a line that a kill cut off. No block that depends on this line was
+        used, so nothing is lost with it.
         """
         if self._path is None:
             return
@@ -155,7 +155,7 @@ class Skipped:
 
 
 def read(path: Path) -> list[LeftOut]:
-    """Return all parts that a run has left out, each once, as they were written."""
+    """Return all parts that a run has left out, once each, in the order written."""
     if not path.exists():
         return []
     found = (_parse(line) for line in path.read_bytes().splitlines())
@@ -191,7 +191,7 @@ def _parse(line: bytes) -> LeftOut | None:
 
 
 def _append(path: Path, entries: list[dict[str, object]]) -> None:
-    """Append in one write, so that writers do not mix; then sync."""
+    """Append the entries in one write, so that writers do not mix; then sync."""
     data = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)

@@ -1,6 +1,6 @@
-"""From a unit to its decoded rows: parquet, JSON lines, text; plain or compressed.
+"""Decodes the rows of a unit: parquet, JSON lines, text; plain or compressed.
 
-What is kept is bytes; a text is decoded, and judged, when its row is asked for.
+Rows are kept as bytes. A text is decoded, and checked, when its row is asked for.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from llmtrain.data.remote.retry import PIECE_BYTES, RangeFile, Remote
 from llmtrain.data.sources.local import file_format
 from llmtrain.errors import Problem, UserError
 
-GROUP_LIMIT = 64 * MIB  # a row group that is decoded at once
+GROUP_LIMIT = 64 * MIB  # the largest row group that is decoded at once
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
-HELD_BYTES = 128 * MIB  # of a group on the Hub that are read at once, still compressed
+HELD_BYTES = 128 * MIB  # the most of a group on the Hub that is read at once, still compressed
 
 
 class Units:
-    """Decodes units, in one process. Keeps the last few, so that slices of a group cost little.
+    """Decodes units in one process. It keeps the last few, so that slices of a group cost little.
 
     timeout_seconds, run_dir, cache_bytes, stop: as in `Reading`
     asked: called with the name of each unit before it is read
@@ -68,8 +68,9 @@ class Units:
     def rows(self, source: Source, unit: Unit, left_out: Collection[int] = ()) -> Rows:
         """Return the rows of a unit, in file order.
 
-        left_out: bytes at which lines begin that are not read. Raises UserError for bad content,
-        RunError for what the machine did.
+        left_out: first bytes of lines that are not read
+
+        Raises UserError for bad content, RunError if the machine fails.
         """
         self._expected.pop((source.where(unit.file), unit), None)
         if self._asked is not None:
@@ -113,7 +114,7 @@ class Units:
         try:
             with readable(place_of(source, unit)):
                 spans = self._spans(source, unit)
-        except UnreadableError:  # reported, or left out, when its turn comes
+        except UnreadableError:  # it is reported, or left out, when it is read
             return
         file = hub_file(source, unit.file)
         self._expected[source.where(unit.file), unit] = [Range(file, *span) for span in spans]
@@ -162,7 +163,7 @@ class Units:
 
     def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
         begin = 0 if unit.group >= 0 else unit.start
-        # With the columns: two sources may take other columns of the same file.
+        # The columns are part of it: two sources may read other columns of the same file.
         return (source.where(unit.file), unit.group, begin, *columns_of(source))
 
     def _rows_kept(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
@@ -190,7 +191,7 @@ class Units:
         return of_table(table, source.text_column, source.id_column)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
-        """Read rows [start, stop) of a group, without ever holding all of it."""
+        """Read rows [start, stop) of a group without having all of the group in memory."""
         with self._parquet(source, unit, buffer_size=MIB) as file:
             tables, position = [], 0
             batches = file.iter_batches(
@@ -210,7 +211,7 @@ class Units:
         return rows
 
     def _parquet(self, source: Source, unit: Unit, buffer_size: int = 0) -> pq.ParquetFile:
-        """Open a parquet file; on the Hub the columns of the unit's group are read at once."""
+        """Open a parquet file. On the Hub, the columns of the unit's group are read at once."""
         footer = self.footer(source, unit.file)
         opened: str | pa.PythonFile = source.where(unit.file)
         if source.remote:

@@ -1,10 +1,10 @@
-"""Bytes of the Hub on this machine's disk, so that a second epoch or an outage needs no network.
+"""Keeps bytes of the Hub on disk, so that a second epoch or an outage needs no network.
 
     $HF_HOME/llmtrain/<etag>/<start>-<end>      the bytes, then their xxh3 (8 bytes)
-    $HF_HOME/llmtrain/sources/<xxh3>.json       what a data set's id stood for when it was asked
+    $HF_HOME/llmtrain/sources/<xxh3>.json       the files of a data set, as the Hub listed them
 
 Processes share it without a lock: a range is written under another name and renamed, one that is
-damaged or gone counts as never read, and an etag names content that does not change.
+damaged or deleted counts as never read, and an etag names content that does not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAFE_NAME = re.compile(r"[0-9A-Za-z_-]{1,80}")
 
 
 class Cache:
-    """Ranges of files by the files' etags; at most about `limit` bytes of them."""
+    """Ranges of files, stored by the files' etags; about `limit` bytes at most."""
 
     def __init__(self, root: Path, limit: int) -> None:
         self._root = root
@@ -48,7 +48,7 @@ class Cache:
             stored = path.read_bytes()
             content, digest = stored[:-DIGEST_BYTES], stored[-DIGEST_BYTES:]
             if len(content) == end - start and digest == xxhash.xxh3_64_digest(content):
-                os.utime(path)  # the oldest are deleted first
+                os.utime(path)  # the time of last use: the oldest are deleted first
                 return content
             log.warning("%s is damaged: deleted, to be read again", path)
             path.unlink()
@@ -59,7 +59,7 @@ class Cache:
         return None
 
     def put(self, etag: str, start: int, end: int, content: bytes) -> None:
-        """Store a range. Where that fails the run continues without the cache, and logs it once."""
+        """Store a range. If that fails, the run continues without the cache, and logs it once."""
         path = self._path(etag, start, end)
         if not etag or not self._usable or len(content) > self._limit:
             return
@@ -80,7 +80,7 @@ class Cache:
         return self._root / file_name(etag) / f"{start}-{end}"
 
     def _make_room(self) -> None:
-        """Delete the oldest ranges until 90 % of the limit are left, where it is passed."""
+        """If the ranges exceed the limit, delete the oldest until 90 % of it are left."""
         found = sorted(_ranges(self._root))
         total = sum(size for _, size, _ in found)
         if total > self._limit:
@@ -93,7 +93,7 @@ class Cache:
 
 
 def cache_root() -> Path:
-    """Return where bytes and answers of the Hub are kept."""
+    """Return the directory in which bytes and answers of the Hub are kept."""
     quiet_hub()
     from huggingface_hub import constants
 
@@ -101,19 +101,19 @@ def cache_root() -> Path:
 
 
 def file_name(etag: str) -> str:
-    """Return the etag where it is a plain name, else a digest of it."""
+    """Return the etag if it is a plain name, else a digest of it."""
     return etag if SAFE_NAME.fullmatch(etag) else xxhash.xxh3_128_hexdigest(etag.encode())
 
 
 def write(path: Path, *parts: bytes) -> None:
-    """Write a file that can be read again, whole or not at all; without fsync."""
+    """Write a file whole or not at all. There is no fsync, since the Hub has the content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with durable.replacing(path, sync=False, shared=True) as file:
         file.writelines(parts)
 
 
 def _ranges(root: Path) -> list[tuple[float, int, str]]:
-    """Return (time of last use, size, path) of all ranges, and of what a kill left unfinished."""
+    """Return (time of last use, size, path) of all ranges, even those that a kill cut off."""
     found = []
     for directory in root.iterdir():
         if directory.name == SOURCES or not directory.is_dir():
@@ -128,16 +128,16 @@ def _ranges(root: Path) -> list[tuple[float, int, str]]:
 
 
 def answer_path(root: Path, question: Sequence[str | None]) -> Path:
-    """Return where the answer to what a source stands for is kept.
+    """Return the path at which the Hub's answer to a source's question is kept.
 
-    question: endpoint, path, name, split, revision.
+    question: endpoint, path, name, split, revision
     """
     digest = xxhash.xxh3_64_hexdigest(json.dumps(list(question)).encode())
     return root / SOURCES / f"{digest}.json"
 
 
 def load_answer(path: Path) -> dict[str, Any] | None:
-    """Return what was stored; None: nothing that can be read."""
+    """Return the stored answer, or None if there is none that can be read."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, ValueError):
@@ -146,7 +146,7 @@ def load_answer(path: Path) -> dict[str, Any] | None:
 
 
 def store_answer(path: Path, answer: dict[str, Any]) -> None:
-    """Keep the answer for a first start without a network."""
+    """Store the answer for a first start without a network. A failure is only logged."""
     try:
         write(path, json.dumps(answer).encode())
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Keeps footers of parquet files of the Hub, so that they are requested once a run.
+"""Keeps footers of parquet files of the Hub, so that they are requested once per run.
 
     run.dir/footers/<etag>      a parquet file of nothing but the footer
 
-Rank 0 reads them when it looks for units; every other process and every later start finds them in
-the run directory and asks the Hub for nothing but units.
+Rank 0 reads them when it looks for units. Every other process and every later start finds them in
+the run directory, and requests only units from the Hub.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def load_footer(
     footer.write_metadata_file(content)
     try:
         write(path, content.getvalue())
-    except OSError as error:  # a run directory that is only looked at
+    except OSError as error:  # such as a run directory that may only be read
         log.warning("%s is not kept: %s", path, error)
     return footer

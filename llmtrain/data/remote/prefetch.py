@@ -1,10 +1,10 @@
-"""Where ranges of the Hub come from in one process: memory, disk, a read ahead, or the network.
+"""Reads ranges of files on the Hub in one process: from memory, disk, a read ahead or the network.
 
     read   ─►  kept in memory?  ─►  being read ahead? wait for it  ─►  disk cache  ─►  network
-    expect ─►  a daemon thread asks for it, while no more than two are, and few bytes
+    expect ─►  a daemon thread reads it, within AHEAD_RANGES and AHEAD_BYTES
 
-Bytes are the same wherever they come from and the order in which they are asked for is the
-reader's, so nothing here decides what is trained on.
+The bytes are the same wherever they come from, and the reader decides in which order it asks for
+them, so nothing here changes what is trained on.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Range(NamedTuple):
 class Ranges:
     """Ranges of files on the Hub.
 
-    cache: where they are kept on disk; None = nowhere, and ranges that are needed again (slices of
-    one row group) stay in memory, at most KEPT_BYTES of them.
+    cache: keeps them on disk. Without it, ranges that are needed again (slices of one row group)
+        are kept in memory, at most KEPT_BYTES of them
     """
 
     def __init__(self, remote: Remote, cache: Cache | None, stop: Stopping | None = None) -> None:
@@ -51,9 +51,11 @@ class Ranges:
         self._expected: deque[Range] = deque()
 
     def open(self, file: HubFile, *, again: bool = False) -> RangeFile:
-        """Open a file to read one unit from: the deadline counts from here.
+        """Open a file to read one unit from. The unit's deadline counts from now.
 
-        again: what is read is likely to be read again. Reading raises as `Remote.fetch` does.
+        again: whether its ranges are likely to be read again
+
+        Reading raises as `Remote.fetch` does.
         """
         deadline = self._remote.deadline()
         return RangeFile(
@@ -61,7 +63,7 @@ class Ranges:
         )
 
     def expect(self, key: Range) -> None:
-        """Read a range ahead that will be asked for soon, once there is room."""
+        """Read a range that will be asked for soon, once there is room."""
         with self._lock:
             known = key in self._kept or key in self._ahead or key in self._expected
             if known or key.end - key.start > AHEAD_BYTES:
@@ -94,7 +96,7 @@ class Ranges:
         return content
 
     def _admit(self) -> None:
-        """Begin to read what is expected first, while there is room for it."""
+        """Begin to read expected ranges in order, while there is room for them."""
         with self._lock:
             while self._expected and len(self._ahead) < AHEAD_RANGES:
                 size = sum(key.end - key.start for key in (*self._ahead, self._expected[0]))
@@ -107,9 +109,9 @@ class Ranges:
         return self._read(key, self._remote.deadline())
 
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
-        """Return what was read ahead; None if that failed: then the caller reads and raises.
+        """Return what was read ahead, or None if that failed: then the caller reads it again.
 
-        The caller's deadline counts from now, not from when nobody was waiting.
+        The caller's deadline is later than that of the failed read, which began before it.
         """
         while not wait([future], POLL_SECONDS).done:
             self._check_stop()

@@ -1,12 +1,13 @@
-"""Requests a range of a file on the Hub once: the bytes that were asked for, or why not.
+"""Requests a range of a file on the Hub once: returns its bytes, or raises the reason.
 
     Hub  ──206──►  bytes                        with the token
     Hub  ──302──►  storage  ──206──►  bytes     a signed address, never the token
 
-An answer counts only with status 206, the `Content-Range` that was asked for and as many bytes.
-What may pass is an `AttemptError`; what a person must change (401, 403, 404, 410, 416 from the Hub,
-a file that was replaced) a `UserError`. The trap: no time-out of a client notices a server that
-drips, so a request runs in a thread that can be left alone (`awaited`).
+An answer counts only with status 206, the `Content-Range` that was asked for and that many bytes; a
+whole file may also come with 200. A failure that may pass is an `AttemptError`; what a person must
+change (401, 403, 404, 410, 416 from the Hub, a file that was replaced) is a `UserError`. The trap:
+no time-out of a client notices a server that sends a few bytes now and then, so a request runs in a
+thread that can be abandoned (`wait_for`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
-POLL_SECONDS = 0.2  # how soon a thread that waits sees that the process must end
+POLL_SECONDS = 0.2  # how soon a waiting thread notices that the process must end
 REDIRECTS = 5
 MOVED = (301, 302, 303, 307, 308)
 REFUSED = {
@@ -43,15 +44,15 @@ REFUSED = {
 
 
 class Stopping(Protocol):
-    """The part of an Event, of threads or of processes, that waiting code needs."""
+    """The part of an Event, of `threading` or `multiprocessing`, that waiting code needs."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return True as soon as the process must end."""
+        """Return True as soon as the process must end; False after `timeout` seconds."""
         ...
 
 
 class AttemptError(Exception):
-    """One attempt failed in a way that may pass. wait_seconds: what the server asks for."""
+    """One attempt failed in a way that may pass. wait_seconds: asked for by the server."""
 
     def __init__(self, reason: str, wait_seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -62,6 +63,7 @@ class AttemptError(Exception):
 class HubFile:
     """A file at its commit.
 
+    url: on the Hub
     size: in bytes
     etag: the Hub's name of its content; "" = unknown
     """
@@ -74,11 +76,10 @@ class HubFile:
 def attempt(
     file: HubFile, start: int, end: int, until: float, signed: MutableMapping[str, str]
 ) -> bytes:
-    """Fetch bytes [start, end) with one request; redirects are followed here.
+    """Fetch bytes [start, end) with one request. Redirects are followed here.
 
-    until: on `time.monotonic`, when nobody waits for it any more
-    signed: addresses that the Hub redirected to, by the Hub's own address; one that fails is
-        dropped
+    until: time on `time.monotonic` after which nobody waits for the bytes
+    signed: file's URL → signed address to which the Hub redirected; one that fails is removed
     """
     target = signed.get(file.url, file.url)
     try:
@@ -96,7 +97,7 @@ def attempt(
 
 
 def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> bytes | str:
-    """Return the bytes, or the address to which the answer redirects."""
+    """Return the bytes, or the address to which the Hub redirects."""
     import httpx2
     from huggingface_hub import get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -123,7 +124,7 @@ def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> byte
 
 
 def _refuse(file: HubFile, status: int, headers: Mapping[str, str]) -> None:
-    """Raise UserError for what the Hub itself will not give, or gives no longer."""
+    """Raise UserError if the Hub refuses the file, or the file is not what it was."""
     if status in REFUSED:
         page = file.url.split("/resolve/")[0]
         expected = f"an answer with the bytes of the file; the data set's page is {page}"
@@ -142,7 +143,7 @@ def _refuse(file: HubFile, status: int, headers: Mapping[str, str]) -> None:
 
 
 def _accept(status: int, headers: Mapping[str, str], start: int, end: int, size: int) -> None:
-    """Raise unless this is the range that was asked for. A body that is not wanted stays unread."""
+    """Raise unless this is the range that was asked for. The body of another answer is not read."""
     if status == 200 and (start, end) == (0, size):
         return
     if status != 206:
@@ -152,7 +153,7 @@ def _accept(status: int, headers: Mapping[str, str], start: int, end: int, size:
 
 
 def _body(answer: Any, length: int, until: float) -> bytes:
-    """Read the body as it arrives: with chunks of a fixed size a dripping body is not noticed."""
+    """Read the body as it arrives: chunks of a fixed size would hide that it is too slow."""
     body = bytearray()
     for chunk in answer.iter_raw():
         body += chunk
@@ -164,13 +165,13 @@ def _body(answer: Any, length: int, until: float) -> bytes:
 
 
 def offline(url: str, start: int, end: int) -> Problem:
-    """Return the problem of bytes that are not cached while the Hub must not be asked."""
+    """Return the problem of bytes that are not cached while the Hub may not be asked."""
     expected = f"unset, or 0: bytes {start} to {end} of {url} are not in the cache"
     return Problem("HF_HUB_OFFLINE", "1", expected, "read them once online, with data.cache_gb set")
 
 
 def asked_wait(headers: Mapping[str, str]) -> float:
-    """Return seconds that `Retry-After` (seconds or a date) or `ratelimit` asks for; else 0."""
+    """Return the seconds to wait by `Retry-After` (seconds or a date) or `ratelimit`; else 0."""
     after = headers.get("retry-after", "")
     if re.fullmatch(r"\d+", after.strip()):
         return float(after)
@@ -184,9 +185,9 @@ def asked_wait(headers: Mapping[str, str]) -> float:
 
 
 def wait_for(work: Callable[[], T], seconds: float, stop: Stopping | None) -> T:
-    """Run `work` in a daemon thread and return what it returns; after `seconds`, leave it alone.
+    """Run `work` in a daemon thread and return its result. After `seconds` the thread is abandoned.
 
-    Raises AttemptError when they are over, RunError (75) when the process must end: an executor
+    Raises AttemptError when the time is over, RunError (75) when the process must end. An executor
     would wait for a hanging thread when the process exits.
     """
     answer = begin(work, "hub")
@@ -220,10 +221,9 @@ def web_url(address: str) -> str:
 
 
 def quiet_hub() -> None:
-    """Before huggingface_hub is used: no request of its own on every start, no signed URLs in logs.
+    """Set up huggingface_hub before use: no request of its own at a start, no signed URLs in logs.
 
-    What it reads from the environment it reads when it is imported, and another package may have
-    imported it before.
+    It reads its environment when it is imported, and another package may already have imported it.
     """
     chosen = os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants

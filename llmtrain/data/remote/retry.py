@@ -1,8 +1,8 @@
 """Reads ranges of files on the Hub exactly or not at all, for as long as peers wait.
 
-What a network does for a while (timeouts, resets, hangs, wrong bodies, 408, 429, 5xx) is tried
-again after a random wait that grows. Nothing is ever skipped: when time is up, the run ends so that
-a restart continues it.
+Failures of the network that may pass (timeouts, resets, hangs, wrong bodies, 408, 429, 5xx) are
+tried again after a random wait that grows. Nothing is ever skipped: when the time is over, the run
+ends, and a restart continues it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ TELL_SECONDS = 10.0  # between two lines of the log about failed attempts
 
 
 class Remote:
-    """Reads ranges for one process; its threads share what it knows.
+    """Reads ranges for one process. Its threads share the signed addresses.
 
-    timeout: seconds after which peers give up on this process; it gives up after 0.75 of them.
+    timeout: seconds after which peers give up on this process; reading gives up after 0.75 of them
+    stop: set when the process must end
     """
 
     def __init__(self, timeout: float, stop: Stopping | None = None) -> None:
@@ -47,14 +48,14 @@ class Remote:
         self._untold = 0
 
     def deadline(self) -> float:
-        """Return when a unit that is asked for now has failed, on `time.monotonic`."""
+        """Return the deadline, on `time.monotonic`, of a unit that is asked for now."""
         return time.monotonic() + self._limit
 
     def fetch(self, file: HubFile, start: int, end: int, deadline: float) -> bytes:
         """Fetch bytes [start, end) in pieces of 16 MiB.
 
-        Raises UserError if the Hub refuses or the file changed, RunError (75) if the network stays
-        away until the deadline.
+        Raises UserError if the Hub refuses or the file changed, RunError (75) if the network still
+        fails at the deadline.
         """
         pieces = [
             self._piece(file, first, min(first + PIECE_BYTES, end), deadline)
@@ -78,7 +79,7 @@ class Remote:
             failures += 1
 
     def _tell(self, what: str, reason: str, wait: float) -> None:
-        """Log that an attempt failed; while many do, one of them every few seconds."""
+        """Log a failed attempt. While many fail, one of them is logged every few seconds."""
         self._untold += 1
         if time.monotonic() - self._told_at < TELL_SECONDS:
             return
@@ -88,9 +89,9 @@ class Remote:
 
 
 class RangeFile(io.RawIOBase):
-    """A file on the Hub as a file object: every read is one range, unless it was read before.
+    """A file on the Hub as a file object. Every read requests one range, unless that is held.
 
-    ask(start, end): the bytes of a range.
+    ask(start, end): returns the bytes of a range
     """
 
     def __init__(self, size: int, ask: Callable[[int, int], bytes]) -> None:
@@ -116,13 +117,13 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position; nothing is asked for."""
+        """Move the position. Nothing is requested."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = base + offset
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return the next `size` bytes, fewer only at the end of the file. What is held is kept."""
+        """Return the next `size` bytes, fewer only at the end of the file. Ranges stay held."""
         end = self._size if size is None or size < 0 else min(self._position + size, self._size)
         start, self._position = self._position, max(self._position, end)
         for index, (first, held) in enumerate(self._held):
@@ -140,7 +141,7 @@ class RangeFile(io.RawIOBase):
 
 
 def back_off(failures: int, asked: float, deadline: float, what: str, reason: str) -> float:
-    """Return seconds to wait after this many failures: full jitter, at least what is asked for.
+    """Return how many seconds to wait after this many failures: random, but at least `asked`.
 
     Raises RunError (75) if that is later than the deadline.
     """
@@ -157,7 +158,7 @@ def back_off(failures: int, asked: float, deadline: float, what: str, reason: st
 
 
 def pause(seconds: float, stop: Stopping | None) -> None:
-    """Wait, unless the process is asked to end meanwhile (RunError)."""
+    """Wait. Raises RunError if the process is asked to end meanwhile."""
     if stop is None:
         time.sleep(seconds)
     elif stop.wait(seconds):

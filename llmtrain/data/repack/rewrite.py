@@ -2,8 +2,8 @@
 
     source  ─►  small tables  ─►  groups of at most N bytes  ─►  NAME.parquet
 
-The file appears as a whole, and its footer records what it was made of: so the same command knows
-what is done.
+The file appears as a whole, and its footer records what it was made of, so that the same command
+knows which files are done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """One file to rewrite. group_bytes: of decoded data in a row group, at most, if rows allow."""
+    """One file to rewrite.
+
+    group_bytes: limit of the decoded data in a row group; a group of one row may have more
+    text_column: name of the column of a text file
+    """
 
     source: Path
     target: Path
@@ -40,7 +44,7 @@ class Rewrite:
 def rewrite(task: Rewrite) -> int:
     """Write the target and return its number of rows.
 
-    Raises UserError for a source that cannot be read, RunError if the disk refuses.
+    Raises UserError for a source that cannot be read, RunError if the disk fails.
     """
     made = origin(task)
     task.target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,7 @@ def rewrite(task: Rewrite) -> int:
 
 @contextmanager
 def _representable(source: Path) -> Iterator[None]:
-    """Raise UserError for types that parquet lacks. (An OSError here is of the disk written to.)"""
+    """Raise UserError for types that parquet lacks. An OSError passes: the target's disk failed."""
     try:
         yield
     except pa.ArrowException as error:
@@ -74,7 +78,7 @@ def _representable(source: Path) -> Iterator[None]:
 
 
 def finished_rows(task: Rewrite) -> int | None:
-    """Return the rows of a target that is complete and made of this source, else None."""
+    """Return the number of rows of a target that is complete and made of this source, else None."""
     known = made_of(task.target)
     if known is None:
         return None
@@ -93,7 +97,7 @@ def made_of(target: Path) -> dict[str, Any] | None:
 
 
 def origin(task: Rewrite) -> dict[str, Any]:
-    """Return what decides the content of a target."""
+    """Return everything that decides the content of a target."""
     return {
         "version": VERSION,
         "name": task.source.name,
@@ -105,7 +109,7 @@ def origin(task: Rewrite) -> dict[str, Any]:
 
 
 def group_batches(batches: Iterator[pa.RecordBatch], limit: int) -> Iterator[pa.Table]:
-    """Yield tables of at most `limit` bytes, or of one row that has more."""
+    """Yield tables of at most `limit` bytes; a table of one row may have more."""
     pending: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
@@ -120,7 +124,7 @@ def group_batches(batches: Iterator[pa.RecordBatch], limit: int) -> Iterator[pa.
 
 
 def _pieces(batch: pa.RecordBatch, limit: int) -> Iterator[pa.RecordBatch]:
-    """Yield halves of halves, until each is small."""
+    """Halve a batch until its pieces have at most `limit` bytes or one row, and yield these."""
     if len(batch) <= 1 or batch.nbytes <= limit:
         if len(batch):
             yield batch

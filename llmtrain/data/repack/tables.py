@@ -2,11 +2,11 @@
 
     parquet, arrow       all columns as they are
     CSV                  all columns, as strings: the file has no types
-    JSON lines           all keys; a first pass finds their types, what has none becomes JSON text
-    text                 one column, a line each
+    JSON lines           all keys; a first pass finds types; keys without one become JSON text
+    text                 one column, with a row for each line
 
-Invalid UTF-8 is replaced, as reading it for training would. The trap: types must be known before
-the first row is written, and a key may come, or change its type, in the last line.
+Invalid UTF-8 is replaced, as in reading for training. The trap: types must be known before the
+first row is written, but a key may appear, or change its type, as late as in the last line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SURROGATE = re.compile(r"\\ud[89a-f]|[\ud800-\udfff]", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The rows of a file, in order. batches come once."""
+    """The rows of a file, in order. `batches` can be read only once."""
 
     schema: pa.Schema
     batches: Iterator[pa.RecordBatch]
@@ -61,8 +61,8 @@ class Tables:
 def read_tables(path: Path, text_column: str) -> Tables:
     """Open a file as tables. text_column: the name of the only column of a text file.
 
-    Raises, now or while it is read, UserError for content that cannot be read, RunError if the
-    disk fails.
+    Raises UserError for content that cannot be read and RunError if the disk fails, either now or
+    while the tables are read.
     """
     with _readable(path):
         tables = _open(path, text_column)
@@ -150,7 +150,7 @@ def _text(path: Path, compression: str | None, schema: pa.Schema) -> Iterator[pa
 
 
 def _json_lines(path: Path, compression: str | None) -> Tables:
-    types: dict[str, pa.DataType | None] = {}  # None: as JSON text
+    types: dict[str, pa.DataType | None] = {}  # None: stored as JSON text
     for rows in _rows(path, compression):
         for name in {key: None for row in rows for key in row}:
             found = _type_of([row.get(name) for row in rows])
@@ -208,7 +208,7 @@ def _type_of(values: Sequence[Any]) -> pa.DataType | None:
 
 
 def _unify(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
-    """Return a type for the values of both, or None."""
+    """Return a type for the values of both, or None if there is no such type."""
     if one is None or other is None or one == other:
         return one if one == other else None
     schemas = [pa.schema([("x", kind)]) for kind in (one, other)]
@@ -219,7 +219,7 @@ def _unify(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | 
 
 
 def _parquet_type(kind: pa.DataType | None) -> pa.DataType:
-    """Return the type to store: parquet has none for nulls that `datasets` would read."""
+    """Return the type to store: strings for JSON text, and for nulls, for `datasets` to read."""
     return pa.string() if kind is None or pa.types.is_null(kind) else kind
 
 
@@ -243,14 +243,14 @@ def _batches(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, byt
 
 
 def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int, bytes]]:
-    """Yield line numbers from 1, and lines without their end."""
+    """Yield (line number from 1, line without its end)."""
     end = end_of_line(kind)
     number, rest = 1, b""
     for chunk in _chunks(path, compression):
         data, position = rest + chunk, 0
         for found in end.finditer(data, max(0, len(rest) - 1)):
             if found.end() == len(data) and data.endswith(b"\r"):
-                break  # it may be the half of `\r\n`
+                break  # it may be one half of `\r\n`
             yield number, data[position : found.start()]
             number, position = number + 1, found.end()
         rest = data[position:]
@@ -267,7 +267,7 @@ def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
 
 
 class _Stream(io.RawIOBase):
-    """The chunks of a file as a file, for pyarrow."""
+    """The decoded chunks of a file as a file object, for pyarrow."""
 
     def __init__(self, path: Path, compression: str | None) -> None:
         super().__init__()

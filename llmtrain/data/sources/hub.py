@@ -1,9 +1,9 @@
-"""From the id of a data set on the Hub to its files at a commit.
+"""Finds the files of a data set on the Hub, by its id, at a commit.
 
-`datasets` knows ids, configs, splits and the patterns in a data set's README; sizes and etags come
-from the same listing, and the bytes are read by us (`remote/`). Rank 0 asks once, at the first
-start. The trap: what a network does for a while can look like a data set without files, so only
-what the Hub states explicitly is a mistake of the user; all else is asked again.
+`datasets` knows ids, configs, splits and the patterns in a data set's README. Sizes and etags come
+from the same listing; llmtrain reads the bytes itself (`remote/`). Rank 0 asks once, at the first
+start. The trap: a network that fails for a while can look like a data set without files, so only
+what the Hub states explicitly is reported as a mistake of the user; everything else is asked again.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ READABLE = ("parquet", "json", "text")
 FORMATS = "files of parquet, JSON lines or text (builders parquet, json and text of `datasets`)"
 CONVERT = "convert it with `llmtrain data repack`, and name the new files"
 NOT_READ = {".csv", ".tsv", ".arrow", ".tar", ".zip", ".xml"}
-ASK_SECONDS = 120.0  # how long a first start, which has nothing to lose, waits for the Hub
+ASK_SECONDS = 120.0  # how long a first start waits for the Hub: it has no work to lose
 
 
 def resolve(
     source: SourceConfig, key: str, keep: bool = False, stop: Stopping | None = None
 ) -> Resolved:
-    """Find the files of a source: here, or those of a data set on the Hub.
+    """Find the files of a source: on this machine, or those of a data set on the Hub.
 
-    key: its name in messages
-    keep: the Hub's answer is kept for a first start offline
+    key: the source's key in the config, for messages
+    keep: whether the Hub's answer is kept for a first start offline
     stop: ends the waiting
 
-    Raises UserError for what is not there, not open to this user or in a
-    format that is not read; RunError (75) if the Hub does not answer, or at a stop.
+    Raises UserError for files that do not exist, are not open to this user or are in a format that
+    is not read; RunError (75) if the Hub does not answer, or at a stop.
     """
     if not local.on_hub(source.path):
         return local.resolve(source, key)
@@ -104,12 +104,12 @@ def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
 
 
 def _file_urls(source: SourceConfig, key: str) -> list[str]:
-    """Return what `datasets` finds: hf://datasets/ID@COMMIT/PATH of every file of the split.
+    """Return hf://datasets/ID@COMMIT/PATH of each file that `datasets` finds for the split.
 
-    Raises UserError for what the Hub says is not there, OSError for what may pass.
+    Raises UserError for what the Hub reports as missing, OSError for a failure that may pass.
     """
     builder = _builder(source, key)
-    if builder.name == "cache":  # what `datasets` falls back to; it has no list of files
+    if builder.name == "cache":  # the fallback of `datasets`, which has no list of files
         raise OSError("the Hub gave no list of the data set's files")
     options = builder.config
     unusual = [
@@ -155,7 +155,7 @@ def _builder(source: SourceConfig, key: str) -> DatasetBuilder:
 
 
 def _not_found(source: SourceConfig, key: str, message: str) -> Problem:
-    """Return what is wrong: id, revision or access; `datasets` has one exception for all."""
+    """Return what is wrong: id, revision or access. `datasets` has one exception for all three."""
     from huggingface_hub import constants
 
     page = f"{constants.ENDPOINT}/datasets/{source.path}"
@@ -184,7 +184,7 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
 
 
 def _nearest(asked: str | None, there: Iterable[Any]) -> str:
-    """Return the first few names that exist, the most similar ones first."""
+    """Return the first few names that exist, those most similar to `asked` first."""
     names = [str(name) for name in there]
 
     def likeness(name: str) -> float:
@@ -198,7 +198,7 @@ def _nearest(asked: str | None, there: Iterable[Any]) -> str:
 def _warn_of_left_out(
     system: HfFileSystem, root: str, names: Sequence[str], stop: Stopping | None
 ) -> None:
-    """Say which files beside the chosen ones are data of another type: nothing of them is used."""
+    """Warn of data files of other types beside the chosen ones, since they are not read."""
     chosen, folders = set(names), {str(PurePosixPath(name).parent) for name in names}
     kinds = {found.kind for name in names if (found := file_format(name))}
     left: list[str] = []
@@ -229,7 +229,7 @@ def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
 
 
 def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> File:
-    """Return name, size and etag: of a large file its sha256, else its blob id."""
+    """Return name, size and etag. The etag of a large file is its sha256, else its blob id."""
     info = _retry(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
     large = info.get("lfs")
     etag = large["sha256"] if large else info["blob_id"]
@@ -237,7 +237,7 @@ def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> 
 
 
 def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
-    """Return the answer of the Hub, asked again while it fails in a way that may pass."""
+    """Return the answer of the Hub. It is asked again after a failure that may pass."""
     import httpx2
 
     deadline = time.monotonic() + ASK_SECONDS
@@ -259,10 +259,10 @@ def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
 
 
 def _status(error: BaseException) -> tuple[int, float]:
-    """Return the status of the answer behind an error (0: no answer), and the wait it asks for.
+    """Return the HTTP status behind an error (0: no answer), and the seconds it asks to wait.
 
-    `datasets` wraps errors in others. Of the errors below only a refusal is believed: a file that
-    need not be there gives 404, long before the network fails.
+    `datasets` wraps errors in others. Of a wrapped error only 401 and 403 count: a file that need
+    not exist gives 404, long before the network fails.
     """
     answer = getattr(error, "response", None)
     if answer is not None:
@@ -279,7 +279,7 @@ def _offline(source: SourceConfig, key: str) -> Problem:
 
 
 def _beside(key: str, name: str) -> str:
-    """Replace the last part of a key: data.sources.0.path → data.sources.0.name"""
+    """Replace the last part of a key, as in data.sources.0.path → data.sources.0.name."""
     return f"{key.rsplit('.', 1)[0]}.{name}"
 
 

@@ -1,7 +1,7 @@
-"""From a source of the config to its files on this machine.
+"""Finds the files of a source on this machine.
 
-A local path wins; the suffix of a file chooses its reader, so one directory may mix formats. Any
-other path that is spelt like one is the id of a data set on the Hub (`hub.py`).
+A local path comes first. The suffix of a file decides how it is read, so one directory may mix
+formats. Any other path in the form of an id is a data set on the Hub (`hub.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmtrain.errors import Problem, UserError, harmless
 
 SAMPLE = "sample"
 EDGE_BYTES = 64 * 1024
-SHOWN = 8  # problems of one kind that a message lists
+SHOWN = 8  # how many problems of one kind a message lists
 FORMATS = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
@@ -30,7 +30,7 @@ FORMATS = {
 }
 COMPRESSED = (".gz", ".zst")
 INDEX = ".idx"  # of a token cache, with a .bin beside it
-# Files that are beside data in many directories.
+# Files that are found beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
 SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
 TABLES = {".csv", ".tsv", ".arrow"}  # rows, but not in a form that units can be cut from
@@ -41,7 +41,8 @@ class File(NamedTuple):
     """One file of a source.
 
     name: relative to the source, with `/`
-    etag: the Hub's, or the digest of a local file's ends
+    size: in bytes
+    etag: the Hub's, or the digest of a local file's first and last bytes
     """
 
     name: str
@@ -50,7 +51,11 @@ class File(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a file is read: parquet, jsonl, text …; compression None, gz or zst."""
+    """How a file is read.
+
+    kind: parquet, jsonl, text …
+    compression: None, gz or zst
+    """
 
     kind: str
     compression: str | None
@@ -58,7 +63,12 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A source's files, sorted by path bytes; root + `/` + name is a path or hf:// address."""
+    """A source's files, sorted by the bytes of their paths.
+
+    root: root + `/` + a file's name is a path or hf:// address
+    remote: whether they are on the Hub
+    revision: the commit on the Hub
+    """
 
     root: str
     remote: bool
@@ -69,8 +79,9 @@ class Resolved:
 def resolve(source: SourceConfig, key: str) -> Resolved:
     """Find the files of a source on this machine. `key` names it in messages.
 
-    Raises UserError for a path where nothing is, an empty directory, a glob without a match, a file
-    of unknown suffix, one whose name is not UTF-8, and what is no file, as a link to nothing.
+    Raises UserError for a path that does not exist, an empty directory, a glob without a match, a
+    file with an unknown suffix or a name that is not UTF-8, and for anything that is not a file,
+    such as a broken link.
     """
     if source.path != SAMPLE and not is_local(source.path):
         raise UserError(_nothing_there(source.path, key))
@@ -113,25 +124,25 @@ def locate(source: DocumentsConfig, key: str) -> str:
 
 
 def is_local(path: str) -> bool:
-    """Is this path meant for this machine's files? (What exists here always is.)"""
+    """Return whether a path is meant for files of this machine. What exists here always is."""
     suffixes = {*FORMATS, *COMPRESSED, INDEX}
     explicit = path.startswith((".", "/", "~")) or Path(path).suffix in suffixes
-    beside = "/" in path and Path(path).parent.is_dir()  # a misspelt name in a directory of ours
+    beside = "/" in path and Path(path).parent.is_dir()  # perhaps a misspelt name in a directory
     return Path(path).exists() or is_glob(path) or explicit or beside
 
 
 def is_glob(path: str) -> bool:
-    """Does it have wildcards? A file of that very name is not a glob."""
+    """Return whether a path has wildcards. If a file has exactly this name, it is not a glob."""
     return glob.has_magic(path) and not Path(path).exists()
 
 
 def is_index(name: str) -> bool:
-    """Is it the `.idx` of a token cache?"""
+    """Return whether it is the `.idx` of a token cache."""
     return name.endswith(INDEX)
 
 
 def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
-    """Return how a file of this name is read; None: unknown. kinds: by suffix."""
+    """Return how a file of this name is read; None if that is unknown. kinds: suffix → kind."""
     stem, compression = name.lower(), None
     for suffix in COMPRESSED:
         if stem.endswith(suffix):
@@ -143,7 +154,7 @@ def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
 
 
 def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
-    """Return names for metrics: the end of the path, `/name` if it has one, `-2` … if repeated."""
+    """Return names for metrics: end of the path, then `/name` if set, then `-2` … if repeated."""
     names: list[str] = []
     for source in sources:
         base = source.path.rstrip("/").rsplit("/", 1)[-1]
@@ -157,7 +168,7 @@ def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def edges_digest(path: Path) -> str:
-    """Hash the first and last 64 KiB, which finds changed files without reading them whole."""
+    """Return a hash of the first and last 64 KiB, so that no large file has to be read whole."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         digest.update(file.read(EDGE_BYTES))
@@ -176,7 +187,7 @@ def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
 
 
 def list_files(path: str, root: Path, key: str) -> list[Path]:
-    """Return the data files of a local path, in no order. Raises UserError if there are none."""
+    """Return the data files of a local path, unsorted. Raises UserError if there are none."""
     if path == SAMPLE:
         return list(root.glob("*.parquet"))
     if is_glob(path):
@@ -200,7 +211,10 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
 
 
 def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
-    """Drop the directories. Raises UserError for what is not a file, or a name that is not text."""
+    """Drop the directories.
+
+    Raises UserError for what is not a file either, and for names that are not UTF-8.
+    """
     files: list[Path] = []
     problems: list[Problem] = []
     for path in paths:
@@ -219,19 +233,19 @@ def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
 
 
 def _printable(path: Path) -> str:
-    r"""Return a path as text that can be written anywhere; bytes that are no UTF-8 as `\xff`."""
+    r"""Return a path as text that can be written anywhere; bytes that are not UTF-8 as `\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _link_problem(path: Path, key: str) -> Problem:
-    """Return the problem of a link to a directory, which could lead into a circle."""
+    """Return the problem of a link to a directory, since it might lead back to itself."""
     expected = "a directory itself: links to directories are not followed"
     remedy = "name it as a source of its own, or link its files"
     return Problem(key, _printable(path), expected, remedy)
 
 
 def _no_file(path: Path, key: str) -> Problem:
-    """Return the problem of a link to nothing, a FIFO, a socket or a device."""
+    """Return the problem of a broken link, a FIFO, a socket or a device."""
     what = "it is a FIFO, a socket or a device"
     if not path.exists():
         what = f"it is a link to {harmless(_printable(path.readlink()))}, which is not there"
@@ -240,7 +254,7 @@ def _no_file(path: Path, key: str) -> Problem:
 
 
 def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
-    """Keep the `.idx` and `.bin` files of token caches, not their descriptions and tokenizers.
+    """Return the `.idx` and `.bin` files of token caches, not their descriptions and tokenizers.
 
     Raises UserError for an `.idx` without its `.bin`, and for any other data beside them.
     """
@@ -302,5 +316,5 @@ def _unknown_suffix(path: Path, key: str) -> Problem:
 
 
 def on_hub(path: str) -> bool:
-    """Is this path the id of a data set (OWNER/NAME or NAME), and not meant for this machine?"""
+    """Return whether a path is the id of a data set (OWNER/NAME or NAME), not a local path."""
     return path != SAMPLE and not is_local(path) and ID.fullmatch(path) is not None

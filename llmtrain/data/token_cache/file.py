@@ -4,10 +4,10 @@ r"""One pair of files of a token cache: Megatron's `.bin` (tokens) and `.idx` (w
            S lengths in tokens (i32)   S byte offsets into .bin (i64)   D sequence numbers (i64)
     .bin   the tokens, nothing else; all numbers are little-endian
 
-Document d is the sequences from the d-th to the (d + 1)-th of those D numbers: D = documents + 1.
-Ours have one sequence a document. Both files are mapped into memory, never read whole. The trap:
-the arrays behind the 34 bytes of the header are not aligned, and many functions of numpy would copy
-all of such an array; so single entries and slices are taken, nothing else.
+Document d consists of the sequences from the d-th of these D numbers up to the (d + 1)-th, so there
+are D − 1 documents. llmtrain writes one sequence per document. Both files are mapped into memory,
+never read whole. The trap: the arrays after the header of 34 bytes are not aligned, and many
+functions of numpy would copy such an array as a whole; so only single entries and slices are used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenFile:
-    """A mapped pair.
+    """A pair of files, mapped into memory.
 
     tokens (n,) of the file's dtype
     lengths (S,) int32
@@ -46,18 +46,18 @@ class TokenFile:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
+        """The number of documents."""
         return len(self.borders) - 1
 
     def begin(self, document: int) -> int:
-        """Return the position of a document's first token; for `documents`, the end of the last."""
+        """Return the position of a document's first token; for number `documents`, the end."""
         sequence = int(self.borders[document])
         if sequence == len(self.offsets):
             return len(self.tokens)
         return int(self.offsets[sequence]) // self.tokens.itemsize
 
     def at(self, position: int) -> int:
-        """Return the document of a token. (`bisect` without a list of all beginnings.)"""
+        """Return the document of a token, found by bisection in the file."""
         low, high = 0, self.documents
         while high - low > 1:
             middle = (low + high) // 2
@@ -110,9 +110,9 @@ def open_tokens(index: Path) -> TokenFile:
 
 
 def check_tokens(found: TokenFile) -> None:
-    """Do all lengths, offsets and document indices fit the `.bin`? Raises UserError if not.
+    """Raise UserError unless all lengths, offsets and document indices fit the `.bin`.
 
-    Reads the whole `.idx`, a few megabytes at a time.
+    The whole `.idx` is read, a few megabytes at a time.
     """
     position = 0
     for start in range(0, len(found.lengths), CHECKED_AT_ONCE):
@@ -168,7 +168,7 @@ def _map_pair(index: Path, dtype: np.dtype, sequences: int, borders: int) -> Tok
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     if not count:
-        return np.empty(0, dtype)  # nothing cannot be mapped
+        return np.empty(0, dtype)  # an empty file cannot be mapped
     mapped = np.memmap(path, dtype, "r", offset, (count,))
     return mapped.view(np.ndarray)
 

@@ -1,12 +1,12 @@
 """A token cache as a source: its training documents are one stream of tokens, read at any place.
 
     documents    0 | 1 | 2 | 3 | 4 |          in order of files; 2 is held out
-    stream       0 0 0 1 3 3 3 3 4 4 …        without it: no gap, and it is never trained on
+    stream       0 0 0 1 3 3 3 3 4 4 …        without 2: there is no gap
     blocks       |---0---|---1---|---2---|    of stride seq_len; the last continues with document 0
 
-An epoch deals all blocks to the lanes in an order of its own; opening at any block reads that block
-alone. The trap: with packing bestfit there is no such stream, documents are walked like those of
-other sources, in slices of a file.
+An epoch deals all blocks to the lanes in an order of its own. To open the stream at a block only
+that block is read. The trap: with packing bestfit there is no such stream; documents are walked
+like those of other sources, in slices of a file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _MASK = (1 << 64) - 1
 class Documents:
     """All documents of a cached source, numbered in order of its files.
 
-    first: number of each file's first document, and the number of documents
-    base: position of each file's first token, and the number of tokens
+    first: number of each file's first document, then the number of all documents
+    base: position of each file's first token, then the number of all tokens
     """
 
     files: tuple[TokenFile, ...]
@@ -51,7 +51,7 @@ class Documents:
     base: tuple[int, ...]
 
     def span(self, document: int) -> tuple[TokenFile, int, int]:
-        """Return the file that holds it, and its tokens [start, stop) there."""
+        """Return the file that has a document, and the document's tokens [start, stop) in it."""
         number = bisect_right(self.first, document) - 1
         file, within = self.files[number], document - self.first[number]
         return file, file.begin(within), file.begin(within + 1)
@@ -71,7 +71,10 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The documents of a unit, as `documents.rows.Rows` for text. numbers (n,): in the source."""
+    """The documents of a unit, with the methods of `documents.rows.Rows`.
+
+    numbers (n,): the documents' numbers in their source
+    """
 
     documents: Documents
     numbers: np.ndarray
@@ -80,12 +83,12 @@ class Rows:
         return len(self.numbers)
 
     def size(self, row: int) -> int:
-        """Return the number of its tokens."""
+        """Return the number of tokens of a document."""
         _, start, stop = self.documents.span(int(self.numbers[row]))
         return stop - start
 
     def usable(self, row: int) -> bool:
-        """Has it any token?"""
+        """Return whether a document has any token."""
         return self.size(row) > 0
 
     def hash(self, row: int, seed: int) -> int:
@@ -93,7 +96,7 @@ class Rows:
         return xxhash.xxh3_64_intdigest(str(int(self.numbers[row])).encode(), seed=seed & _MASK)
 
     def ids(self, row: int, vocabulary: int) -> np.ndarray:
-        """Return all its tokens, int32 (n,). Raises UserError for an id outside the vocabulary."""
+        """Return a document's tokens, int32 (n,). Raises UserError for ids from `vocabulary` on."""
         file, start, stop = self.documents.span(int(self.numbers[row]))
         return file.ids(start, stop, vocabulary)
 
@@ -104,11 +107,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingStream:
-    """The tokens of all documents that are not held out, one behind the other.
+    """The tokens of all documents that are not held out, one after the other.
 
-    heldout (h,): numbers of the held-out documents, rising
-    gaps (h,): position in the stream before which each is left out
-    removed (h + 1,): tokens of the first 0, 1, … h of them
+    heldout (h,): numbers of the held-out documents, ascending
+    gaps (h,): for each of them, the position in the stream at which it is left out
+    removed (h + 1,): number of tokens in the first 0, 1, … h of them
     tokens: length of the stream
     """
 
@@ -120,7 +123,7 @@ class TrainingStream:
 
     @property
     def num_documents(self) -> int:
-        """How many there are, empty ones too."""
+        """The number of documents, empty ones included."""
         return self.documents.first[-1] - len(self.heldout)
 
     def cut(
@@ -128,7 +131,7 @@ class TrainingStream:
     ) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
         """Return `size` ids (int32) from `position` on, and their (document, start, stop, at).
 
-        Behind the last document comes the first. Raises UserError for an id outside the vocabulary.
+        The first document follows the last. Raises UserError for an id outside the vocabulary.
         """
         left_out = int(np.searchsorted(self.gaps, position, "right"))
         document, start = self.documents.at(position + int(self.removed[left_out]))
@@ -154,7 +157,7 @@ class TrainingStream:
 
 
 def open_documents(source: Source) -> Documents:
-    """Map the files of a cached source, once a process. Raises UserError for damaged files."""
+    """Map the files of a cached source, once per process. Raises UserError for damaged files."""
     return _map_files(tuple(_indices(source)), tuple(file.etag for file in source.files))
 
 
@@ -207,16 +210,17 @@ def training_stream(source: Source, seed: int) -> TrainingStream:
 
 
 def num_blocks(source: Source, seed: int, seq_len: int) -> int:
-    """Return the number of blocks of an epoch: every token that is trained on is a target in it."""
+    """Return the number of blocks of an epoch, in which every training token is a target."""
     return math.ceil(training_stream(source, seed).tokens / seq_len)
 
 
 def blocks(
     manifest: Manifest, k: int, lane: int, cursor: Cursor
 ) -> Generator[Packed, None, Counter[str]]:
-    """Yield the blocks of source k in a lane from `cursor` on; `unit` counts an epoch's blocks.
+    """Yield the blocks of source k in a lane from `cursor` on.
 
-    A span's `row` is the document's number in the source. Raises UserError as `TrainingStream`.
+    The cursor's `unit` counts the lane's blocks of an epoch. A span's `row` is the document's
+    number in the source. Raises UserError as `TrainingStream.cut`.
     """
     source, seed, seq_len = manifest.sources[k], manifest.seed, manifest.seq_len
     stream = training_stream(source, seed)
@@ -249,9 +253,10 @@ def _map_files(indices: tuple[Path, ...], _content: tuple[str, ...]) -> Document
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
-    """Raise UserError unless the cached ones of these sources were written by this tokenizer.
+    """Raise UserError unless this tokenizer wrote the token caches among these sources.
 
-    NAME.json records it; without one, only the ids' range is checked, with a warning.
+    NAME.json records the tokenizer. Without it only the range of the ids is checked, with a
+    warning.
     """
     problems: list[Problem] = []
     for source in sources:
@@ -270,7 +275,7 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return what NAME.json says of the tokenizer: its files' digest, and what decides the ids."""
+    """Return what NAME.json records: digest of the tokenizer's files, and what decides the ids."""
     return {
         "tokenizer": tokenizer.digest,
         "backend": tokenizer.backend,
@@ -282,7 +287,10 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _other_tokenizer(said: Path, tokenizer: Tokenizer) -> list[Problem]:
-    """Accept the same files or the same ids: saving a tokenizer again may change its files."""
+    """Return problems unless the tokenizer has the recorded files, or gives the recorded ids.
+
+    Saving a tokenizer again may change its files, but not its ids.
+    """
     now = describe_tokenizer(tokenizer)
     try:
         then = json.loads(said.read_text("utf-8"))

@@ -1,12 +1,12 @@
-"""Writes a token cache: one part a unit, in any order and by any number of processes, then joined.
+"""Writes a token cache: a part per unit, in any order and by any number of processes, then joined.
 
     unit u   ─►  part-u    tokens ‖ lengths (i32) ‖ counts ‖ digest
     parts    ─►  NAME.bin  the tokens of all parts in order of the manifest
                  NAME.idx  comes last: a pair that has its .idx is complete
 
-A part is complete when it has its name, so a writer that is killed loses the units it was at and no
-more. What is written depends on the data and the tokenizer alone. The trap: joining takes as much
-room again as the parts do.
+A part is complete once it has its name, so a writer that is killed loses only the units that it was
+writing. What is written depends on the data and the tokenizer alone. The trap: joining needs as
+much disk space again as the parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmtrain.data.token_cache.file import DTYPES, HEADER, MAGIC, VERSION
 from llmtrain.data.tokens.tokenizer import Backend, Tokenizer, open_tokenizer
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, RunError
 
-BATCH_DOCUMENTS = 64  # that are tokenized in one call
+BATCH_DOCUMENTS = 64  # documents tokenized in one call
 BATCH_CHARACTERS = 1 << 18
 CHUNK_BYTES = 1 << 22
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -41,11 +41,11 @@ TRAILER_BYTES = COUNTS.size + DIGEST_BYTES
 
 
 class Counts(NamedTuple):
-    """What a part or a whole source holds, and how much was left out.
+    """The content of a part or a whole source in numbers, and how much was left out.
 
     dropped: documents that are null, empty or blank
     replaced: documents with invalid UTF-8, which are kept
-    skipped: units and lines that cannot be read, where the config says so
+    skipped: units and lines that cannot be read, if the config lets them be skipped
     """
 
     documents: int = 0
@@ -57,9 +57,10 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Write unit `unit` of a source to `path`, ids as dtype code `code`.
+    """The task to write unit `unit` of a source to `path`, with ids of dtype code `code`.
 
-    tokenizer, backend: its directory, and what opens it
+    tokenizer: its directory
+    backend: the library that encodes
     reading: how the unit is read
     """
 
@@ -73,9 +74,9 @@ class Task:
 
 
 def write_part(task: Task) -> Counts:
-    """Tokenize the usable documents of a unit in file order; the part appears as a whole.
+    """Tokenize the usable documents of a unit in file order. The part appears as a whole.
 
-    Raises UserError for a bad unit, RunError if it cannot be read or the disk refuses.
+    Raises UserError for a bad unit, RunError if it cannot be read or the disk fails.
     """
     tokenizer, reader = _open(task.tokenizer, task.backend, task.reading)
     dtype = np.dtype(DTYPES[task.code])
@@ -107,9 +108,9 @@ def _open(directory: Path, backend: Backend, reading: Reading) -> tuple[Tokenize
 
 
 def counts_of(path: Path, code: int) -> Counts | None:
-    """Return what a part says it holds; None: it does not exist, or is not complete.
+    """Return the counts that a part records; None if it does not exist or is not complete.
 
-    Raises RunError if the disk refuses.
+    Raises RunError if the disk fails.
     """
     try:
         size = path.stat().st_size
@@ -128,16 +129,16 @@ def counts_of(path: Path, code: int) -> Counts | None:
 
 
 def total(parts: Sequence[Path], code: int) -> Counts:
-    """Return what all parts of a source hold. Raises RunError if one is missing."""
+    """Return the counts of all parts of a source together. Raises RunError if one is missing."""
     found = [counts_of(part, code) or _refuse_changed(part) for part in parts]
     return Counts(*(sum(values) for values in zip(*found, strict=True)))
 
 
 def join(parts: Sequence[Path], index: Path, code: int) -> None:
-    """Make the pair of files of a source from its parts, which stay; memory does not grow.
+    """Join the parts of a source into its pair of files. The parts stay; memory does not grow.
 
-    Raises RunError if the disk refuses, or a part does not have its digest any more (it is removed,
-    so that the same command writes it again).
+    Raises RunError if the disk fails, or if a part does not have its digest any more. Such a part
+    is removed, so that the same command writes it again.
     """
     documents = total(parts, code).documents
     with replacing(index) as indices:
@@ -151,7 +152,7 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Do as `durable.replacing`. Raises RunError 74 if the disk refuses."""
+    """Open a file as `durable.replacing` does. Raises RunError (74) if the disk fails."""
     try:
         with durable.replacing(path, shared=True) as file:
             yield file
@@ -161,7 +162,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def room_needed() -> Iterator[None]:
-    """Raise RunError 74 for a full or failing disk, whatever met it."""
+    """Raise RunError (74) instead of an OSError of a full or failing disk."""
     try:
         yield
     except OSError as error:
@@ -171,7 +172,7 @@ def room_needed() -> Iterator[None]:
 
 
 def disk_failed(error: OSError, path: Path | None = None) -> RunError:
-    """Return the error of a disk that refuses."""
+    """Return the error of a disk that fails."""
     what = f"{error.filename or path or 'a file'}: {error.strerror or error}"
     return RunError(
         f"cannot write {what}",
@@ -216,7 +217,7 @@ def _refuse_changed(part: Path) -> NoReturn:
 
 
 def _write_offsets(indices: BinaryIO, documents: int, itemsize: int) -> None:
-    """Write behind the lengths where each document begins in the `.bin`: their running sum."""
+    """Write, after the lengths, the byte of the `.bin` at which each document begins."""
     position = 0
     for start in range(0, documents, CHUNK_BYTES // 8):
         count = min(documents - start, CHUNK_BYTES // 8)
@@ -229,7 +230,7 @@ def _write_offsets(indices: BinaryIO, documents: int, itemsize: int) -> None:
 
 
 def _write_borders(indices: BinaryIO, documents: int) -> None:
-    """Write one sequence a document: 0, 1, … documents."""
+    """Write that each document is one sequence: the numbers 0, 1, … documents."""
     step = CHUNK_BYTES // 8
     for start in range(0, documents + 1, step):
         indices.write(np.arange(start, min(start + step, documents + 1), dtype="<i8").tobytes())

@@ -1,7 +1,7 @@
-"""Chooses the back end that a new run tokenizes with: once, by rank 0, and logs the reason.
+"""Chooses the back end that a new run tokenizes with. Rank 0 does it once, and logs the reason.
 
-tiktoken where the tokenizer converts, where its merges lead to every entry, and where it gives the
-ids of `tokenizers` on documents of the run and on texts made to find a difference.
+It is tiktoken if the tokenizer can be converted, its merges lead to every entry, and the ids equal
+those of `tokenizers` on documents of the run and on texts made to find a difference.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
-    """Choose the tokenizer of a new run: tiktoken where it gives the same ids; log why not.
+    """Choose the tokenizer of a new run: tiktoken if it gives the same ids. If not, log why.
 
-    texts: documents of the run, compared besides the awkward texts. One to two seconds.
+    It takes one to two seconds.
+
+    texts: documents of the run, compared in addition to the awkward texts
     """
     reference = open_tokenizer(directory)
     candidate = _candidate(directory)
@@ -47,7 +49,7 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
 
 
 def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str | None:
-    """Describe where `other` first gives other ids; None: nowhere."""
+    """Describe where `other` first gives other ids; None if it gives the same."""
     for text in texts:
         expected, found = one.encode(text), other.encode(text)
         if not np.array_equal(expected, found):
@@ -63,7 +65,7 @@ def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
     for text in texts:
         try:
             tokenizer.encode(text)
-        except ValueError as error:  # the engine behind its pattern has limits
+        except ValueError as error:  # its regular expression engine has limits
             return f"{tokenizer.backend} fails on {len(text)} characters {text[:8]!r}…: {error}"
     return None
 

@@ -1,11 +1,12 @@
-"""`tokenizer.json` → tiktoken, where both give the same ids: four to five times as fast.
+"""Converts a `tokenizer.json` to tiktoken, four to five times as fast, if that gives the same ids.
 
-Byte-level BPE alone, and only in the forms listed in `obstacles`. Where they hold, tiktoken differs
-in one way: it merges any two neighbours whose union is an entry, and takes a whole word that is an
-entry at once, while `tokenizers` merges listed pairs alone. That gives the same ids if and only if
-the merges lead from its bytes to every entry (`unreached`): whatever two neighbours tiktoken joins,
-they stand as they would in the entry alone, and there the last merge, the only one listed with this
-result, joins them. Patterns run on other engines in the two libraries; that is tried, not argued.
+Only byte-level BPE is converted, and only in the forms that `obstacles` lets pass. For these,
+tiktoken differs in one way: it merges any two neighbours whose union is an entry, and takes a word
+that is an entry without merging, while `tokenizers` merges listed pairs only. The ids are the same
+if and only if the merges lead from its bytes to every entry (`find_unreached`). The reason: when
+tiktoken joins two neighbours, their bytes have been merged as they would be in the entry alone, and
+there the last merge, the only one listed with this result, joins the same two. The two libraries
+run patterns on different regular expression engines; whether these agree is tested, not proved.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 Description = dict[str, Any]  # the content of a tokenizer.json
 
-# What ByteLevel cuts words with (`use_regex`); no file contains it.
+# The pattern by which ByteLevel cuts words (`use_regex`); no file contains it.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# A control token that tiktoken gets and never allows, so it is text wherever it appears. Where
-# no such token exists, the call that gives arrays looks for one at every byte.
+# A control token for tiktoken that is never allowed, so it is text wherever it appears. Without
+# any such token, the call that returns arrays looks for one at every byte.
 _NEVER = "\0<|never|>\0"
 
 
@@ -35,9 +36,10 @@ _NEVER = "\0<|never|>\0"
 class Converted:
     """The back end `tiktoken`.
 
-    entries: bytes of an id, of control tokens too
-    ids: of ranks (n,), None where they are the same
-    normalize: what to do to texts that are not in form NFC; None = nothing
+    encoding: encodes to ranks
+    entries: id → bytes, of control tokens too
+    ids: rank → id (n,); None if they are the same
+    normalize: applied to texts that are not in form NFC; None = nothing
     """
 
     encoding: tiktoken.Encoding
@@ -50,9 +52,9 @@ class Converted:
         return map(self.encode_part, texts)
 
     def encode_part(self, text: str) -> np.ndarray:
-        """Return the ids (n,) int32 of a text, or of a later part: nothing is put in front."""
-        # Python asks in 2–4 ns a character what normalizing answers in 60–120. Where the two know
-        # different versions of Unicode, the check at the first start sees it.
+        """Return the ids (n,) int32 of a text or a later part of one: nothing is put in front."""
+        # Python checks a character in 2–4 ns; normalizing it takes 60–120. If Python and tokenizers
+        # know different versions of Unicode, the check at the first start notices it.
         if self.normalize and not text.isascii() and not unicodedata.is_normalized("NFC", text):
             text = self.normalize(text)
         # The same as `encode_ordinary`, without a Python integer for every token.
@@ -61,12 +63,12 @@ class Converted:
         return ranks if self.ids is None else self.ids[ranks]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; ids without an entry give no text."""
+        """Return the text of ids. Ids without an entry give no text."""
         return b"".join(self.entries.get(i, b"") for i in ids).decode("utf-8", "replace")
 
 
 def convert(description: Description) -> Converted:
-    """Make tiktoken's encoding of a description without obstacles. Raises what tiktoken raises."""
+    """Convert a description that has no obstacles. Raises what tiktoken raises."""
     import tiktoken
 
     vocab: dict[str, int] = description["model"]["vocab"]
@@ -74,7 +76,7 @@ def convert(description: Description) -> Converted:
     table = byte_symbols()
     keys = [bytes(map(table.__getitem__, name)) for name in names]
     ids = [vocab[name] for name in names]
-    # Ranks need an order and no more, so ids serve, unless they contradict the order of merges.
+    # Ranks only have to be ordered, so they are the ids, unless these contradict the merges' order.
     ordered = ids[256:] == sorted(ids[256:])
     ranks = ids if ordered else range(len(ids))
     entries = dict(zip(ids, keys, strict=True))
@@ -84,7 +86,7 @@ def convert(description: Description) -> Converted:
             "llmtrain",
             pat_str=_pattern(description),
             mergeable_ranks=dict(zip(keys, ranks, strict=True)),
-            special_tokens={_NEVER: len(keys) + max(ids)},  # those of the run are text
+            special_tokens={_NEVER: len(keys) + max(ids)},  # the run's own are text
         ),
         entries=entries,
         ids=None if ordered else np.array(ids, dtype=np.int32),
@@ -95,7 +97,7 @@ def convert(description: Description) -> Converted:
 
 
 def obstacles(description: Description) -> Iterator[str]:
-    """Yield reasons why this tokenizer cannot be tiktoken's, the first one alone being reliable."""
+    """Yield reasons why this tokenizer cannot be converted. Only the first one is reliable."""
     model = description["model"]
     if model.get("type") != "BPE":
         yield f"its model is {model.get('type')}, not BPE"
@@ -110,9 +112,11 @@ def obstacles(description: Description) -> Iterator[str]:
 
 
 def find_unreached(description: Description, model: tokenizers.models.BPE) -> str | None:
-    """Find the first entry that its own merges do not lead to, as written in the vocabulary.
+    """Return the first entry that its own merges do not lead to, as written in the vocabulary.
 
-    model: of the opened tokenizer. A second for 150,000 entries; once a run.
+    It takes a second for 150,000 entries, once per run.
+
+    model: that of the opened tokenizer
     """
     vocab = description["model"]["vocab"]
     at_once, model.ignore_merges = model.ignore_merges, False
@@ -126,7 +130,7 @@ def find_unreached(description: Description, model: tokenizers.models.BPE) -> st
 
 
 def control_strings(description: Description) -> list[str]:
-    """Return added tokens that the model itself makes of text, without being asked to."""
+    """Return added tokens that the model itself would make from text."""
     model = description["model"]
     names = {token["content"] for token in added_tokens(description)}
     if model.get("type") == "BPE" and not model.get("ignore_merges"):
@@ -135,15 +139,15 @@ def control_strings(description: Description) -> list[str]:
 
 
 def vocabulary(description: Description) -> dict[str, int]:
-    """Return entry → id, of the model alone."""
+    """Return the entries of the model alone, as entry → id."""
     vocab = description["model"].get("vocab") or {}
-    if isinstance(vocab, list):  # Unigram's: pieces and their scores
+    if isinstance(vocab, list):  # a Unigram model has pieces and their scores
         return {piece: index for index, (piece, _) in enumerate(vocab)}
     return dict(vocab)
 
 
 def added_tokens(description: Description) -> list[dict[str, Any]]:
-    """Return the added tokens: `id`, `content` …"""
+    """Return the added tokens, each with its `id`, `content` and other keys."""
     return list(description.get("added_tokens") or ())
 
 
@@ -163,7 +167,7 @@ def byte_symbols() -> dict[str, int]:
 
 
 def shell(description: Description, *parts: str, **others: Any) -> tokenizers.Tokenizer:
-    """Return a tokenizer without entries that has these parts of a description, and others."""
+    """Return a tokenizer without entries that has these parts of a description, and `others`."""
     import json
 
     import tokenizers
@@ -230,7 +234,7 @@ def _pattern(description: Description) -> str:
 
 
 def _steps(description: Description, part: str) -> list[dict[str, Any]]:
-    """Return a normalizer or pre-tokenizer as the list of its steps."""
+    """Return the steps of a normalizer or pre-tokenizer."""
     found = description.get(part)
     if found is None:
         return []

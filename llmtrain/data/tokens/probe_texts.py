@@ -1,4 +1,4 @@
-"""Awkward texts: what two tokenizers that should be one, or two versions of one, differ in."""
+"""Awkward texts, on which two tokenizers, or two versions of one, are likely to differ."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Opens the tokenizer that a run saved, and turns text into ids.
 
 Two back ends give the same ids: `tokenizers`, which is the reference, and tiktoken, several times
-as fast, for tokenizers that convert (`convert.py`). Rank 0 chooses at a run's first start and the
-manifest keeps the choice: every later start and every worker opens that one.
+as fast, for tokenizers that can be converted (`convert.py`). Rank 0 chooses at a run's first start.
+The manifest keeps the choice, and every later start and every worker opens that back end.
 
 Text is only ever text: an article that contains `<|endoftext|>` gets the ids of these characters,
-never the control token. No back end knows added tokens, special or not; and where a model
-makes one of text by itself, its string is cut in two.
+never the control token. No back end knows added tokens, special or not. If a model makes one from
+text by itself, the string is cut in two.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Backend = Literal["tokenizers", "tiktoken"]
 # A longer document is encoded in parts. Patterns that end in `\s+(?!\S)` overflow tiktoken's stack
 # at a million spaces; at half of that they never do.
 PART_CHARACTERS = 1 << 19
-BATCH = 64  # texts that `tokenizers` gets in one call: a sixth faster than one by one
+BATCH = 64  # texts in one call to `tokenizers`: a sixth faster than one by one
 _BORDERS = (
     re.compile(r"\S(?= \S)"),  # before a single space: a word begins there, in any tokenizer
-    re.compile(r"\S\n(?=\S)"),  # behind a single newline
+    re.compile(r"\S\n(?=\S)"),  # after a single newline
     re.compile(r"\S(?=\s)"),
 )
 _BORDER_CHARACTERS = 1 << 14  # how far back a border is searched for
 
 
 class Encoder(Protocol):
-    """What a back end does."""
+    """The interface of a back end."""
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield the ids (n,) int32 of each text."""
@@ -67,11 +67,11 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The back end `tokenizers`.
+    """The back end `tokenizers`, with a tokenizer for each purpose.
 
-    whole: without added tokens
-    rest: puts nothing in front of a text
-    full: with added tokens, decodes
+    whole: encodes whole texts, without added tokens
+    rest: encodes later parts of a text, and puts nothing in front of them
+    full: decodes, with added tokens
     """
 
     whole: tokenizers.Tokenizer
@@ -99,11 +99,12 @@ class Reference:
 class Tokenizer:
     """The run's tokenizer.
 
-    eos, bos, pad: ids; bos is None unless the tokenizer itself puts one before a text; pad is the
-        end-of-text id where the tokenizer has no pad token
+    eos: id of the end-of-text token
+    bos: id of the begin token; None unless the tokenizer itself puts it before a text
+    pad: id of the pad token; of the end-of-text token if there is no pad token
     length: ids are below it
     digest: of its files
-    _control: strings of which the model would make a control token, None = no such strings
+    _control: strings from which the model would make a control token; None = no such strings
     """
 
     eos: int
@@ -136,12 +137,12 @@ class Tokenizer:
 
     @property
     def awkward(self) -> tuple[str, ...]:
-        """Texts in which this tokenizer is likely to differ from another: `PROBES`, own tokens."""
+        """Texts on which this tokenizer may differ from another: `PROBES`, and its added tokens."""
         return self._awkward
 
     @property
     def probe(self) -> str:
-        """Digest of the ids of the awkward texts: equal iff the ids are."""
+        """Digest of the ids of the awkward texts: equal if and only if the ids are."""
         digest = xxhash.xxh3_64()
         for ids in self.encode_batch(self._awkward):
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
@@ -162,7 +163,7 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
     """
     content, description = describe(directory)
     _, settings = _read(directory / "tokenizer_config.json")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it takes a thread for every core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise it starts a thread for every core
     os.environ["RAYON_NUM_THREADS"] = "1"
     if backend == "tiktoken":
         encoder: Encoder = _convert(description, str(directory))
@@ -195,16 +196,18 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
 
 
 def describe(directory: Path) -> tuple[bytes, Description]:
-    """Return the bytes of `tokenizer.json`, and what they say. Raises UserError."""
+    """Return the bytes of `tokenizer.json`, and its parsed content. Raises UserError."""
     return _read(directory / "tokenizer.json")
 
 
 def split_long(text: str, limit: int, control: re.Pattern[str] | None = None) -> list[str]:
-    """Return a text as the parts that are encoded one by one: a fixed rule, for both back ends.
+    """Return a text as parts that are encoded one by one, by a fixed rule for both back ends.
 
-    Of at most `limit` characters, cut where a word begins (before the last single space, else
-    behind the last single newline, else before white space), so that the ids are those of the whole
-    text; a text without such a place is cut at the limit. `control`: cut inside these strings too.
+    A part has at most `limit` characters. It is cut where a word begins (before the last single
+    space, else after the last single newline, else before white space), so that the ids are those
+    of the whole text. Without such a place it is cut at the limit.
+
+    control: matches strings that must also be cut in two
     """
     if len(text) <= limit and control is None:
         return [text]
@@ -218,7 +221,7 @@ def split_long(text: str, limit: int, control: re.Pattern[str] | None = None) ->
 
 
 def _border(text: str, start: int, end: int) -> int:
-    """Return the best place of text[start:end] to cut at, near its end."""
+    """Return the best place to cut text[start:end], near its end."""
     first = max(start, end - _BORDER_CHARACTERS)
     for border in _BORDERS:
         places = [found.end() for found in border.finditer(text, first, end)]
@@ -243,7 +246,7 @@ def _reference(description: Description, content: str) -> Reference:
     import tokenizers
 
     full = tokenizers.Tokenizer.from_str(content)
-    whole, rest = tokenizers.Tokenizer(full.model), tokenizers.Tokenizer(full.model)  # shared
+    whole, rest = tokenizers.Tokenizer(full.model), tokenizers.Tokenizer(full.model)  # one model
     frames = (description, {**description, **_without_beginning(description)})
     for tokenizer, frame in zip((whole, rest), frames, strict=True):
         steps = shell(frame, "normalizer", "pre_tokenizer")
@@ -255,7 +258,7 @@ def _reference(description: Description, content: str) -> Reference:
 
 
 def _without_beginning(description: Description) -> Description:
-    """Return normalizer and pre-tokenizer for a later part: they put nothing in front of it."""
+    """Return normalizer and pre-tokenizer for later parts of a text: they put nothing in front."""
     return {part: _continue_step(description.get(part)) for part in ("normalizer", "pre_tokenizer")}
 
 
@@ -295,7 +298,7 @@ def _token(ids: dict[str, int], settings: dict[str, Any], name: str) -> int | No
 
 
 def _begins_with(description: Description, bos: int | None) -> bool:
-    """Does the post-processor put the begin token before a text?"""
+    """Return whether the post-processor puts the begin token before a text."""
     model = {"type": "BPE", "vocab": {"a": 1 << 30}, "merges": []}
     ids = shell(description, "post_processor", model=model).encode("a").ids
     return bos is not None and ids[:1] == [bos]

@@ -1,8 +1,9 @@
-"""Train a byte-level BPE: texts → the files of a tokenizer directory.
+"""Trains a byte-level BPE on texts, and makes the files of a tokenizer directory.
 
-The tokenizer is GPT-2's in form: every byte is a symbol, so no text is unknown and decoding gives
-the very bytes back; GPT-2's pattern cuts words before merging. `<|endoftext|>` takes id 0 and is
-the only special token. The same texts give the same bytes, with any number of threads.
+The tokenizer has the form of GPT-2's: every byte is a symbol, so no text is unknown and decoding
+returns exactly the same bytes; GPT-2's pattern cuts text into words before merging. `<|endoftext|>`
+has id 0 and is the only special token. The same texts give the same files, with any number of
+threads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ SMALLEST = 256 + 1  # the byte symbols and the special token
 def train_bpe(texts: Iterable[str], entries: int) -> str:
     """Train on `texts` and return the text of a `tokenizer.json` with exactly `entries` entries.
 
-    Memory: one count for each distinct word. Raises UserError if `entries` cannot hold the 256
-    byte symbols and the special token, or if the texts are too small to reach it.
+    It keeps one count for each distinct word in memory. Raises UserError if `entries` is less than
+    the 256 byte symbols and the special token, or if the texts are too small to reach it.
     """
     if entries < SMALLEST:
         raise UserError(Problem("model.tokenizer", _value(entries), f"at least {SMALLEST} entries"))
@@ -45,8 +46,8 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
 def tokenizer_config() -> str:
     """Return the `tokenizer_config.json` with which transformers loads such a tokenizer.
 
-    `<|endoftext|>` ends a document and, as no text holds it, also begins one and pads; nothing is
-    added to a text when it is encoded.
+    `<|endoftext|>` ends a document. Since no text contains it, it also begins a text and pads.
+    Nothing is added to a text when it is encoded.
     """
     fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",
