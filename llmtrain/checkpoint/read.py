@@ -111,8 +111,9 @@ def verify(
         except DamagedError as error:
             return [_as_problem(path, error)]
         wrong = _wrong(path, manifest, jobs, told)
-        if form.STATE in manifest.files and not wrong:
-            candidates.state_of(path, manifest)
+        looks_whole = form.STATE in manifest.files and not wrong
+        if looks_whole and (damage := _damage(candidates.state_of, path, manifest)):
+            wrong[form.STATE] = damage
     return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
 
 
@@ -370,7 +371,7 @@ def _vote(
     return [failed.text for failed in damage]
 
 
-def _damage(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
+def _damage(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> DamagedError | None:
     """Return the damage that a check finds, or None."""
     try:
         check(*args, **kwargs)

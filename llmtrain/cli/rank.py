@@ -30,14 +30,20 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     try:
         import llmtrain
         from llmtrain.config.binding import bind
-        from llmtrain.config.load import load_checked
+        from llmtrain.config.load import load_checked, load_config
         from llmtrain.rundir import contents
         from llmtrain.training.start import preflight
         from llmtrain.training.stop.signals import install
 
         install()  # until the exit, also while the report is written, when the run has ended
-        rules = preflight.rules_of_this_process(config_file, os.environ)
-        config = load_checked(config_file, overrides, rules)
+        try:
+            config = load_config(config_file, overrides)
+        except UserError:
+            # Reports these problems with those of the batch and of paths. If only the latter are
+            # wrong, the run refuses them itself, so that `status.json` says so to `supervise`.
+            rules = preflight.rules_of_this_process(config_file, os.environ)
+            load_checked(config_file, overrides, rules)
+            raise
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
         own = bind(config).digest

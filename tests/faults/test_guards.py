@@ -76,7 +76,7 @@ def test_f37_data_that_a_worker_does_not_send(faulty, straight, action, code, sa
     assert said in run.status()["reason"] + log(run, 1)
     if action == "raise":
         assert "Traceback" in log(run, 1)
-        assert "in carried" in log(run, 1)  # the worker's own
+        assert "in carry" in log(run, 1)  # the worker's own
     (run.folder / HUNG).unlink(missing_ok=True)
     assert run.launch() == [0, 0]
     assert run.resumed()[1] >= ("step-00000004" if action == "kill" else "step-00000008")

@@ -73,14 +73,14 @@ def train(kind: str, holder: str, first: str, last: str, *arguments: str) -> Non
     from llmtrain.cli.main import main
     from llmtrain.training import saving
 
-    gathered = saving.gathered
+    gather_parts = saving.gather_parts
 
     def reached(run: Any, step: int) -> Any:
         if run.ranks.rank == 0:
             _use_up(kind, run.run_dir, full=int(first) <= step <= int(last))
-        return gathered(run, step)
+        return gather_parts(run, step)
 
-    saving.gathered = reached  # type: ignore[assignment]
+    saving.gather_parts = reached  # type: ignore[assignment]
     main(["train", *arguments])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmtrain.config.checks import Rule, check_batch, check_micro_batch
 from llmtrain.config.schema import (
+    Config,
     DataConfig,
     DocumentsConfig,
     EvaluationConfig,
@@ -45,6 +46,20 @@ def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
     processes: None = the number in accelerate's config file, which is not read here
     """
     return [_batch(processes or 1), *_on_disk(config_file)]
+
+
+def check_start(config: Config, processes: int) -> None:
+    """Apply all these rules to a valid config, once the run's status can record what they refuse.
+
+    Raises UserError with every problem.
+    """
+    problems = [
+        *_split_problems(processes, config.training),
+        *_source_problems("", config.run, config.data, config.evaluation),
+        *_model_problems("", config.run, config.model),
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def _batch(processes: int) -> Rule:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 import torch
 
 from llmtrain import heartbeat
-from llmtrain.agreement import agreed, from_rank_zero, gathered
+from llmtrain.agreement import agreed, from_rank_zero, gathered, on_rank_zero
 from llmtrain.config.binding import Bound
 from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
@@ -30,6 +30,7 @@ from llmtrain.rundir.auto import Auto
 from llmtrain.training.run.opened import Planned, Processes
 from llmtrain.training.start.claim import Place
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
+from llmtrain.training.start.preflight import check_start
 from llmtrain.training.start.shared_directory import check_shared
 from llmtrain.types import Ranks
 
@@ -59,6 +60,7 @@ def start_processes(
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
+        on_rank_zero(meeting, lambda: check_start(config, meeting.world_size))
         planned = agreed(meeting, lambda: _plan_here(config, precision, meeting.rank))
         _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
         launched = _launch(config, planned, precision)
