@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two tests at a time; those that share what is dear to make run in one process, in the order of the
 # files. At the end the ten slowest and the time.
 PYTEST := $(BIN)/python -m pytest -q --durations 10
-TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all test-slow test-faults check lint types format docs clean

@@ -113,10 +113,10 @@ CORE: dict[str, tuple[str, ...]] = {
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Give each test the marks of its folder, `core` where it is, and the group of its file.
+    """Give each test the mark of its folder, and `core` where it is.
 
-    Tests of a group run in one process, so that what they share is made once. The longest group
-    comes first, or one process would end with it while the others have nothing left.
+    The longest files come first, or one process would end with one of them while the other has
+    nothing left.
     """
     core = {name for names in CORE.values() for name in names}
     for item in items:
@@ -125,18 +125,12 @@ def mark(items: list[pytest.Item]) -> None:
             item.add_marker("launches")
         if item.nodeid.removeprefix("tests/") in core:
             item.add_marker("core")
-        item.add_marker(pytest.mark.xdist_group(group(place)))
-    items.sort(key=lambda item: group(below_tests(item)) != "faults")
+    items.sort(key=lambda item: below_tests(item).parts[0] != "faults")
 
 
 def below_tests(item: pytest.Item) -> PurePath:
     """The file of a test."""
     return item.path.relative_to(TESTS)
-
-
-def group(place: PurePath) -> str:
-    """Tests of faults share straight runs over all their files, others what their file has."""
-    return "faults" if place.parts[0] == "faults" else place.with_suffix("").as_posix()
 
 
 def dear(examples: int) -> settings:
