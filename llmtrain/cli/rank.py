@@ -30,7 +30,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
     try:
         import llmtrain
         from llmtrain.config.binding import bind
-        from llmtrain.config.load import load_checked, load_config
+        from llmtrain.config.load import load_config
         from llmtrain.rundir import contents
         from llmtrain.training.start import preflight
         from llmtrain.training.stop.signals import install
@@ -42,7 +42,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
             # Reports these problems with those of the batch and of paths. If only the latter are
             # wrong, the run refuses them itself, so that `status.json` says so to `supervise`.
             rules = preflight.rules_of_this_process(config_file, os.environ)
-            load_checked(config_file, overrides, rules)
+            load_config(config_file, overrides, rules)
             raise
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())

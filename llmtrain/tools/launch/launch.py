@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO
 
 from llmtrain import processes
-from llmtrain.config.load import load_checked
+from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
 from llmtrain.distributed.launch.environment import (
@@ -80,7 +80,7 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_nested(env)
-    config = load_checked(config_file, overrides, rules_of_a_launch(config_file, processes))
+    config = load_config(config_file, overrides, rules_of_a_launch(config_file, processes))
     file = _launch_file(accelerate_file, processes, env, config)
     run_dir = Path(config.run.dir or "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:

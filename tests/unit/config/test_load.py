@@ -146,6 +146,28 @@ def test_an_item_that_is_no_mapping_is_told_once(tmp_path):
     assert list(problems(tmp_path, "data.sources=[sample]")) == ["data.sources.0"]
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.tokenizer={trian: 300}", "model.tokenizer"),
+        ("model.tokenizer={train: 300, vocab: 3}", "model.tokenizer"),
+        ("evaluation.sources=[sample]", "evaluation.sources.0"),
+        ("evaluation.sources=[{path: 3}]", "evaluation.sources.0.path"),
+    ],
+)
+def test_a_problem_inside_a_value_is_told_by_its_name_in_the_file(tmp_path, override, key):
+    assert list(problems(tmp_path, override)) == [key]
+
+
+def test_a_misspelt_key_of_an_evaluation_source_is_told_the_one_that_was_meant(tmp_path):
+    found = problems(tmp_path, "evaluation.sources=[{path: sample, spilt: test}]")
+    assert "did you mean evaluation.sources.0.split?" in found["evaluation.sources.0.spilt"]
+
+
+def test_a_word_in_quotes_is_not_advised_without_them(tmp_path):
+    assert "try:" not in problems(tmp_path, "training.steps='true'")["training.steps"]
+
+
 def test_an_unknown_key_is_told_with_the_key_that_was_meant(tmp_path):
     found = problems(tmp_path, "training.lerning_rate=1e-3", "per_device_train_batch_size=4")
     assert "unknown key; did you mean optimizer.learning_rate?" in found["training.lerning_rate"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.config import SMALLEST, written
 
-from llmtrain.config.load import load_checked
+from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.training.start.preflight import rules_of_a_launch, rules_of_this_process
 
@@ -19,7 +19,7 @@ def found(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> d
     path = written(folder)
     here = f"run.dir={folder / 'run'}"
     try:
-        load_checked(path, [here, *overrides], rules_of_this_process(str(path), env or {}))
+        load_config(path, [here, *overrides], rules_of_this_process(str(path), env or {}))
     except UserError as error:
         return {problem.key: str(problem) for problem in error.problems}
     return {}
@@ -82,7 +82,7 @@ def test_a_batch_that_no_process_could_split_is_reported_once(tmp_path):
     overrides = ("training.global_batch_size=10", "training.micro_batch_size=4")
     path = written(tmp_path)
     with pytest.raises(UserError) as caught:
-        load_checked(path, overrides, rules_of_a_launch(str(path), 2))
+        load_config(path, overrides, rules_of_a_launch(str(path), 2))
     assert [one.key for one in caught.value.problems] == ["training.global_batch_size"]
 
 
