@@ -26,12 +26,8 @@ def harmless(text: str, keep: str = "") -> str:
 
     keep: characters that stay as they are, such as `\\n` in a message of several lines
     """
-    return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
-
-
-def _escape(char: str) -> str:
-    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(char) or (
-        f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from llmtrain.config import secrets
 from llmtrain.config.duration import GRAMMAR, seconds
-from llmtrain.config.keys import ITEM, all_keys
+from llmtrain.config.keys import all_keys, general_name, sections
 from llmtrain.config.model_fields import field_problems, type_problems
 from llmtrain.config.schema import (
     CheckpointConfig,
@@ -23,6 +23,7 @@ from llmtrain.config.schema import (
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
+    Section,
     TrainingConfig,
 )
 from llmtrain.errors import Problem
@@ -35,68 +36,70 @@ _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name
 def check(config: Config) -> list[Problem]:
     """Return every problem that the schema cannot find, for a Config not read from a file."""
     found = secrets.problems(secrets.in_config(config.model_dump(by_alias=True)))
-    section = dict(config)
-    for rule, names in RULES:
-        found += rule(*(section[name] for name in names))
-    return found
+    return [*found, *apply(RULES, dict(config))]
 
 
-def check_model(model: ModelConfig) -> list[Problem]:
+def apply(rules: Iterable[Rule], sections: Mapping[str, Section]) -> Iterator[Problem]:
+    """Yield the problems by those rules whose sections are all given."""
+    for rule, names in rules:
+        if sections.keys() >= set(names):
+            yield from rule(*(sections[name] for name in names))
+
+
+def check_model(model: ModelConfig) -> Iterator[Problem]:
     """Check where the model and its tokenizer come from, and the model's own fields."""
-    problems = list(_not_finite("model.config", model.config))
-    problems += field_problems(model.config, "model.config.")
+    for path, value in secrets.leaves(model.config):
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
+            yield Problem(".".join(("model.config", *path)), value, "a finite number")
+    yield from field_problems(model.config, "model.config.")
     kind = model.config.get("model_type")
     if model.from_ is None and kind is None:
         expected = "model.config.model_type (train from scratch) or model.from (start from weights)"
         remedy = "model: {config: {model_type: llama, hidden_size: 256}, tokenizer: sample}"
-        problems.append(Problem("model", None, expected, remedy))
+        yield Problem("model", None, expected, remedy)
     elif model.from_ is not None and model.config:
         expected = "either model.from or model.config: weights bring their own config"
-        problems.append(Problem("model.from", model.from_, expected, "remove one of the two"))
+        yield Problem("model.from", model.from_, expected, "remove one of the two")
     elif kind is not None:
-        problems += type_problems(kind, "model.config.model_type")
+        yield from type_problems(kind, "model.config.model_type")
     if model.from_ is None and model.tokenizer == "auto":
         expected = "a tokenizer: `auto` means that of model.from, which is not set"
         remedy = "a Hub id, a directory, sample, or {train: 8192} for one of your own"
-        problems.append(Problem("model.tokenizer", model.tokenizer, expected, remedy))
+        yield Problem("model.tokenizer", model.tokenizer, expected, remedy)
     if model.from_ is None and model.revision is not None:
         expected = "null without model.from: it is the revision of those weights"
-        problems.append(Problem("model.revision", model.revision, expected))
-    return problems
+        yield Problem("model.revision", model.revision, expected)
 
 
-def check_length(model: ModelConfig, data: DataConfig) -> list[Problem]:
+def check_length(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
     """Check that blocks are not longer than the model's positions."""
     for name in _LONGEST:
         longest = model.config.get(name)
         if isinstance(longest, int) and data.seq_len > longest:
             expected = f"at most the model's {name} {longest} (model.config)"
             remedy = f"data.seq_len={longest}, or model.config.{name}={data.seq_len}"
-            return [Problem("data.seq_len", data.seq_len, expected, remedy)]
-    return []
+            yield Problem("data.seq_len", data.seq_len, expected, remedy)
 
 
-def check_packing(data: DataConfig) -> list[Problem]:
+def check_packing(data: DataConfig) -> Iterator[Problem]:
     """Check that the document mask is not turned off with a packing that needs it."""
     if data.packing not in ("auto", "concat") and data.document_mask is False:
         with_packing = f"true or auto with data.packing {data.packing}"
         expected = f"{with_packing}: the end of a long document overlaps"
-        return [Problem("data.document_mask", False, expected, "true, or data.packing=concat")]
-    return []
+        yield Problem("data.document_mask", False, expected, "true, or data.packing=concat")
 
 
-def check_duration(training: TrainingConfig) -> list[Problem]:
+def check_duration(training: TrainingConfig) -> Iterator[Problem]:
     """Check that exactly one key sets the length of the run."""
     steps, epochs = training.steps, training.epochs
     expected = "exactly one of training.steps and training.epochs"
     if steps is None and epochs is None:
-        return [Problem("training.steps", None, expected, "training.steps=1000")]
-    if steps is not None and epochs is not None:
+        yield Problem("training.steps", None, expected, "training.steps=1000")
+    elif steps is not None and epochs is not None:
         value = f"{steps} and training.epochs = {epochs:g}"
         by_epochs = f"training.steps=null training.epochs={epochs:g}"
         by_steps = f"training.epochs=null training.steps={steps}"
-        return [Problem("training.steps", value, expected, f"{by_epochs}, or {by_steps}")]
-    return []
+        yield Problem("training.steps", value, expected, f"{by_epochs}, or {by_steps}")
 
 
 def check_micro_batch(training: TrainingConfig) -> list[Problem]:
@@ -124,22 +127,20 @@ def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
     return [Problem("training.global_batch_size", total, expected, remedy)]
 
 
-def check_warmup(optimizer: OptimizerConfig) -> list[Problem]:
+def check_warmup(optimizer: OptimizerConfig) -> Iterator[Problem]:
     """Check that the warm-up is a whole number of steps, or a share of them below 1."""
     steps = optimizer.warmup_steps
-    if steps < 1 or float(steps).is_integer():
-        return []
-    expected = "a whole number of steps, or a share of all steps below 1"
-    return [Problem("optimizer.warmup_steps", steps, expected, f"{round(steps)}")]
+    if steps > 1 and not float(steps).is_integer():
+        expected = "a whole number of steps, or a share of all steps below 1"
+        yield Problem("optimizer.warmup_steps", steps, expected, f"{round(steps)}")
 
 
-def check_retention(checkpoint: CheckpointConfig) -> list[Problem]:
+def check_retention(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that the checkpoints to keep permanently are ever written."""
     every, keep = checkpoint.every_steps, checkpoint.keep_every
-    if keep % every == 0:
-        return []
-    expected = f"a multiple of checkpoint.every_steps {every}, or 0"
-    return [Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))]
+    if keep % every:
+        expected = f"a multiple of checkpoint.every_steps {every}, or 0"
+        yield Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))
 
 
 def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
@@ -149,65 +150,46 @@ def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
 
 def check_best(
     checkpoint: CheckpointConfig, data: DataConfig, evaluation: EvaluationConfig
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Check that best checkpoints are not asked for without an evaluation that ranks them."""
     asked = "keep_best" in checkpoint.model_fields_set and checkpoint.keep_best
-    if not asked or evaluates(data, evaluation):
-        return []
-    expected = "0 without an evaluation: data.heldout is 0, evaluation.sources is empty"
-    remedy = "checkpoint.keep_best=0, or data.heldout=0.005"
-    return [Problem("checkpoint.keep_best", checkpoint.keep_best, expected, remedy)]
+    if asked and not evaluates(data, evaluation):
+        expected = "0 without an evaluation: data.heldout is 0, evaluation.sources is empty"
+        remedy = "checkpoint.keep_best=0, or data.heldout=0.005"
+        yield Problem("checkpoint.keep_best", checkpoint.keep_best, expected, remedy)
 
 
-def check_stop_after(checkpoint: CheckpointConfig) -> list[Problem]:
+def check_stop_after(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that `stop_after` is a length of time."""
     value = checkpoint.stop_after
-    if value is None or seconds(value):
-        return []
-    return [Problem("checkpoint.stop_after", value, GRAMMAR)]
+    if value is not None and not seconds(value):
+        yield Problem("checkpoint.stop_after", value, GRAMMAR)
 
 
-def check_resume(checkpoint: CheckpointConfig) -> list[Problem]:
+def check_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that `resume` names a checkpoint of this run, and not the path of other weights."""
     value = checkpoint.resume
-    if value in ("auto", "never") or re.fullmatch(r"step-\d{8,18}", value):
-        return []
-    expected = "auto, never, or the name of a checkpoint of this run, as step-00000400"
-    elsewhere = "/" in value or Path(value).is_dir()
-    remedy = f"did you mean model.from={value}, which takes weights alone?" if elsewhere else ""
-    return [Problem("checkpoint.resume", value, expected, remedy)]
+    if not re.fullmatch(r"auto|never|step-\d{8,18}", value):
+        expected = "auto, never, or the name of a checkpoint of this run, as step-00000400"
+        elsewhere = "/" in value or Path(value).is_dir()
+        remedy = f"did you mean model.from={value}, which takes weights alone?" if elsewhere else ""
+        yield Problem("checkpoint.resume", value, expected, remedy)
 
 
-def check_accepted(checkpoint: CheckpointConfig) -> list[Problem]:
+def check_accepted(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that accepted names are keys or sections: others would be ignored silently."""
-    known = {key.name for key in all_keys()}
-    known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2, 3)}
-    problems = []
     for name in checkpoint.accept_changes:
-        numbered = ".".join(ITEM if part.isdecimal() else part for part in name.split("."))
-        if numbered not in known and not name.startswith("model.config."):
-            near = difflib.get_close_matches(numbered, sorted(known), n=1)
+        known, general = {key.name for key in all_keys()} | sections(), general_name(name)
+        if general not in known and not name.startswith("model.config."):
+            near = difflib.get_close_matches(general, sorted(known), n=1)
             expected = "a key or a section of the config"
             remedy = f"did you mean {near[0]}?" if near else ""
-            problems.append(Problem("checkpoint.accept_changes", name, expected, remedy))
-    return problems
+            yield Problem("checkpoint.accept_changes", name, expected, remedy)
 
 
 def _nearest(value: int, unit: int) -> str:
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-def _not_finite(key: str, value: object) -> Iterator[Problem]:
-    """Yield a problem for each number that is not finite: the model's config, as JSON, has none."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _not_finite(f"{key}.{name}", inner)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _not_finite(f"{key}.{index}", inner)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(key, value, "a finite number")
 
 
 RULES: tuple[Rule, ...] = (

@@ -135,7 +135,8 @@ def _place(tree: Tree, parts: list[str], value: object) -> yaml12.Path:
     here: Any = tree
     path: yaml12.Path = ()
     for depth, part in enumerate(parts):
-        owner, step = yaml12.dotted_name(path), part
+        owner = yaml12.dotted_name(path)
+        step: str | int = part
         if isinstance(here, list):
             if not (part.isdecimal() and int(part) < len(here)):
                 expected = f"the number of an item; {owner} has {len(here)} of them, counted from 0"
@@ -176,10 +177,7 @@ def _validate(
         for name, field in Config.model_fields.items()
         if name not in broken
     }
-    for rule, names in (*checks.RULES, *rules):
-        if valid.keys() >= set(names):
-            found += rule(*(valid[name] for name in names))
-    return config, found
+    return config, [*found, *checks.apply((*checks.RULES, *rules), valid)]
 
 
 def _schema_problems(

@@ -104,7 +104,8 @@ def is_secret(name: str, value: object) -> bool:
 
 def in_config(tree: object) -> list[Found]:
     """Return every secret in the values of a config file, at any depth, also under unknown keys."""
-    return list(_walk(tree, ()))
+    values = [(path, value, _variable(path, value)) for path, value in leaves(tree)]
+    return [Found(".".join(path), found, str(value)) for path, value, found in values if found]
 
 
 def problems(found: Iterable[Found]) -> list[Problem]:
@@ -185,19 +186,15 @@ def _parameter(found: re.Match[str]) -> str:
     return HIDDEN if is_secret_name(found[1]) else found[0]
 
 
-def hidden(values: Mapping[str, Any], hide: Hide) -> dict[str, Any]:
+def hidden(value: Any, hide: Hide, name: str = "") -> Any:
     """Return a copy of plain data in which secrets are hidden, by `hide` and by their names."""
-    return {key: _hidden(key, value, hide) for key, value in values.items()}
-
-
-def _hidden(key: str, value: Any, hide: Hide) -> Any:
     if isinstance(value, Mapping):
-        return hidden(value, hide)
+        return {key: hidden(inner, hide, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_hidden(key, inner, hide) for inner in value]
+        return [hidden(inner, hide, name) for inner in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if is_secret(str(key), value) else hide(value)
+    return HIDDEN if is_secret(name, value) else hide(value)
 
 
 def _value(said: Problem, hide: Hide) -> object:
@@ -212,15 +209,15 @@ def _value(said: Problem, hide: Hide) -> object:
     return HIDDEN if secret else hide(shown)
 
 
-def _walk(value: object, path: tuple[str, ...]) -> Iterator[Found]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _walk(inner, (*path, str(name)))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _walk(inner, (*path, str(index)))
-    elif path and (variable := _variable(path, value)):
-        yield Found(".".join(path), variable, str(value))
+def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield the path and the value of every scalar in plain data, at any depth."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from leaves(inner, (*path, str(name)))
 
 
 def _variable(path: tuple[str, ...], value: object) -> str:

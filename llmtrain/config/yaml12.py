@@ -10,6 +10,7 @@ PyYAML silently takes the last of duplicate keys, so mappings are built here too
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import yaml
@@ -21,13 +22,18 @@ Path = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 32
 _MOST_NODES = 100_000
-_SCALARS = {
-    "null": re.compile(r"(?:~|null|Null|NULL|)$"),
-    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
-    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
-    "float": re.compile(
+# What a plain scalar looks like, and how it is read.
+_SCALARS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "null": (r"(?:~|null|Null|NULL|)$", lambda text: None),
+    "bool": (r"(?:true|True|TRUE|false|False|FALSE)$", lambda text: text.lower() == "true"),
+    "int": (
+        r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$",
+        lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10),
+    ),
+    "float": (
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
 
@@ -45,9 +51,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.yaml_implicit_resolvers = {}  # without the inherited ones of YAML 1.1
-for _name, _pattern in _SCALARS.items():
-    _Loader.add_implicit_resolver(_TAG + _name, _pattern, None)
-    _Dumper.add_implicit_resolver(_TAG + _name, _pattern, None)
+for _name, (_pattern, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(_pattern), None)
+    _Dumper.add_implicit_resolver(_TAG + _name, re.compile(_pattern), None)
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -86,7 +92,7 @@ def parse(text: str) -> Document:
     except yaml.reader.ReaderError as error:
         place = f"character {error.position + 1}"
         document.problems.append(Problem(place, None, "valid YAML", error.reason))
-    except (RecursionError, _TooMuchError):
+    except RecursionError:
         expected = f"at most {_DEEPEST} levels and {_MOST_NODES:,} values"
         document.problems.append(Problem("nesting", None, expected))
     return document
@@ -102,14 +108,10 @@ def dotted_name(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-class _TooMuchError(Exception):
-    """An alias contains itself, or there are more levels or values than a config needs."""
-
-
 def _build(node: yaml.Node, path: Path, document: Document) -> object:
     document.nodes += 1
     if len(path) > _DEEPEST or document.nodes > _MOST_NODES:
-        raise _TooMuchError
+        raise RecursionError  # or an alias contains itself
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
         return _mapping(node, path, document)
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
@@ -151,17 +153,9 @@ def _scalar(kind: str, text: str) -> object:
     """Return the value of a scalar. Raises ValueError for a tag that does not fit the text."""
     if kind == "str":
         return text
-    if kind not in _SCALARS or not _SCALARS[kind].match(text):
+    if kind not in _SCALARS or not re.match(_SCALARS[kind][0], text):
         raise ValueError(kind)
-    match kind:
-        case "null":
-            return None
-        case "bool":
-            return text.lower() == "true"
-        case "int":
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        case _:
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return _SCALARS[kind][1](text)
 
 
 def _place(error: yaml.MarkedYAMLError) -> str:

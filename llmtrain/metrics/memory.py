@@ -69,11 +69,7 @@ def limit_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int | None:
     if not own.is_file():
         return None
     paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
-    limits = []
-    for path in paths:
-        folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            file = place / "memory.max"
-            if file.is_file() and (text := file.read_text().strip()).isdigit():
-                limits.append(int(text))
-    return min(limits, default=None)
+    folders = [root / path.lstrip("/") for path in paths]
+    files = [up / "memory.max" for folder in folders for up in (folder, *folder.parents)]
+    texts = [file.read_text().strip() for file in files if file.is_file()]
+    return min((int(text) for text in texts if text.isdigit()), default=None)

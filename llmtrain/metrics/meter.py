@@ -31,11 +31,9 @@ class Decides(Protocol):
 
     def learn(self, numbers: Numbers) -> None:
         """Receive a step's numbers, before anything else does."""
-        ...
 
     def anything(self, step: int) -> bool:
         """Whether the decisions of `step` are needed now."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

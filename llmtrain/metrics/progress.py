@@ -71,9 +71,7 @@ class Progress:
         if memory_gb is not None:
             self._memory_gb = memory_gb
         if not self._moves:
-            self._print(
-                _plain({"step": f"{numbers.step}/{self.steps}", **self._facts(numbers, now)})
-            )
+            self._print(_plain(self._facts(numbers, now)))
         elif now >= self._next_draw or numbers.step >= self.steps:
             self._next_draw = now + _SECONDS_BETWEEN_DRAWS
             self._draw(numbers, now)
@@ -99,19 +97,18 @@ class Progress:
             self._guard(live.stop)
 
     def _facts(self, numbers: Numbers, now: float) -> dict[str, object]:
-        facts: dict[str, object] = {
+        left = self._seconds_left(numbers.step, now)
+        return {
+            "step": f"{numbers.step}/{self.steps}",
             "loss": numbers.loss,
             "learning_rate": numbers.learning_rate,
             "grad_norm": numbers.grad_norm,
             "tokens": numbers.tokens,
             "tokens_per_second": round(numbers.tokens_per_second),
             "wait": f"{_wait_share(numbers):.1%}",
+            "memory_gb": None if self._memory_gb is None else round(self._memory_gb, 2),
+            "left": None if left is None else duration(left).replace(" ", ""),
         }
-        if self._memory_gb is not None:
-            facts["memory_gb"] = round(self._memory_gb, 2)
-        if (left := self._seconds_left(numbers.step, now)) is not None:
-            facts["left"] = duration(left).replace(" ", "")
-        return facts
 
     def _moving_line(self, numbers: Numbers, now: float, width: int) -> Text:
         from rich.text import Text
@@ -213,8 +210,9 @@ def _open_live(stream: TextIO | None) -> Live:
 
 
 def _plain(facts: Mapping[str, object]) -> str:
+    """Return the facts that are known; numbers with four significant digits, for the eye."""
     parts = (
-        f"{key}={_number(value) if isinstance(value, float) else value}"
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
         for key, value in facts.items()
         if value is not None
     )
@@ -223,11 +221,6 @@ def _plain(facts: Mapping[str, object]) -> str:
 
 def _wait_share(numbers: Numbers) -> float:
     return numbers.data_wait_seconds / numbers.seconds if numbers.seconds > 0 else 0.0
-
-
-def _number(value: float) -> str:
-    """Format a number with four significant digits, which are enough to compare by eye."""
-    return f"{value:.4g}"
 
 
 def _short(value: float) -> str:

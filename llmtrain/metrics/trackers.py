@@ -15,11 +15,14 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain import durable
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError, needed_on_disk
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 RETRY_EVERY = 100
 
@@ -29,32 +32,19 @@ Report = Callable[[str, Mapping[str, object]], None]
 _log = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """The part of accelerate's `GeneralTracker` that is used."""
-
-    def start(self) -> None:
-        """Open the tracker's run."""
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log the config."""
-
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Log values of a step."""
-
-    def finish(self) -> None:
-        """Close the tracker's run."""
-
-
 class _Guarded:
     """One tracker, whose failures are reported as events and not raised."""
 
-    def __init__(self, name: Name, open_tracker: Callable[[], Tracker], report: Report) -> None:
+    def __init__(
+        self, name: Name, open_tracker: Callable[[], GeneralTracker], report: Report
+    ) -> None:
         self._name = name
         self._open = open_tracker
         self._report = report
-        self._tracker: Tracker | None = None
+        self._tracker: GeneralTracker | None = None
         self._failing = False
         self._to_skip = 0  # logs to skip before the next try: calling a dead service costs time
+        self._works(self._get)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._to_skip:
@@ -63,14 +53,11 @@ class _Guarded:
             self._failing = False
             self._report("tracker_recovered", {"tracker": self._name})
 
-    def open(self) -> None:
-        self._works(self._get)
-
     def close(self) -> None:
         if (tracker := self._tracker) is not None:
             self._works(tracker.finish)
 
-    def _get(self) -> Tracker:
+    def _get(self) -> GeneralTracker:
         if self._tracker is None:
             self._tracker = self._open()
         return self._tracker
@@ -98,9 +85,7 @@ class Trackers:
 
     def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
         """Send a line of `metrics.jsonl` to every tracker: its numbers, and a sample's text."""
-        flat = _flat(kind, fields)
-        values = {k: self._hide(v) if isinstance(v, str) else v for k, v in flat.items()}
-        if values:
+        if values := secrets.hidden(_flat(kind, fields), self._hide):
             for tracker in self._trackers:
                 tracker.log(values, step)
 
@@ -114,13 +99,8 @@ def check_installed(names: Iterable[Name]) -> None:
     """Raise UserError if a tracker's package is missing. It imports nothing, so it is fast."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        problem = Problem(
-            "logging.trackers",
-            ", ".join(missing),
-            "an installed package of that name",
-            "pip install 'llmtrain[trackers]'",
-        )
-        raise UserError(problem)
+        expected, remedy = "an installed package of that name", "pip install 'llmtrain[trackers]'"
+        raise UserError(Problem("logging.trackers", ", ".join(missing), expected, remedy))
 
 
 def open_trackers(
@@ -139,14 +119,11 @@ def open_trackers(
     ids, run_dir = _ids(names, ids_file), ids_file.parent
     hide = secrets.hider(os.environ)
     secretless = secrets.hidden(config, hide)
-    openers: dict[Name, Callable[[], Tracker]] = {
+    openers: dict[Name, Callable[[], GeneralTracker]] = {
         "tensorboard": lambda: _open_tensorboard(run_dir, secretless, step),
         "wandb": lambda: _open_wandb(run_dir, ids["wandb"], secretless),
     }
-    trackers = [_Guarded(name, openers[name], report) for name in names]
-    for tracker in trackers:
-        tracker.open()
-    return Trackers(trackers, hide)
+    return Trackers([_Guarded(name, openers[name], report) for name in names], hide)
 
 
 def _ids(names: Sequence[Name], path: Path) -> dict[str, str]:
@@ -179,11 +156,11 @@ def _kept(path: Path) -> dict[str, str]:
     raise UserError(Problem(str(path), None, expected, remedy))
 
 
-def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> Tracker:
+def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> GeneralTracker:
     from accelerate.tracking import TensorBoardTracker
 
     # purge_step: drop what a killed start logged after the checkpoint; redone steps log it again.
-    tracker: Tracker = TensorBoardTracker("tensorboard", str(run_dir), purge_step=step + 1)
+    tracker = TensorBoardTracker("tensorboard", str(run_dir), purge_step=step + 1)
     tracker.start()
     # As text, because TensorBoard's hyperparameters would add a run to its list at every start.
     text = json.dumps(config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
@@ -191,10 +168,10 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> Tr
     return tracker
 
 
-def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> Tracker:
+def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> GeneralTracker:
     from accelerate.tracking import WandBTracker
 
-    tracker: Tracker = WandBTracker(
+    tracker = WandBTracker(
         "llmtrain",
         id=run_id,
         name=run_dir.name,

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from llmtrain.data.repack.tables import read_tables
 from llmtrain.data.sources.local import edges_digest
 from llmtrain.data.token_cache.write import replacing
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, first_line
 
 MADE_OF = b"llmtrain.repack"
 VERSION = 1
@@ -72,7 +72,7 @@ def _representable(source: Path) -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         expected = "columns of types that parquet has"
         raise UserError(Problem(str(source), reason, expected, "leave the column out")) from error
 
