@@ -7,6 +7,7 @@ another section is not valid.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from llmtrain.config import secrets
 from llmtrain.config.duration import GRAMMAR, seconds
 from llmtrain.config.keys import all_keys, general_name, sections
-from llmtrain.config.model_fields import field_problems, type_problems
+from llmtrain.config.model_fields import field_problems
 from llmtrain.config.schema import (
     CheckpointConfig,
     Config,
@@ -28,8 +29,8 @@ from llmtrain.config.schema import (
 )
 from llmtrain.errors import Problem
 
-# A function that returns what is wrong with some sections, and the names of these sections.
-Rule = tuple[Callable[..., Iterable[Problem]], tuple[str, ...]]
+# A function that returns what is wrong with some sections. Its parameters are named as they are.
+Rule = Callable[..., Iterable[Problem]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
 
 
@@ -41,9 +42,10 @@ def check(config: Config) -> list[Problem]:
 
 def apply(rules: Iterable[Rule], sections: Mapping[str, Section]) -> Iterator[Problem]:
     """Yield the problems by those rules whose sections are all given."""
-    for rule, names in rules:
-        if sections.keys() >= set(names):
-            yield from rule(*(sections[name] for name in names))
+    for rule in rules:
+        names = inspect.signature(rule).parameters.keys()
+        if names <= sections.keys():
+            yield from rule(**{name: sections[name] for name in names})
 
 
 def check_model(model: ModelConfig) -> Iterator[Problem]:
@@ -52,16 +54,13 @@ def check_model(model: ModelConfig) -> Iterator[Problem]:
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
             yield Problem(".".join(("model.config", *path)), value, "a finite number")
     yield from field_problems(model.config, "model.config.")
-    kind = model.config.get("model_type")
-    if model.from_ is None and kind is None:
+    if model.from_ is None and model.config.get("model_type") is None:
         expected = "model.config.model_type (train from scratch) or model.from (start from weights)"
         remedy = "model: {config: {model_type: llama, hidden_size: 256}, tokenizer: sample}"
         yield Problem("model", None, expected, remedy)
     elif model.from_ is not None and model.config:
         expected = "either model.from or model.config: weights bring their own config"
         yield Problem("model.from", model.from_, expected, "remove one of the two")
-    elif kind is not None:
-        yield from type_problems(kind, "model.config.model_type")
     if model.from_ is None and model.tokenizer == "auto":
         expected = "a tokenizer: `auto` means that of model.from, which is not set"
         remedy = "a Hub id, a directory, sample, or {train: 8192} for one of your own"
@@ -193,15 +192,15 @@ def _nearest(value: int, unit: int) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    (check_model, ("model",)),
-    (check_length, ("model", "data")),
-    (check_packing, ("data",)),
-    (check_duration, ("training",)),
-    (check_micro_batch, ("training",)),
-    (check_warmup, ("optimizer",)),
-    (check_retention, ("checkpoint",)),
-    (check_best, ("checkpoint", "data", "evaluation")),
-    (check_stop_after, ("checkpoint",)),
-    (check_resume, ("checkpoint",)),
-    (check_accepted, ("checkpoint",)),
+    check_model,
+    check_length,
+    check_packing,
+    check_duration,
+    check_micro_batch,
+    check_warmup,
+    check_retention,
+    check_best,
+    check_stop_after,
+    check_resume,
+    check_accepted,
 )

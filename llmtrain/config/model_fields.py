@@ -22,7 +22,7 @@ _SIZES = (
 
 
 def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
-    """Yield a problem for each size that is not a whole number above 0.
+    """Yield a problem for each size that is not a whole number above 0, and for a blank type.
 
     prefix: of the keys, such as `model.config.`
     """
@@ -32,9 +32,7 @@ def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             yield Problem(f"{prefix}{name}", value, "a whole number ≥ 1")
-
-
-def type_problems(model_type: object, key: str) -> Iterator[Problem]:
-    """Yield a problem if `model_type` is not a string or is blank."""
-    if not (isinstance(model_type, str) and model_type.strip()):
-        yield Problem(key, model_type, "a model type as transformers names it, such as llama")
+    kind = fields.get("model_type", "none is given")  # then transformers lists those it knows
+    if not (isinstance(kind, str) and kind.strip()):
+        expected = "a model type as transformers names it, such as llama"
+        yield Problem(f"{prefix}model_type", kind, expected)

@@ -117,7 +117,11 @@ class Meter:
         failed = slots["data_failed"] > 0
         skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not any(tokens)
         digest = sum(round(slots[f"digest_{k}"]) << (16 * k) for k in range(4)) % 2**64
-        self._count(tokens, digest, skipped=skipped, failed=failed)
+        if not failed:
+            self.stream_digest = self._roll(self.stream_digest, digest)
+        if not skipped:
+            for label, count in zip(self._labels, tokens, strict=True):
+                self.sources[label] += count
         return Numbers(
             step=sent.step,
             loss=slots["loss_sum"] / sum(tokens) if any(tokens) else math.nan,
@@ -137,14 +141,6 @@ class Meter:
             save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
             written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
         )
-
-    def _count(self, tokens: list[int], digest: int, *, skipped: bool, failed: bool) -> None:
-        if failed:
-            return
-        self.stream_digest = self._roll(self.stream_digest, digest)
-        if not skipped:
-            for label, count in zip(self._labels, tokens, strict=True):
-                self.sources[label] += count
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # no stub

@@ -40,17 +40,10 @@ class Progress:
     continues.
     """
 
-    def __init__(
-        self,
-        stream: TextIO | None,
-        *,
-        device_memory_gb: float | None = None,
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
+    def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = 1
         self._stream = stream
         self._moves = stream is not None and _is_terminal(stream)
-        self._device_memory_gb = device_memory_gb
         self._clock = clock
         self._live: Live | None = None
         self._next_draw = 0.0
@@ -133,8 +126,7 @@ class Progress:
             "wait": f"wait {_wait_share(numbers):.1%}".replace("%", " %"),
         }
         if self._memory_gb is not None:
-            limit = f"/{self._device_memory_gb:.0f}" if self._device_memory_gb else ""
-            parts["memory"] = f"{self._memory_gb:.1f}{limit} GB"
+            parts["memory"] = f"{self._memory_gb:.1f} GB"
         if self._checkpoint is not None:
             parts["checkpoint"] = f"ckpt {self._checkpoint:,}"
         if (left := self._seconds_left(numbers.step, now)) is not None:

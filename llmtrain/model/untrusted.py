@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.model_fields import field_problems, type_problems
+from llmtrain.config.model_fields import field_problems
 from llmtrain.errors import Problem, UserError
 from llmtrain.safe_paths import unsafe_file, unsafe_name
 
@@ -130,10 +130,7 @@ def _config_problems(place: Path) -> Iterator[Problem]:
         return
     if config.get("auto_map"):
         yield _own_code(str(place), config["auto_map"])
-    prefix = f"{place / 'config.json'}: "
-    yield from field_problems(config, prefix)
-    if "model_type" in config:  # without it transformers lists the types it knows
-        yield from type_problems(config["model_type"], f"{prefix}model_type")
+    yield from field_problems(config, f"{place / 'config.json'}: ")
 
 
 def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:

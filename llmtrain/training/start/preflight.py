@@ -37,7 +37,8 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
         return _on_disk(config_file)
     processes = world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
-    return [_batch(processes), *(_on_disk(config_file) if one_machine else ())]
+    batch = partial(_split_problems, processes)
+    return [batch, *(_on_disk(config_file) if one_machine else ())]
 
 
 def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
@@ -45,7 +46,7 @@ def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
 
     processes: None = the number in accelerate's config file, which is not read here
     """
-    return [_batch(processes or 1), *_on_disk(config_file)]
+    return [partial(_split_problems, processes or 1), *_on_disk(config_file)]
 
 
 def check_start(config: Config, processes: int) -> None:
@@ -62,16 +63,9 @@ def check_start(config: Config, processes: int) -> None:
         raise UserError(*problems)
 
 
-def _batch(processes: int) -> Rule:
-    return partial(_split_problems, processes), ("training",)
-
-
 def _on_disk(config_file: str) -> list[Rule]:
     default = f"runs/{Path(config_file).stem}"
-    return [
-        (partial(_source_problems, default), ("run", "data", "evaluation")),
-        (partial(_model_problems, default), ("run", "model")),
-    ]
+    return [partial(_source_problems, default), partial(_model_problems, default)]
 
 
 def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
