@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -238,19 +238,9 @@ SLOTS = (
     "squares",
     "not_finite",
     "data_failed",
-    "digest_0",
-    "digest_1",
-    "digest_2",
-    "digest_3",
+    *(f"digest_{k}" for k in range(4)),
     "wait_seconds",
-    "signal",
-    "stop_file",
-    "stop_after",
-    "minutes_due",
-    "launcher_lost",
-    "save_file",
-    "writer_ready",
-    "writer_failed",
+    *(flag.name for flag in fields(Flags)),
     "padding_only",
     "ended",
 )
@@ -333,7 +323,7 @@ class Numbers:
     data_failed: bool
     padding_only: bool = False
     ended: bool = False
-    stops: tuple[str, ...] = field(default=())
+    stops: tuple[str, ...] = ()
     save: bool = False
     written: bool = False
 
