@@ -22,7 +22,7 @@ from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import bounded, file_format, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless
 
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
@@ -108,7 +108,7 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
                 RESTARTABLE,
                 "look at the disk, then start again",
             ) from error
-        expected = f"a complete parquet file ({first_line(error)})"
+        expected = f"a complete parquet file ({str(error).splitlines()[0]})"
         remedy = "replace the file, or rename it by its format"
         raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
     if source.text_column not in schema.names:

@@ -27,15 +27,7 @@ import pyarrow as pa
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import (
-    DISK_FAILED,
-    RESTARTABLE,
-    Problem,
-    RunError,
-    UserError,
-    first_line,
-    harmless,
-)
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError, harmless
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +53,8 @@ def readable(
         if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
             message = f"{place} cannot be read: {error}"
             raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
-        problem = Problem(place, first_line(error), expected, remedy)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problem = Problem(place, reason, expected, remedy)
         if isinstance(error, FileNotFoundError):  # a missing file is never left out
             raise UserError(problem) from error
         raise UnreadableError(problem) from error

@@ -37,7 +37,7 @@ from llmtrain.distributed.plan.memory import (
 )
 from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, layout_in_words
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
@@ -280,8 +280,10 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
         try:
             return stored_config(root / name)
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-            message = "the model's config in %s is not what memory is planned by: %s"
-            _log.warning(message, name, first_line(error))
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            _log.warning(
+                "the model's config in %s is not what memory is planned by: %s", name, first
+            )
     return None
 
 
