@@ -1,122 +1,98 @@
 """Guess what was meant by a key that does not exist.
 
-Four places are searched: our sections, names that other trainers use (with how their value
-converts), the last part of our own keys, and our full dotted names.
+Four places are searched: our sections, names that other trainers use (with the values that
+ours take), the last part of our own keys, and our full dotted names.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from functools import cache
 from typing import NamedTuple
 
 from llmtrain.config.keys import ITEM, all_keys, general_name, sections
 
 _NEAR = 0.75  # of difflib: 1 for equal names
 _NEARLY_THE_SAME = 0.9
-_STEP = "training.global_batch_size"
 _SOURCE = f"data.sources.{ITEM}"
-_ENTRY = "of the entry in data.sources"
-_TYPED = "the name that the model_type uses"
 
-# Our key → names of other trainers for it, whose values are the same. A key that ends with a dot
-# continues with the name.
-_SAME = {
+# Our key → names of other trainers for it; the schema says which values it takes. A key that ends
+# with a dot continues with the name.
+_NAMES = {
     "run.dir": "output_dir out_dir",
     "run.seed": "random_seed",
+    "model.from": "model_name_or_path model_name model_id base_model pretrained_model_name_or_path",
     "model.revision": "model_revision",
-    "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
+    "model.config": "config_overrides",
     "model.config.": "hidden_size num_hidden_layers num_attention_heads intermediate_size "
-    "max_position_embeddings",
+    "max_position_embeddings tie_word_embeddings",
+    "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
+    "data.sources": "datasets",
+    f"{_SOURCE}.path": "dataset dataset_name dataset_path train_file train_data data_path data_dir",
+    f"{_SOURCE}.name": "dataset_config_name dataset_config",
+    f"{_SOURCE}.split": "dataset_split",
+    f"{_SOURCE}.text_column": "dataset_text_field text_field text_key",
     "data.seq_len": "max_seq_length max_seq_len max_length seq_length sequence_length sequence_len "
     "context_length block_size cutoff_len",
-    "data.workers": "dataloader_num_workers",
+    "data.heldout": "val_size val_set_size test_size validation_file",
+    "data.workers": "dataloader_num_workers num_workers num_proc",
     "training.steps": "max_steps num_steps train_steps train_iters max_iters total_steps "
     "max_train_steps",
     "training.epochs": "num_train_epochs num_epochs",
+    "training.global_batch_size": "batch_size train_batch_size total_batch_size "
+    "effective_batch_size gbs",
+    "training.micro_batch_size": "per_device_train_batch_size per_device_batch_size "
+    "train_micro_batch_size_per_gpu micro_batch mbs",
+    "training.max_grad_norm": "grad_clip gradient_clipping gradient_clip_val clip_grad",
     "optimizer.learning_rate": "lr max_lr",
-    "optimizer.warmup_steps": "warmup_iters num_warmup_steps",
     "optimizer.weight_decay": "wd",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler lr_decay_style",
+    "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps warmup_ratio",
+    "optimizer.min_lr_ratio": "min_lr lr_min",
     "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.keep_best": "load_best_model_at_end",
     "evaluation.every_steps": "eval_steps eval_interval eval_every",
     "evaluation.max_documents": "max_eval_samples",
     "logging.every_steps": "logging_steps log_interval log_every",
+    "logging.trackers": "report_to log_with",
 }
-# Names of other trainers → our key ("" for no key), and how the value converts.
+# Names of other trainers → our key ("" for no key), and what is different.
 _CONVERTED = {
     "logging_dir": ("run.dir", "logs are in its logs/"),
     "run_name": ("run.dir", "the directory names the run"),
     "resume_from_checkpoint": ("run.dir", "the same command again resumes"),
     "data_seed": ("run.seed", "one seed for weights, order and dropout"),
-    "model_name_or_path model_name model_id base_model": (
-        "model.from",
-        "to start from its weights; its name stays the same",
-    ),
-    "pretrained_model_name_or_path": ("model.from", "to start from its weights"),
     "init_from": ("model.from", "weights only; a run resumes by itself"),
-    "config_overrides": ("model.config", "a mapping of the model's own fields"),
-    "architecture": ("model.config.model_type", "as transformers names it, such as llama"),
-    "model_type": ("model.config.model_type", "as transformers names it, such as llama"),
+    "architecture model_type": (
+        "model.config.model_type",
+        "as transformers names it, such as llama",
+    ),
     "vocab_size": ("model.config.vocab_size", "left out = the tokenizer's length"),
-    "tie_word_embeddings": ("model.config.tie_word_embeddings", "true or false"),
-    "n_layer n_head n_embd": ("model.config.", _TYPED),
-    "dropout": ("model.config", f"{_TYPED}, such as attention_dropout"),
+    "n_layer n_head n_embd": ("model.config.", "the name that the model_type uses"),
+    "dropout": ("model.config", "the name that the model_type uses, such as attention_dropout"),
     "trust_remote_code": ("", "code from the Hub is never run"),
-    "dataset dataset_name dataset_path train_file train_data data_path": (
-        f"{_SOURCE}.path",
-        "one entry in the list data.sources",
-    ),
-    "data_dir": (f"{_SOURCE}.path", "a directory is a source too"),
-    "datasets": ("data.sources", "a list of {path: …}"),
-    "dataset_config_name dataset_config": (f"{_SOURCE}.name", _ENTRY),
-    "dataset_split": (f"{_SOURCE}.split", _ENTRY),
-    "dataset_text_field text_field text_key": (f"{_SOURCE}.text_column", _ENTRY),
     "streaming": ("", "every source is streamed"),
-    "val_size val_set_size test_size": ("data.heldout", "a share: 5 percent is 0.05"),
     "validation_split_percentage": ("data.heldout", "a share: 5 percent is 0.05"),
-    "validation_file": ("data.heldout", "a share of the documents is held out"),
-    "num_workers num_proc": ("data.workers", "processes that read ahead for each rank"),
     "preprocessing_num_workers": ("data.workers", "nothing is prepared before the first step"),
-    "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu micro_batch "
-    "mbs": (
-        "training.micro_batch_size",
-        f"blocks per forward on one device; {_STEP} are those of a step",
-    ),
     "per_device_eval_batch_size": (
         "training.micro_batch_size",
         "evaluation uses the micro-batch of training",
     ),
-    "batch_size train_batch_size total_batch_size effective_batch_size gbs": (
-        _STEP,
-        "blocks in a step over all devices",
-    ),
     "gradient_accumulation_steps accumulate_grad_batches accumulation_steps": (
-        _STEP,
+        "training.global_batch_size",
         "accumulation follows: global_batch_size / (micro_batch_size × processes)",
-    ),
-    "grad_clip gradient_clipping gradient_clip_val clip_grad": (
-        "training.max_grad_norm",
-        "the same number; null = never",
     ),
     "bf16 fp16 tf32 dtype torch_dtype mixed_precision": (
         "training.precision",
         "bf16 or fp32; fp16 is not offered",
     ),
     "optim": ("", "the optimizer is AdamW"),
-    "min_lr lr_min": ("optimizer.min_lr_ratio", "as a share of learning_rate"),
-    "lr_scheduler_type lr_scheduler scheduler lr_decay_style": (
-        "optimizer.schedule",
-        "cosine, linear, constant or wsd",
-    ),
-    "warmup_ratio": ("optimizer.warmup_steps", "a fraction below 1 is a share of the steps"),
-    "warmup": ("optimizer.warmup_steps", "steps, or a share below 1"),
-    "adam_beta1 adam_beta2 beta1 beta2": ("optimizer.betas", "[beta1, beta2]"),
     "num_processes num_gpus": ("", "use --processes N, or num_processes in the accelerate file"),
     "ddp_timeout": ("distributed.timeout_minutes", "in minutes: seconds / 60"),
-    "save_total_limit": ("checkpoint.keep_last", "the same number, at least 2"),
-    "load_best_model_at_end": ("checkpoint.keep_best", "how many of the best to keep"),
     "eval_iters": ("evaluation.max_documents", "documents, not batches"),
-    "report_to log_with": ("logging.trackers", "a list, such as [tensorboard]"),
     "use_wandb": ("logging.trackers", "[wandb]"),
     "wandb_project": ("logging.trackers", "[wandb]; the project comes from WANDB_PROJECT"),
 }
@@ -126,22 +102,26 @@ class Guess(NamedTuple):
     """What was probably meant.
 
     key: our key; "" if there is none
-    advice: how the value converts; "" if there is nothing to say
+    advice: which values it takes, or what is different; "" if there is nothing to say
     """
 
     key: str
     advice: str = ""
 
 
-# Another trainer's name → our key and how the value converts.
-FOREIGN = {
-    name: Guess(key + name if key.endswith(".") else key, advice)
-    for names, key, advice in (
-        *((names, key, "the same value") for key, names in _SAME.items()),
+@cache
+def foreign() -> dict[str, Guess]:
+    """Return what each name of another trainer means."""
+    described = {key.name: f"{key.takes}. {key.description}" for key in all_keys()}
+    meanings = [
+        *((names, key, described.get(key, "the same value")) for key, names in _NAMES.items()),
         *((names, *meaning) for names, meaning in _CONVERTED.items()),
-    )
-    for name in names.split()
-}
+    ]
+    return {
+        name: Guess(key + name if key.endswith(".") else key, advice)
+        for names, key, advice in meanings
+        for name in names.split()
+    }
 
 
 def guess(name: str, *, is_section: bool = False) -> Guess:
@@ -153,7 +133,7 @@ def guess(name: str, *, is_section: bool = False) -> Guess:
     """
     general, section = general_name(name), near_section(name)
     last = general.rpartition(".")[2].lower().replace("-", "_")
-    found = FOREIGN.get(last) or _same_last(general, last)
+    found = foreign().get(last) or _same_last(general, last)
     if section and (is_section or not found):
         return Guess(section)
     found = found or _near(general, last)
@@ -200,8 +180,8 @@ def _near(general: str, last: str) -> Guess | None:
     names = _candidates(general)
     beside = [name for name in names if name.startswith(f"{section}.")]
     ours = {name.rpartition(".")[2]: name for name in [*reversed(names), *beside]}
-    for match in difflib.get_close_matches(last, FOREIGN, n=1, cutoff=_NEARLY_THE_SAME):
-        return FOREIGN[match]
+    for match in difflib.get_close_matches(last, foreign(), n=1, cutoff=_NEARLY_THE_SAME):
+        return foreign()[match]
     for match in difflib.get_close_matches(last, ours, n=1, cutoff=_NEAR):
         return Guess(ours[match])
     for match in difflib.get_close_matches(general, names, n=1, cutoff=0.8):

@@ -1,7 +1,7 @@
 import pytest
 
 from llmtrain.config.keys import ITEM, all_keys, sections
-from llmtrain.config.suggestions import FOREIGN, guess, near_section
+from llmtrain.config.suggestions import foreign, guess, near_section
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_is_like_no_section_is_none(name):
 
 @pytest.mark.parametrize("name", ["trainig", "training.stream", "run.time", "data.sampling"])
 def test_a_name_of_other_trainers_has_to_be_nearly_the_same(name):
-    assert not set(guess(name).advice.splitlines()) & {advice for _, advice in FOREIGN.values()}
+    assert not set(guess(name).advice.splitlines()) & {advice for _, advice in foreign().values()}
 
 
 @pytest.mark.parametrize("name", ["lora_r", "chat", "training.foo", "optimizer.name", "bar.baz"])
@@ -79,14 +79,14 @@ def test_where_nothing_is_near_the_keys_beside_it_are_named(name):
 
 def test_foreign_names_lead_to_keys_that_exist():
     names = {key.name for key in all_keys()} | {""}
-    for ours, advice in FOREIGN.values():
+    for ours, advice in foreign().values():
         assert ours in names or ours.startswith("model.config.")
         assert advice
 
 
 def test_no_foreign_name_is_one_of_ours():
     ours = {key.name.rpartition(".")[2] for key in all_keys()} | sections()
-    assert not ours & FOREIGN.keys()
+    assert not ours & foreign().keys()
 
 
 def test_the_number_of_a_source_is_kept():
