@@ -7,7 +7,7 @@ remedy. Any other exception is a defect: its traceback is shown and the exit cod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,12 @@ class UserError(Exception):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         title = f"{count} in {harmless(self.where)}" if self.where else count
         return "\n".join([title, *(str(problem) for problem in self.problems)])
+
+
+def raise_any(problems: Iterable[Problem], where: str = "") -> None:
+    """Raise UserError with every problem, if there is any. where: as its title names it."""
+    if found := tuple(problems):
+        raise UserError(*found, where=where)
 
 
 class RunError(Exception):
