@@ -16,7 +16,7 @@ import xxhash
 
 from llmtrain.config.binding import touches, way_out
 from llmtrain.data.manifest import Manifest
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, raise_any
 from llmtrain.types import Cursor
 
 VERSION = 1
@@ -129,8 +129,7 @@ def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None
         for name in differing(state, manifest)
         if not any(touches(key, accepted) for key in _KEYS[name])
     ]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def carry_over(state: DataState, manifest: Manifest) -> DataState:

@@ -31,7 +31,7 @@ from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
 from llmtrain.data.token_cache.source import check_tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError, harmless, raise_any
 from llmtrain.hashing import mix
 
 log = logging.getLogger(__name__)
@@ -201,8 +201,7 @@ def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> N
     found = changes(manifest.made_with, settings.values)
     problems = refusals(found, settings.accepted, "as when the run began")
     problems += [*differing_tokenizer(manifest, tokenizer), *changed_files(manifest)]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def changed_files(manifest: Manifest) -> list[Problem]:
@@ -271,8 +270,7 @@ def _each(function: Callable[[int], T], count: int) -> list[T]:
             results.append(function(i))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
     return results
 
 

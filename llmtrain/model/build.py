@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.model import untrusted
 from llmtrain.model.freeze import freeze
 from llmtrain.model.shape import field, from_config, on_meta
@@ -32,8 +32,7 @@ def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any
     Raises UserError with every problem found.
     """
     config = _from_weights(asked) if asked.from_ else _from_fields(asked.config, tokens)
-    if problems := list(_size_problems(config, tokens, seq_len)):
-        raise UserError(*problems)
+    raise_any(_size_problems(config, tokens, seq_len))
     return config
 
 
@@ -227,8 +226,7 @@ def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:
         expected = f"a field of transformers' {config_class.__name__}"
         remedy = f"did you mean {near[0]}?" if near else ""
         problems.append(Problem(f"model.config.{key}", given[key], expected, remedy))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _causal(model_type: str, key: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.model_fields import field_problems
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.safe_paths import unsafe_file, unsafe_name
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
@@ -50,8 +50,7 @@ def check(path: str) -> None:
     except OSError as error:
         said = f"{error.strerror or error}: {error.filename or place}"
         problems = [Problem(_KEY, place, f"a model directory that can be read ({said})")]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def refuse_code(config: Any, path: str) -> None:

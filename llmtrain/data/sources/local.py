@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from llmtrain.config.schema import DocumentsConfig, SourceConfig
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError, harmless, raise_any
 
 SAMPLE = "sample"
 EDGE_BYTES = 64 * 1024
@@ -102,8 +102,7 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
             )
         else:
             files.append(File(path.relative_to(root).as_posix(), size, digest))
-    if unreadable:
-        raise UserError(*bounded(unreadable, key))
+    raise_any(bounded(unreadable, key))
     return Resolved(str(root), False, None, tuple(files))
 
 
@@ -227,8 +226,7 @@ def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
             problems.append(_no_file(path, key))
         else:
             files.append(path)
-    if problems:
-        raise UserError(*bounded(problems, key))
+    raise_any(bounded(problems, key))
     return files
 
 
@@ -269,8 +267,7 @@ def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
     for index, path in zip(indices, tokens, strict=True):
         if not path.is_file():
             problems.append(Problem(key, str(index), f"{path.name} beside it"))
-    if problems:
-        raise UserError(*bounded(problems, key))
+    raise_any(bounded(problems, key))
     return sorted([*indices, *tokens], key=lambda path: os.fsencode(path))
 
 

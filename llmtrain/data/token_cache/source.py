@@ -30,7 +30,7 @@ from llmtrain.data.packing import Packed, Span
 from llmtrain.data.sources.local import bounded, is_index
 from llmtrain.data.token_cache.file import TokenFile, open_tokens
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, raise_any
 from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
@@ -270,8 +270,7 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
                     "its ids are below %d",
                     *(index, said.name, tokenizer.length),
                 )
-    if problems:
-        raise UserError(*bounded(problems, "model.tokenizer"))
+    raise_any(bounded(problems, "model.tokenizer"))
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:

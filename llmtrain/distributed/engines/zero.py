@@ -26,7 +26,7 @@ from torch.utils import cpp_extension
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
 from llmtrain.distributed.launch.keys import STRATEGIES
 from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, OFFLOADS
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, raise_any
 
 _LIVE = 1_000_000_000  # elements; DeepSpeed's default stage3_max_live_parameters
 _BUILD_SECONDS = 600.0  # a build takes one minute; those on other nodes cannot be seen
@@ -119,8 +119,7 @@ def make(
 
 def refuse(strategy: str, *, cpu: bool) -> None:
     """Raise UserError, with every problem, if DeepSpeed cannot work on this machine."""
-    if problems := list(missing(strategy, cpu=cpu)):
-        raise UserError(*problems, where=f"distributed.strategy {strategy}")
+    raise_any(missing(strategy, cpu=cpu), f"distributed.strategy {strategy}")
 
 
 def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from llmtrain.distributed.launch.named import (
 )
 from llmtrain.distributed.plan.memory import FSDP, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, raise_any
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import DistributedConfig, TrainingConfig
@@ -74,8 +74,7 @@ def check_environment(
             *contradictions(env, distributed, training),
         ]
         problems = list(with_variables(found, env))
-    if problems:
-        raise UserError(*problems, where=_WHERE)
+    raise_any(problems, _WHERE)
 
 
 def verify_launch(
@@ -110,8 +109,7 @@ def verify_launch(
         problems.append(
             Problem("accelerate's distributed_type", distributed_type, expected, remedy)
         )
-    if problems:
-        raise UserError(*problems, where=_WHERE)
+    raise_any(problems, _WHERE)
 
 
 def allowed_strategies(env: Mapping[str, str], asked: str) -> tuple[str, ...]:

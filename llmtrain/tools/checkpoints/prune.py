@@ -16,7 +16,7 @@ from typing import Any
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import retention
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints.look import (
     COMPLETE,
@@ -144,8 +144,7 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
         for name, wrong in looked_at
         if wrong
     ]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _delete(found: Listing, goes: Sequence[Row]) -> None:

@@ -31,7 +31,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.config.checks import check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems
@@ -199,8 +199,7 @@ def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"
         problems.append(Problem("--kill-at", kill_at, expected))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _short(config: Config, kill_at: int) -> list[str]:

@@ -41,7 +41,7 @@ from llmtrain.data.token_cache.file import dtype_code
 from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.data.pool import Progress, each_left
@@ -177,9 +177,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
 
 def _refuse(changed: Sequence[Change], out: Path) -> None:
     expected = f"with which {out} began"
-    problems = [Problem(key, new, f"{old}, {expected}", _PUT_BACK) for key, old, new in changed]
-    if problems:
-        raise UserError(*problems)
+    raise_any([Problem(key, new, f"{old}, {expected}", _PUT_BACK) for key, old, new in changed])
 
 
 def _copy(tokenizer: Path, path: Path) -> None:

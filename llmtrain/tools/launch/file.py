@@ -14,7 +14,7 @@ from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch.environment import contradictions
 from llmtrain.distributed.launch.named import unsupported_problems
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.tools.launch.sections import check_sections, variables_of
 
 _KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
@@ -109,8 +109,7 @@ def _values(path: Path) -> dict[str, object]:
         expected = f"a readable file of accelerate ({error.strerror})"
         remedy = "one of accelerate_configs/"
         raise UserError(Problem("--accelerate", str(path), expected, remedy)) from error
-    if document.problems:
-        raise UserError(*document.problems, where=str(path))
+    raise_any(document.problems, str(path))
     if not isinstance(document.value, dict):
         raise UserError(Problem("--accelerate", str(path), "a mapping, as accelerate writes it"))
     return document.value

@@ -22,7 +22,7 @@ from llmtrain.config.schema import (
 from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
 from llmtrain.distributed.launch.environment import launcher_problems, world_size
 from llmtrain.distributed.launch.named import number
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import untrusted
 from llmtrain.rundir import contents
 
@@ -59,8 +59,7 @@ def check_start(config: Config, processes: int) -> None:
         *_source_problems("", config.run, config.data, config.evaluation),
         *_model_problems("", config.run, config.model),
     ]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _on_disk(config_file: str) -> list[Rule]:
