@@ -29,7 +29,7 @@ from llmtrain.config.schema import (
 )
 from llmtrain.errors import Problem
 
-# A function that returns what is wrong with some sections. Its parameters are named as they are.
+# A function that returns what is wrong with some sections; its parameters have their names.
 Rule = Callable[..., Iterable[Problem]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
 
@@ -40,12 +40,12 @@ def check(config: Config) -> list[Problem]:
     return [*found, *apply(RULES, dict(config))]
 
 
-def apply(rules: Iterable[Rule], sections: Mapping[str, Section]) -> Iterator[Problem]:
-    """Yield the problems by those rules whose sections are all given."""
+def apply(rules: Iterable[Rule], valid: Mapping[str, Section]) -> Iterator[Problem]:
+    """Yield what the rules find, as far as the sections that they check are valid."""
     for rule in rules:
         names = inspect.signature(rule).parameters.keys()
-        if names <= sections.keys():
-            yield from rule(**{name: sections[name] for name in names})
+        if names <= valid.keys():
+            yield from rule(**{name: valid[name] for name in names})
 
 
 def check_model(model: ModelConfig) -> Iterator[Problem]:

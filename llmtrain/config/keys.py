@@ -76,7 +76,7 @@ def _walk(section: Schema, definitions: Schema, prefix: str) -> Iterator[Key]:
                 name=key,
                 takes=_takes(field, definitions),
                 default="required" if name in section.get("required", ()) else default,
-                description=" ".join(field["description"].split()),
+                description=" ".join(field.get("description", "").split()),
                 expert=field.get("expert", False),
             )
         if is_section:

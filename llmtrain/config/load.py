@@ -34,12 +34,13 @@ def load_config(
 ) -> Config:
     """Read a config file and apply `section.key=value` overrides to it.
 
-    rules: between sections, to check besides those of every config
-
     An override's value is read as YAML. A number in its key is an index in a list
     (`data.sources.0.weight=0.7`). If `run.dir` is null, it becomes `runs/<file stem>`. If nothing
-    is evaluated, no best checkpoints are kept. Raises UserError with every problem of the file and
-    the overrides.
+    is evaluated, no best checkpoints are kept.
+
+    rules: what to check besides the rules of every config
+
+    Raises UserError with every problem of the file and the overrides.
     """
     document = yaml12.parse(_text(Path(path)))
     tree = _tree(document, str(path))

@@ -1,7 +1,7 @@
 """Guess what was meant by a key that does not exist.
 
-Four places are searched: our sections, names that other trainers use (with the values that
-ours take), the last part of our own keys, and our full dotted names.
+Four places are searched: our sections, names that other trainers use (with the values that ours
+take), the last part of our own keys, and our full dotted names.
 """
 
 from __future__ import annotations
