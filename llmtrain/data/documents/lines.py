@@ -12,12 +12,13 @@ JSON lines end with `\n` only; lines of text with `\n`, `\r\n` or `\r`.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+import pyarrow as pa
 
 from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Unit
@@ -26,7 +27,6 @@ from llmtrain.errors import Problem
 MIB = 1 << 20
 DECODED_LIMIT = 64 * MIB  # of a compressed file when decoded, and of a line
 LINE_MARGIN = 64 * 1024
-CHUNK_BYTES = 256 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
 GZIP_MAGIC = b"\x1f\x8b"
@@ -160,7 +160,7 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 
     size: of the file in bytes
     """
-    if compression == "gz":
+    if compression == "gzip":
         if file.read(2) != GZIP_MAGIC:
             return -1  # reading it raises the error
         file.seek(max(0, size - 4))
@@ -178,46 +178,12 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
     """Return the whole decoded content.
 
-    Raises UnreadableError over DECODED_LIMIT, EOFError if the file is cut off.
+    Raises UnreadableError over DECODED_LIMIT, OSError if the file is cut off.
     """
-    data = bytearray()
-    for chunk in chunks(file, compression, CHUNK_BYTES):
-        data += chunk
-        if len(data) > DECODED_LIMIT:
-            raise UnreadableError(too_large(where))
-    return bytes(data)
-
-
-def chunks(
-    file: io.RawIOBase | io.BufferedReader, compression: str | None, size: int
-) -> Iterator[bytes]:
-    """Yield the decoded content in pieces of about `size` bytes. Raises EOFError if cut off."""
-    match compression:
-        case "gz":
-            with gzip.GzipFile(fileobj=file) as stream:
-                yield from iter(lambda: stream.read(size), b"")
-        case "zst":
-            yield from _unpack_zstd(file, size)
-        case _:
-            yield from iter(lambda: file.read(size) or b"", b"")
-
-
-def _unpack_zstd(file: io.RawIOBase | io.BufferedReader, size: int) -> Iterator[bytes]:
-    """Decode frame by frame: zstandard's stream reader does not notice that a file is cut off."""
-    import zstandard
-
-    decoder = None
-    try:
-        while chunk := file.read(size // 4):
-            while chunk:
-                if decoder is None or decoder.eof:
-                    decoder = zstandard.ZstdDecompressor().decompressobj()
-                yield decoder.decompress(chunk)
-                chunk = decoder.unused_data
-    except zstandard.ZstdError as error:
-        raise OSError(str(error)) from error
-    if decoder is not None and not decoder.eof:
-        raise EOFError("the file ends early")
+    data = bytes(pa.input_stream(file, compression).read(DECODED_LIMIT + 1))
+    if len(data) > DECODED_LIMIT:
+        raise UnreadableError(too_large(where))
+    return data
 
 
 def line_number(

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +48,7 @@ def readable(
     """
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+    except (pa.ArrowException, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
             message = f"{place} cannot be read: {error}"
             raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error

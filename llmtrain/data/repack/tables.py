@@ -11,7 +11,6 @@ first row is written, but a key may appear, or change its type, as late as in th
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ import pyarrow.parquet as pq
 from llmtrain.data.documents.lines import (
     DECODED_LIMIT,
     MIB,
-    chunks,
     decode_line,
     end_of_line,
     to_bytes,
@@ -115,7 +113,7 @@ def _arrow(path: Path) -> Tables:
 def _csv(path: Path, compression: str | None) -> Tables:
     def open_csv(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
         return pacsv.open_csv(
-            _Stream(path, compression),
+            pa.input_stream(str(path), compression),
             pacsv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
             pacsv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             pacsv.ConvertOptions(column_types=types, check_utf8=False),
@@ -246,7 +244,8 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
     """Yield (line number from 1, line without its end)."""
     end = end_of_line(kind)
     number, rest = 1, b""
-    for chunk in _chunks(path, compression):
+    stream = pa.input_stream(str(path), compression)
+    while chunk := stream.read(CHUNK_BYTES):
         data, position = rest + chunk, 0
         for found in end.finditer(data, max(0, len(rest) - 1)):
             if found.end() == len(data) and data.endswith(b"\r"):
@@ -259,31 +258,3 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
             raise UserError(Problem(f"{path}, line {number}", "a longer line", expected))
     if rest:
         yield number, rest.removesuffix(b"\r") if kind == "text" else rest
-
-
-def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from chunks(file, compression, CHUNK_BYTES)
-
-
-class _Stream(io.RawIOBase):
-    """The decoded chunks of a file as a file object, for pyarrow."""
-
-    def __init__(self, path: Path, compression: str | None) -> None:
-        super().__init__()
-        self._chunks = _chunks(path, compression)
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = chunk
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count

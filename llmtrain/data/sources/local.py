@@ -28,7 +28,7 @@ FORMATS = {
     ".json": "jsonl",
     ".txt": "text",
 }
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 INDEX = ".idx"  # of a token cache, with a .bin beside it
 # Files that are found beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
@@ -54,7 +54,7 @@ class Format(NamedTuple):
     """How a file is read.
 
     kind: parquet, jsonl, text …
-    compression: None, gz or zst
+    compression: None, gzip or zstd
     """
 
     kind: str
@@ -144,9 +144,9 @@ def is_index(name: str) -> bool:
 def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
     """Return how a file of this name is read; None if that is unknown. kinds: suffix → kind."""
     stem, compression = name.lower(), None
-    for suffix in COMPRESSED:
+    for suffix, codec in COMPRESSED.items():
         if stem.endswith(suffix):
-            stem, compression = stem.removesuffix(suffix), suffix[1:]
+            stem, compression = stem.removesuffix(suffix), codec
     kind = kinds.get(Path(stem).suffix)
     if kind is None or (compression and kind in ("parquet", "arrow")):
         return None
