@@ -47,7 +47,6 @@ from llmtrain.data.workers import (
     Failed,
     Workers,
     carry,
-    error_of,
     hold_signals,
     start_worker,
 )
@@ -176,8 +175,8 @@ class Stream(Iterator[Batch]):
     def _take(self) -> Block:
         assert self._items is not None, "the stream is closed"
         item = next(self._items)
-        if isinstance(item, Failed):
-            raise error_of(item)
+        if isinstance(item, Exception):
+            raise item
         return item
 
 
