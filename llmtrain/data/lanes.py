@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
@@ -160,15 +159,12 @@ class Lane:
     def _open(self, k: int) -> Packing:
         """Return the blocks of source k from its cursor on, packed as the manifest says."""
         manifest, cursor = self._manifest, self.cursors[k]
-        cached = manifest.sources[k].cached
 
         def documents(start: Cursor, again: bool) -> Iterator[Document]:
             place = (k, self._index, start)
-            if cached:
-                return walk_tokens(manifest, *place)
             return walk(manifest, self._tokenizer, self._reader, *place, again=again)
 
-        if cached and manifest.packing == "concat":
+        if manifest.sources[k].cached and manifest.packing == "concat":
             return token_cache.blocks(manifest, k, self._index, cursor)
         order, pad = (manifest.seed, 4, k, self._index), self._tokenizer.pad
         packing, seq_len = manifest.packing, manifest.seq_len
@@ -223,44 +219,50 @@ def walk(
 
     Without `max_epochs` they never end; otherwise the last one has no ids (see `Document`). One
     document is tokenized first, then two, four and so on: a lane is opened quickly, and later
-    documents are tokenized in large batches.
+    documents are tokenized in large batches. Those of a token cache are read one by one.
 
     again: blocks have already been made of all these documents, so no unit may be left out that was
         not left out then; a unit is read only when its first document is asked for
     """
-    texts = _texts(manifest, reader, k, lane, cursor, again)
+    found = _untokenized(manifest, reader, k, lane, cursor, again)
+    cached = manifest.sources[k].cached
     ahead = 1
-    end: Text | None = None
+    end: Untokenized | None = None
     while end is None:
-        batch: list[Text] = []
+        batch: list[Untokenized] = []
         characters = 0
         while len(batch) < ahead and characters < MAX_AHEAD_CHARACTERS:
-            text = next(texts)
-            if text.text is None:
-                end = text
+            one = next(found)
+            if one.content is None:
+                end = one
                 break
-            batch.append(text)
-            characters += len(text.text)
-        found = tokenizer.documents([text.text or "" for text in batch]) if batch else []
-        for text, ids in zip(batch, found, strict=True):
-            yield Document(text.epoch, text.unit, text.row, ids, text.counts)
-        ahead = 1 if again else min(2 * ahead, MAX_AHEAD)
+            batch.append(one)
+            characters += len(one.content)
+        ids_of = [one.content for one in batch]
+        if not cached:
+            ids_of = tokenizer.documents(ids_of)
+        for one, ids in zip(batch, ids_of, strict=True):
+            yield Document(one.epoch, one.unit, one.row, ids, one.counts)
+        ahead = 1 if again or cached else min(2 * ahead, MAX_AHEAD)
     yield Document(end.epoch, end.unit, end.row, NO_IDS, end.counts)
 
 
-class Text(NamedTuple):
-    """A training document before it is tokenized, as `Document`. text None: there are no more."""
+class Untokenized(NamedTuple):
+    """A training document before it is tokenized, as `Document`.
+
+    content: its text, or its ids if it is in a token cache; None = there are no more
+    """
 
     epoch: int
     unit: int
     row: int
-    text: str | None
+    content: Any
     counts: Counter[str]
 
 
-def _texts(
+def _untokenized(
     manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
-) -> Iterator[Text]:
+) -> Iterator[Untokenized]:
     source = manifest.sources[k]
     last_epoch = cursor.epoch
     counts: Counter[str] = Counter()
@@ -274,8 +276,8 @@ def _texts(
         for row in range(first, len(rows)):
             if row == late:
                 _expect_next(manifest, reader, k, lane, epoch, position)
-            text, replaced = rows.text(row)
-            if text is None:
+            content, replaced = _content(rows, row, manifest.tokenizer.length)
+            if content is None:
                 counts["dropped"] += 1
             elif heldout and rows.hash(row, manifest.seed) < source.threshold:
                 counts["heldout"] += 1
@@ -283,11 +285,21 @@ def _texts(
                 if replaced:
                     counts["replaced"] += 1
                 last_epoch = epoch
-                # Each text gets a counter of its own: several texts wait for their tokens at once.
-                yield Text(epoch, position, row, text, counts or NOTHING)
+                # Each gets a counter of its own: several texts wait for their tokens at once.
+                yield Untokenized(epoch, position, row, content, counts or NOTHING)
                 if counts:
                     counts = Counter()
-    yield Text(source.max_epochs or 0, 0, 0, None, counts)
+    yield Untokenized(source.max_epochs or 0, 0, 0, None, counts)
+
+
+def _content(rows: Rows | token_cache.Rows, row: int, vocabulary: int) -> tuple[Any, bool]:
+    """Return a document's text or ids, and whether invalid UTF-8 in it was replaced.
+
+    The document is None if it is empty or blank.
+    """
+    if isinstance(rows, Rows):
+        return rows.text(row)
+    return rows.ids(row, vocabulary) if rows.usable(row) else None, False
 
 
 def _expect_next(
@@ -303,31 +315,6 @@ def _expect_next(
         if goes_on and index < len(units):
             reader.units.expect(source, source.units[int(units[index])])
             return
-
-
-def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterator[Document]:
-    """Yield documents as `walk` does, but from a token cache: nothing has to be tokenized."""
-    source, seed = manifest.sources[k], manifest.seed
-    last_epoch = cursor.epoch
-    counts: Counter[str] = Counter()
-    for epoch, position, u in _places(manifest, k, lane, cursor):
-        if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
-            raise _no_documents(source.label, lane)
-        found = token_cache.rows_of(source, source.units[u])
-        rows = found.take(permutation(len(found), mix(seed, 2, k, epoch, u)))
-        heldout = u in source.heldout_units
-        first = cursor.row if (epoch, position) == cursor[:2] else 0
-        for row in range(first, len(rows)):
-            if not rows.usable(row):
-                counts["dropped"] += 1
-            elif heldout and rows.hash(row, seed) < source.threshold:
-                counts["heldout"] += 1
-            else:
-                last_epoch = epoch
-                ids = rows.ids(row, manifest.tokenizer.length)
-                yield Document(epoch, position, row, ids, counts)
-                counts = Counter()
-    yield Document(source.max_epochs or 0, 0, 0, NO_IDS, counts)
 
 
 def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
@@ -347,27 +334,19 @@ def _order(n: int, key: int) -> np.ndarray:
 
 def _units(
     manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
-) -> Iterator[tuple[int, int, Rows, bool]]:
+) -> Iterator[tuple[int, int, Rows | token_cache.Rows, bool]]:
     """Yield (epoch, position in the lane's list, shuffled rows, whether rows may be held out)."""
     source, seed = manifest.sources[k], manifest.seed
     heldout = frozenset(source.heldout_units)
-    for epoch, index, u in _places(manifest, k, lane, cursor):
-        needed = again or (cursor != START and (epoch, index) == cursor[:2])
-        rows = reader.rows(source, source.units[u], epoch, needed=needed)
-        order = permutation(len(rows), mix(seed, 2, k, epoch, u))
-        yield epoch, index, rows.take(pa.array(order)), u in heldout
-
-
-def _places(
-    manifest: Manifest, k: int, lane: int, cursor: Cursor
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (epoch, position in the lane's list, unit) from `cursor` on."""
-    source = manifest.sources[k]
     epoch, position = cursor.epoch, cursor.unit
     while source.max_epochs is None or epoch < source.max_epochs:
-        units = units_of(len(source.units), manifest.seed, k, epoch, lane, manifest.lanes)
+        units = units_of(len(source.units), seed, k, epoch, lane, manifest.lanes)
         for index in range(position, len(units)):
-            yield epoch, index, int(units[index])
+            u = int(units[index])
+            needed = again or (cursor != START and (epoch, index) == cursor[:2])
+            rows = reader.documents(source, source.units[u], epoch, needed=needed)
+            order = permutation(len(rows), mix(seed, 2, k, epoch, u))
+            yield epoch, index, rows.take(order), u in heldout
         epoch, position = epoch + 1, 0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,13 +236,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     return {
         "version": VERSION,
         "fingerprint": manifest.fingerprint,
-        "seq_len": manifest.seq_len,
-        "packing": manifest.packing,
-        "document_mask": manifest.document_mask,
-        "own_evaluation": manifest.own_evaluation,
-        "seed": manifest.seed,
-        "lanes": manifest.lanes,
-        "made_with": dict(manifest.made_with),
+        **{key: getattr(manifest, key) for key in _PLAIN},
         "tokenizer": asdict(manifest.tokenizer),
         "sources": [_source_to_json(source) for source in manifest.sources],
     }
@@ -265,7 +259,7 @@ def _source_to_json(source: Source) -> dict[str, Any]:
 
 
 def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
-    source = Source(
+    return Source(
         label=entry["label"],
         path=entry["path"],
         root=root,
@@ -277,10 +271,8 @@ def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
         weight=weight,
         max_epochs=entry["max_epochs"],
         units=tuple(Unit(*unit) for unit in entry["units"]),
-    )
-    heldout = entry["heldout"]
-    return replace(
-        source, heldout_units=tuple(heldout["units"]), threshold=int(heldout["threshold"])
+        heldout_units=tuple(entry["heldout"]["units"]),
+        threshold=entry["heldout"]["threshold"],
     )
 
 
