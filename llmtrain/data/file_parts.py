@@ -12,17 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import pyarrow as pa
-
 from llmtrain import heartbeat
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
-from llmtrain.data.documents.skipped import UnreadableError
+from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import bounded, file_format, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless
+from llmtrain.errors import Problem, UserError, harmless
 
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
@@ -30,6 +28,7 @@ RANGE_BYTES = 4 * MIB
 MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # by `Source.remote`: each request takes time
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
+PLAIN = (("jsonl", None), ("text", None))  # formats of lines that are cut into ranges
 THREADS = 16
 DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # files of lines whose beginning is checked
@@ -98,19 +97,9 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
 
 def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
-    try:
+    with readable(where, "a complete parquet file", "replace it, or rename it by its format"):
         footer = reader.units.footer(source, file)
         schema = footer.schema.to_arrow_schema()
-    except (pa.ArrowException, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise RunError(
-                f"{where} cannot be read: {error}",
-                RESTARTABLE,
-                "look at the disk, then start again",
-            ) from error
-        expected = f"a complete parquet file ({str(error).splitlines()[0]})"
-        remedy = "replace the file, or rename it by its format"
-        raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
     if source.text_column not in schema.names:
         return missing_column(f"{key}.text_column", source.text_column, where, schema.names)
     column = schema.field(source.text_column).type
@@ -167,15 +156,10 @@ def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
 
 def _range_bytes(source: Source) -> int:
     """Return the length of the ranges that plain files of lines are cut into."""
-    plain = [file.size for file in source.files if _is_plain(file.name)]
-    if sum(plain) >= SMALL_SOURCE_BYTES:
+    plain = sum(file.size for file in source.files if file_format(file.name) in PLAIN)
+    if plain >= SMALL_SOURCE_BYTES:
         return RANGE_BYTES
-    return max(MIN_RANGE_BYTES[source.remote], -(-sum(plain) // RANGES))
-
-
-def _is_plain(name: str) -> bool:
-    found = file_format(name)
-    return found is not None and found.kind != "parquet" and not found.compression
+    return max(MIN_RANGE_BYTES[source.remote], -(-plain // RANGES))
 
 
 def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:

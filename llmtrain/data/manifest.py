@@ -165,17 +165,10 @@ class Manifest:
         return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
 
 
-class Stored(NamedTuple):
-    """The part of a stored manifest that can be read without looking at the data."""
-
-    made_with: Mapping[str, object]
-    lanes: int
-
-
-def glance(path: Path) -> Stored:
-    """Read the part of a stored manifest that needs no look at the data."""
-    stored = json.loads(path.read_text("utf-8"))
-    return Stored(stored["made_with"], stored["lanes"])
+def glance(path: Path) -> dict[str, Any]:
+    """Return the content of a stored manifest, without a look at the data."""
+    stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return stored
 
 
 def has_other_sources(path: Path, settings: DataSettings) -> bool:
@@ -184,7 +177,7 @@ def has_other_sources(path: Path, settings: DataSettings) -> bool:
     They differ if the number of sources or one of a source's keys differs, or if a path differs and
     other files are there. A source whose files were moved is the same source.
     """
-    stored = json.loads(path.read_text("utf-8"))
+    stored = glance(path)
     found = changes(stored["made_with"], settings.values)
     if any(change.key.startswith("data.sources.") for change in found):
         return True
@@ -211,7 +204,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
 
     Raises UserError if the number of sources differs or one of them no longer exists.
     """
-    stored = json.loads(path.read_text("utf-8"))
+    stored = glance(path)
     if len(stored["sources"]) != len(configured):
         raise UserError(
             Problem(

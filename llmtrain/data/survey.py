@@ -78,10 +78,8 @@ def survey(
     _warn_of_shared_files([source for source, _ in drafts])
     _tell_of_text_files([source for source, _ in drafts])
     drafts = drafts[: len(named)]
-    if lanes is None and data.lanes != "auto":
-        lanes = data.lanes
-    if lanes is None:
-        lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
+    auto = default_lanes(processes, sum(len(parts) for _, parts in drafts))
+    lanes = lanes or (auto if data.lanes == "auto" else data.lanes)
     sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
     share = 0.0 if settings.evaluation else data.heldout
     split = _each(lambda k: _split(sources[k], k, share, seed, reader), range(len(sources)))

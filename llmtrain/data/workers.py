@@ -177,12 +177,8 @@ class Workers(Iterator[Block | Failed]):
     def _explain(self, error: Exception) -> Exception:
         if not _has_ended(self.processes) and "timed out" in str(error):
             self._fate.silent = True
-            worker = self._turn
-            message = (
-                f"data worker {worker} (pid {self.processes[worker].pid}) sent nothing for "
-                f"{self._timeout_seconds:.0f} s; its last unit: {self._asked.read(worker)}"
-            )
-            return RunError(message, RESTARTABLE, CONTINUES)
+            silence = f"sent nothing for {self._timeout_seconds:.0f} s"
+            return self._failure(self._turn, silence, CONTINUES)
         if _has_ended(self.processes):
             self._thread.join()  # it is about to set which worker ended, and how
             return self._death()
@@ -191,13 +187,14 @@ class Workers(Iterator[Block | Failed]):
     def _death(self) -> RunError:
         assert self._fate.dead is not None
         worker, exit_code = self._fate.dead
-        message = (
-            f"data worker {worker} (pid {self.processes[worker].pid}) {_end(exit_code)}; its last "
-            f"unit: {self._asked.read(worker)}"
-        )
         remedy = CONTINUES
         if exit_code == -signal.SIGKILL:
             remedy += "; if the machine was short of memory, with a smaller data.workers"
+        return self._failure(worker, _end(exit_code), remedy)
+
+    def _failure(self, worker: int, what: str, remedy: str) -> RunError:
+        pid, unit = self.processes[worker].pid, self._asked.read(worker)
+        message = f"data worker {worker} (pid {pid}) {what}; its last unit: {unit}"
         return RunError(message, RESTARTABLE, remedy)
 
 

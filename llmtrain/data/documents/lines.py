@@ -40,13 +40,6 @@ def end_of_line(kind: str) -> re.Pattern[bytes]:
     return JSON_END if kind == "jsonl" else TEXT_END
 
 
-def parse(
-    line: bytes, text_column: str, id_column: str | None
-) -> tuple[bytes | None, bytes | None]:
-    """Return text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
-    return fields(decode_line(line), text_column, id_column)
-
-
 def decode_line(line: bytes) -> dict[str, Any]:
     """Return the object of one JSON line. Raises ValueError that says what is wrong."""
     if line.lstrip(BOM + b" \t\r").startswith(b"["):
