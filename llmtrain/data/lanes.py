@@ -222,7 +222,9 @@ class Lane:
         counts: Counter[str] = Counter()
         for epoch, position, rows, heldout in self._units(k, cursor, again):
             if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
-                raise _no_documents(source.label, self._index)
+                key = f"source {source.label}, lane {self._index}"
+                expected = "a document that can be trained on (not empty, not held out)"
+                raise UserError(Problem(key, "none in many epochs", expected))
             first = cursor.row if (epoch, position) == cursor[:2] else 0
             if rows.skipped and not first:  # else they were counted when the unit was begun
                 counts["skipped"] += rows.skipped
@@ -327,8 +329,3 @@ def units_of(manifest: Manifest, k: int, epoch: int, lane: int) -> np.ndarray:
 @lru_cache(maxsize=8)
 def _order(n: int, key: int) -> np.ndarray:
     return permutation(n, key)
-
-
-def _no_documents(label: str, lane: int) -> UserError:
-    expected = "a document that can be trained on (not empty, not held out)"
-    return UserError(Problem(f"source {label}, lane {lane}", "none in many epochs", expected))

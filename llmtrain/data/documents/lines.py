@@ -15,14 +15,16 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Unit
 from llmtrain.errors import Problem
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 DECODED_LIMIT = 64 * MIB  # of a compressed file when decoded, and of a line
@@ -197,6 +199,22 @@ def too_large(where: str) -> Problem:
     expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
     remedy = "rewrite it with `llmtrain data repack`, or split it"
     return Problem(where, "a larger one", expected, remedy)
+
+
+def in_batches(
+    items: Iterable[T], size_of: Callable[[T], int], size: int, count: int
+) -> Iterator[list[T]]:
+    """Yield batches of up to `count` items. One that reaches `size` in sum is ended there."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size_of(item)
+        if total >= size or len(batch) == count:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:

@@ -28,6 +28,7 @@ from llmtrain.data.documents.lines import (
     MIB,
     decode_line,
     end_of_line,
+    in_batches,
     to_bytes,
 )
 from llmtrain.data.documents.skipped import readable
@@ -142,7 +143,7 @@ def _decode(column: pa.Array) -> pa.Array:
 
 
 def _text(path: Path, compression: str | None, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for lines in _batches(_lines(path, compression, "text")):
+    for lines in _batches(path, compression, "text"):
         texts = [line.decode("utf-8", "replace") for _, line in lines]
         yield pa.record_batch([pa.array(texts, pa.string())], schema=schema)
 
@@ -169,7 +170,7 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
 
 
 def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]:
-    for lines in _batches(_lines(path, compression, "jsonl")):
+    for lines in _batches(path, compression, "jsonl"):
         rows = [_row(path, number, line) for number, line in lines if line.strip()]
         if rows:
             yield rows
@@ -227,17 +228,9 @@ def _value(value: Any, as_text: bool) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _batches(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
-    batch: list[tuple[int, bytes]] = []
-    size = 0
-    for number, line in lines:
-        batch.append((number, line))
-        size += len(line)
-        if size >= BATCH_BYTES or len(batch) == 16 * BATCH_ROWS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _batches(path: Path, compression: str | None, kind: str) -> Iterator[list[tuple[int, bytes]]]:
+    lines = _lines(path, compression, kind)
+    return in_batches(lines, lambda one: len(one[1]), BATCH_BYTES, 16 * BATCH_ROWS)
 
 
 def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int, bytes]]:

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from llmtrain import durable
+from llmtrain.data.documents.lines import in_batches
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.token_cache.file import DTYPES, HEADER, MAGIC, VERSION
@@ -87,7 +88,9 @@ def write_part(task: Task) -> Counts:
         text, was_replaced = rows.text(row)
         dropped, replaced = dropped + (text is None), replaced + was_replaced
         texts += [] if text is None else [text]
-    documents = [ids for batch in _batches(texts) for ids in tokenizer.documents(batch)]
+    # In batches, so that long documents are not in memory twice.
+    batches = in_batches(texts, len, BATCH_CHARACTERS, BATCH_DOCUMENTS)
+    documents = [ids for batch in batches for ids in tokenizer.documents(batch)]
     tokens = sum(map(len, documents))
     counts = Counts(len(documents), tokens, dropped, replaced, rows.skipped)
     lengths = np.array([len(ids) for ids in documents], "<i4")
@@ -165,18 +168,6 @@ def room_needed() -> Iterator[None]:
             raise
         with needed_on_disk(Path(error.filename or "a file")):
             raise error
-
-
-def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the texts in batches, so that long documents are not in memory twice."""
-    first = characters = 0
-    for index, text in enumerate(texts):
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS or index + 1 - first == BATCH_DOCUMENTS:
-            yield texts[first : index + 1]
-            first, characters = index + 1, 0
-    if first < len(texts):
-        yield texts[first:]
 
 
 def _append(part: Path, code: int, tokens: BinaryIO, indices: BinaryIO) -> None:
