@@ -12,15 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from llmtrain import heartbeat
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
-from llmtrain.data.documents.skipped import UnreadableError, readable
+from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import bounded, file_format, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
 
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
@@ -97,9 +99,16 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
 
 def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
-    with readable(where, "a complete parquet file", "replace it, or rename it by its format"):
+    try:
         footer = reader.units.footer(source, file)
         schema = footer.schema.to_arrow_schema()
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            remedy = "look at the disk, then start again"
+            raise RunError(f"{where} cannot be read: {error}", RESTARTABLE, remedy) from error
+        expected = f"a complete parquet file ({first_line(error)})"
+        remedy = "replace the file, or rename it by its format"
+        raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
     if source.text_column not in schema.names:
         return missing_column(f"{key}.text_column", source.text_column, where, schema.names)
     column = schema.field(source.text_column).type

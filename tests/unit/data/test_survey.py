@@ -110,8 +110,8 @@ def test_problems_of_all_sources_are_told_at_once(place):
     )
     assert told.startswith("7 problems")
     assert f"data.sources.0.path = {place / 'empty'}" in told
-    assert f"{place / 'fake.parquet'} = " in told
-    assert f"{place / 'cut.parquet'} = " in told
+    assert f"data.sources.1.path = {place / 'fake.parquet'}" in told
+    assert f"data.sources.2.path = {place / 'cut.parquet'}" in told
     assert "data.sources.3.text_column = text" in told
     assert f"a column of {place / 'other.parquet'}, which has: title, body" in told
     assert "data.sources.4.path" in told
