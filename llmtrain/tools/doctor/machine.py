@@ -53,9 +53,13 @@ def devices(case: Case) -> Verdict:
     import torch
 
     if count := gpus(case):
-        looked = [(index, *attempt(functools.partial(_gpu, index))) for index in range(count)]
-        broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
-        return join([*_by_kind([gpu for _, gpu, _ in looked if gpu], case), *broken])
+        looked = [attempt(functools.partial(_gpu, index)) for index in range(count)]
+        broken = [
+            error(f"GPU {index}: {one.found}", one.remedy)
+            for index, one in enumerate(looked)
+            if isinstance(one, Verdict)
+        ]
+        return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], case), *broken])
     cores = processes.cores()
     found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
     if has_gpu(case.env):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,13 @@ from llmtrain.data.survey import survey
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
-from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
+from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, ok, warning
 from llmtrain.tools.doctor.place import existing, room
 from llmtrain.types import Spec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from llmtrain.model.tokenizer import SpecialTokens
 
 ANSWER_SECONDS = 30.0
@@ -34,45 +37,6 @@ _MODEL_SECONDS = 60.0  # transformers repeats requests by itself, and imports ta
 _OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
 _ABSENT = "see that it exists, here or on the Hub; check network, HF_ENDPOINT and HF_TOKEN"
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A model without weights, and its tokenizer.
-
-    kind: its model_type
-    rows: of its embedding, the vocabulary size
-    ends: the end-of-text ids in the model's own config
-    parameters: their number
-    tokens: length and special tokens of the tokenizer
-    trained: whether the run trains its tokenizer itself
-    spec: files and tensors of its checkpoints
-    """
-
-    kind: str
-    rows: int
-    ends: tuple[int, ...]
-    parameters: int
-    tokens: SpecialTokens
-    trained: bool
-    spec: Spec
-
-
-# Returns the model, or the verdict on why there is no model.
-Describe = Callable[[], tuple[Described | None, Verdict | None]]
-
-
-class Deadline:
-    """A time limit for waiting for the Hub, with the `wait` method of a `threading.Event`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Sleep until the deadline, at most `timeout` seconds; return whether it has passed."""
-        left = max(0.0, self._until - time.monotonic())
-        time.sleep(left if timeout is None else min(timeout, left))
-        return time.monotonic() >= self._until
 
 
 def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
@@ -86,14 +50,18 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     assert case.config is not None
     _quiet_hub()
     workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
-    ranks, deadline = case.processes * max(1, workers), Deadline(seconds)
+    ranks, late = case.processes * max(1, workers), threading.Event()
+    timer = threading.Timer(seconds, late.set)
+    timer.start()
     with aside(case.run_dir) as folder, collect_warnings() as heard:
         try:
-            found = survey(data_settings(case.config), ranks, folder, stop=deadline)
+            found = survey(data_settings(case.config), ranks, folder, stop=late)
         except RunError:
-            if not deadline.wait(0):
+            if not late.is_set():
                 raise
             return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), _OFFLINE)
+        finally:
+            timer.cancel()
     parts = [
         f"{source.label}: {len(source.files):,} files, {len(source.units):,} units"
         + (f" at {source.revision[:12]}" if source.revision else "")
@@ -127,31 +95,29 @@ def collect_warnings() -> Iterator[list[str]]:
         logger.propagate = before
 
 
-def model(describe: Describe) -> Verdict:
+def model(case: Case) -> Verdict:
     """Describe the model and the tokenizer, and check that they agree on the end of a text."""
-    there, broken = describe()
-    if there is None:
-        return broken or ok("")
-    entries = f"a tokenizer of {there.tokens.length:,} entries"
-    if there.trained:
-        entries += ", trained at the start"
-    found = f"{there.kind}, {there.parameters:,} parameters, {there.rows:,} rows; {entries}"
-    if there.ends and there.tokens.eos not in there.ends:
-        ends = " or ".join(map(str, there.ends))
-        found += f" ends texts with {there.tokens.eos}, the model with {ends}"
-        return warning(found, "model.tokenizer: the one that belongs to the model")
-    return ok(found)
+    found = _described(case)
+    return found if isinstance(found, Verdict) else found[0]
 
 
-def disk(case: Case, describe: Describe) -> Verdict:
+@lru_cache(maxsize=1)
+def _described(case: Case) -> tuple[Verdict, Spec] | Verdict:
+    """Describe a case's model once, even if that fails: two checks use it."""
+    assert case.config is not None
+    config = case.config
+    return attempt(lambda: describe(config, case.run_dir))
+
+
+def disk(case: Case) -> Verdict:
     """Check the space for the checkpoints to keep. Raises UserError if there is too little."""
     from llmtrain.distributed.engines.state import bytes_of
 
     assert case.config is not None
-    there, _ = describe()
-    if there is None:
+    described = _described(case)
+    if isinstance(described, Verdict):
         return warning("a checkpoint's size is not known: the model is not", "see the line model")
-    spec = there.spec
+    _, spec = described
     keep, steps = case.config.checkpoint, case.config.training.steps
     policy = Policy.of(keep)
     root, once = case.run_dir / contents.CHECKPOINTS, bytes_of(spec)
@@ -164,8 +130,12 @@ def disk(case: Case, describe: Describe) -> Verdict:
     return ok(found)
 
 
-def describe(config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS) -> Described:
-    """Return the model, built on the meta device, and its tokenizer.
+def describe(
+    config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS
+) -> tuple[Verdict, Spec]:
+    """Return the line about model and tokenizer, and the files and tensors of its checkpoints.
+
+    The model is built on the meta device.
 
     run_dir: if a run began there, its model config and tokenizer are used
     seconds: time limit, as the Hub may not answer
@@ -187,7 +157,7 @@ def _with_remedy(problem: Problem) -> Problem:
     return replace(problem, remedy=_ABSENT) if absent else problem
 
 
-def _describe(config: Config, run_dir: Path) -> Described:
+def _describe(config: Config, run_dir: Path) -> tuple[Verdict, Spec]:
     from llmtrain.distributed.engines import state
     from llmtrain.model.build import model_config, resolve_revision
     from llmtrain.model.freeze import freeze
@@ -204,17 +174,23 @@ def _describe(config: Config, run_dir: Path) -> Described:
     built = on_meta(found)
     freeze(built, config.model.freeze)
     optimizer = make_optimizer(built, config.optimizer, fused=False)
-    described = built.config.get_text_config()
-    ends = described.eos_token_id
-    return Described(
-        kind=str(built.config.model_type),
-        rows=described.vocab_size,
-        ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
-        parameters=sum(parameter.numel() for parameter in built.parameters()),
-        tokens=tokens,
-        trained=isinstance(config.model.tokenizer, TrainTokenizer),
-        spec=state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30)),
+    trained = isinstance(config.model.tokenizer, TrainTokenizer)
+    spec = state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30))
+    return _line(built, tokens, trained=trained), spec
+
+
+def _line(model: PreTrainedModel, tokens: SpecialTokens, *, trained: bool) -> Verdict:
+    own = model.config.get_text_config()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    found = (
+        f"{model.config.model_type}, {parameters:,} parameters, {own.vocab_size:,} rows; "
+        f"a tokenizer of {tokens.length:,} entries{', trained at the start' * trained}"
     )
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    if ends in ([], [None]) or tokens.eos in ends:
+        return ok(found)
+    found += f" ends texts with {tokens.eos}, the model with {' or '.join(map(str, ends))}"
+    return warning(found, "model.tokenizer: the one that belongs to the model")
 
 
 def _from_elsewhere(config: Config) -> SpecialTokens:

@@ -137,7 +137,8 @@ def supervise(
     """
     from llmtrain.tools.launch.launch import passing_signals_on
 
-    patience = patience or Patience(leave=_grace(os.environ) + 30.0)
+    grace = os.environ.get(GRACE, "")  # before torch's launcher kills its ranks
+    patience = patience or Patience(leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
     run_dir = checked_run_dir(command, run_dir)
     RunLock(run_dir, "").check()
     known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
@@ -319,12 +320,6 @@ def _spread(seconds: float) -> float:
 def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
     """Return the names of all complete checkpoints."""
     return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
-
-
-def _grace(environ: Mapping[str, str]) -> float:
-    """Return the seconds that torch's launcher gives its ranks before it kills them."""
-    said = environ.get(GRACE, "")
-    return float(said) if said.isdigit() else 30.0
 
 
 def _line(text: object) -> str:
