@@ -54,7 +54,8 @@ def show_plan(
         print(f"error: {found.choice.reason}", file=sys.stderr)
         return UserError.exit_code
     if write is not None:
-        print(written(write, launch_file(found, write)), file=sys.stderr)
+        notes = ", in place of the file that was there" * launch_file(found, write)
+        print(f"{'written':<{_LABEL}}{write}{notes}", file=sys.stderr)
     return 0
 
 
@@ -71,12 +72,6 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield from _label("disk", _disk(found))
     yield from _speeds(found)
     yield from _rates(found)
-
-
-def written(path: Path, replaced: bool) -> str:
-    """Return the line that reports the file of `--write`."""
-    notes = ", in place of the file that was there" if replaced else ""
-    return f"{'written':<{_LABEL}}{path}{notes}"
 
 
 def _request(found: Plan) -> Iterator[str]:
@@ -126,9 +121,9 @@ def _layouts(found: Plan) -> Iterator[str]:
             + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
             + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {fits if one.fits else 'no'}"
         )
-    misses = [one for one in found.choice.candidates if not one.fits]
-    for one in misses:
-        yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
+    for one in found.choice.candidates:
+        if not one.fits:
+            yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
 
 
 def _mark(found: Plan, one: Candidate) -> str:
@@ -192,9 +187,9 @@ def _rates(found: Plan) -> Iterator[str]:
 
 def _label(label: str, text: str) -> Iterator[str]:
     """Yield the label and the text after it; further lines of the text are indented."""
-    lines: Sequence[str] = list(wrap(text, WIDTH - _LABEL))
-    for number, line in enumerate(lines):
-        yield f"{label if number == 0 else '':<{_LABEL}}{line}"
+    for line in wrap(text, WIDTH - _LABEL):
+        yield f"{label:<{_LABEL}}{line}"
+        label = ""
 
 
 def _count(number: int) -> str:

@@ -19,11 +19,12 @@ _ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_
 
 def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
     """Return the values for `accelerate launch`. precision: bf16 or fp32."""
-    alone = hardware.devices == 1 and strategy == "ddp"
+    engine = family(strategy)
+    alone = hardware.devices == 1 and engine == "ddp"
     kind = {"ddp": "NO" if alone else "MULTI_GPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind[family(strategy)],
+        "distributed_type": kind[engine],
         "use_cpu": hardware.cpu,
         "num_machines": hardware.nodes,
         "num_processes": hardware.devices,
@@ -31,9 +32,9 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str
         "main_training_function": "main",
     }
     values |= _machines(hardware, alone=alone)
-    if family(strategy) == "fsdp":
+    if engine == "fsdp":
         values["fsdp_config"] = _fsdp(strategy)
-    if family(strategy) == "zero":
+    if engine == "zero":
         values["deepspeed_config"] = _deepspeed(strategy, hardware)
     if strategy == "hsdp":
         values["parallelism_config"] = {

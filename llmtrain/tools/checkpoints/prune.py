@@ -9,7 +9,7 @@ deleted.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ def prune(
         found = listing(place, policy)
         plan = _plan(found, set_aside)
         if plan.goes:
-            _refuse(_wrong_inside(found, plan.stays, told))
+            stays = [row.name for row in plan.stays if row.kind == COMPLETE]
+            verified = verify_each(found.root, stays, told)  # every byte
+            _refuse((one.name, [f"{p.key}: {p.value}" for p in one.problems]) for one in verified)
             _delete(found, plan.goes)
     return replace(plan, deleted=True)
 
@@ -125,15 +127,6 @@ def _goes(row: Row, set_aside: bool) -> bool:
     if row.kept:
         return False
     return row.kind == COMPLETE or row.kind in LEFT_OVER or (set_aside and row.kind in SET_ASIDE)
-
-
-def _wrong_inside(
-    found: Listing, stays: Sequence[Row], told: Told
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Verify every byte of the run's checkpoints to keep; yield each name with its problems."""
-    names = [row.name for row in stays if row.kind == COMPLETE]
-    for one in verify_each(found.root, names, told):
-        yield one.name, tuple(f"{problem.key}: {problem.value}" for problem in one.problems)
 
 
 def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
@@ -156,8 +149,8 @@ def _delete(found: Listing, goes: Sequence[Row]) -> None:
     for row in goes:
         if row.kind in SET_ASIDE:
             shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below
-    there = form.names(found.root)
     planned = {row.name for row in goes}
+    there = form.names(found.root)
     left = [name for name in there if name in planned or name.startswith(".trash-")]
     if left:
         raise RunError(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain import processes
 from llmtrain.checkpoint.retention import size
-from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
+from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED, family
 from llmtrain.metrics.trackers import check_installed
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning
 from llmtrain.tools.doctor.place import room
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 _PRODUCT = {"cpu": 512, "cuda": 4096}
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED_MEMORY = 1 << 30
-_LEAST_FILES = 1024
-_LEAST_PROCESSES = 1024
+_LEAST_LIMIT = 1024  # open files, processes
 _COMPILE_SECONDS = 60
 _OFFLOAD = "zero3_offload"
 _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int> v; return 0; }\n"
@@ -181,8 +180,8 @@ def memory(_case: Case) -> Verdict:
 def limits(case: Case) -> Verdict:
     """Check the limits of this session: open files, processes and shared memory."""
     verdicts = [
-        _limit(resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 65536"),
-        _limit(resource.RLIMIT_NPROC, "processes and threads", _LEAST_PROCESSES, "ulimit -u 65536"),
+        _limit(resource.RLIMIT_NOFILE, "open files", "ulimit -n 65536"),
+        _limit(resource.RLIMIT_NPROC, "processes and threads", "ulimit -u 65536"),
     ]
     if gpus(case) > 1 and SHARED_MEMORY.is_dir():
         free = room(SHARED_MEMORY)
@@ -192,12 +191,12 @@ def limits(case: Case) -> Verdict:
     return join(verdicts)
 
 
-def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
+def _limit(which: int, what: str, remedy: str) -> Verdict:
     soft, _ = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY:
         return ok(f"{what}: unlimited")
     found = f"{what}: {soft:,}"
-    return ok(found) if soft >= least else warning(found, remedy)
+    return ok(found) if soft >= _LEAST_LIMIT else warning(found, remedy)
 
 
 def versions(case: Case) -> Verdict:
@@ -226,7 +225,12 @@ def _version(name: str, requirement: str, case: Case) -> Verdict:
     try:
         there = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return _missing(name, case)
+        if name != "deepspeed":
+            return error(f"no {name}", f"pip install {name}")
+        if family(case.strategy) != "zero":
+            return ok("no deepspeed (only the zero strategies need it)")
+        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
+        return error(found, INSTALL_DEEPSPEED)
     found = f"{name} {there}"
     if _release(there) < _release(release):
         return error(f"{found} (needs {release})", f"pip install '{name}>={release}'")
@@ -235,15 +239,6 @@ def _version(name: str, requirement: str, case: Case) -> Verdict:
     found = f"{found} (tried with {release} only)"
     remedy = f"pip install '{name}=={release}.*', as in constraints.txt"
     return error(found, remedy) if "<" in requirement else warning(found, remedy)
-
-
-def _missing(name: str, case: Case) -> Verdict:
-    if name != "deepspeed":
-        return error(f"no {name}", f"pip install {name}")
-    if case.strategy.startswith("zero"):
-        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
-        return error(found, INSTALL_DEEPSPEED)
-    return ok("no deepspeed (only the zero strategies need it)")
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.remote.request import AttemptError, wait_for
 from llmtrain.data.survey import survey
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, ok, warning
@@ -36,6 +36,7 @@ ANSWER_SECONDS = 30.0
 _MODEL_SECONDS = 60.0  # transformers repeats requests by itself, and imports take a while
 _OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
 _ABSENT = "see that it exists, here or on the Hub; check network, HF_ENDPOINT and HF_TOKEN"
+_FROM_HUB = ("model.from", "model.tokenizer")
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 
 
@@ -146,15 +147,14 @@ def describe(
     try:
         return wait_for(lambda: _describe(config, run_dir), seconds, None)
     except UserError as wrong:
-        raise UserError(*map(_with_remedy, wrong.problems)) from wrong
+        # If a model or tokenizer was not found, the Hub may be out of reach.
+        problems = (
+            replace(one, remedy=one.remedy or _ABSENT) if one.key in _FROM_HUB else one
+            for one in wrong.problems
+        )
+        raise UserError(*problems) from wrong
     except AttemptError as late:
         raise RunError(f"model or tokenizer: {late}", RESTARTABLE, _OFFLINE) from late
-
-
-def _with_remedy(problem: Problem) -> Problem:
-    """Add a remedy where a model or tokenizer was not found: the Hub may be out of reach."""
-    absent = problem.key in ("model.from", "model.tokenizer") and not problem.remedy
-    return replace(problem, remedy=_ABSENT) if absent else problem
 
 
 def _describe(config: Config, run_dir: Path) -> tuple[Verdict, Spec]:
@@ -197,10 +197,10 @@ def _from_elsewhere(config: Config) -> SpecialTokens:
     """Return the special tokens of a tokenizer, saved to a temporary directory as a start does."""
     from llmtrain.model.tokenizer import save_tokenizer, special_tokens
 
-    asked, model = str(config.model.tokenizer), config.model
+    model = config.model
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        if asked == "auto":
+        if model.tokenizer == "auto":
             save_tokenizer(str(model.from_), model.revision, Path(folder))
         else:
-            save_tokenizer(asked, None, Path(folder))
+            save_tokenizer(str(model.tokenizer), None, Path(folder))
         return special_tokens(Path(folder))
