@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.cli.escapes import show
 from llmtrain.cli.options import AsJson, ConfigFile, Overrides
 from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import harmless
@@ -43,7 +44,6 @@ _MEANS = {
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
 def list_(run: Run, as_json: AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.look import look
 
     found = look(run)
@@ -59,7 +59,6 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.look import verify as look
 
     found, tell = [], _progress()
@@ -87,7 +86,6 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.prune import prune as clear
 
     tell = _progress()
@@ -114,7 +112,6 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.rehearse import rehearse as prove
 
     def tell(text: str) -> None:

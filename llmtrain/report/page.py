@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
 from llmtrain.report.figures import Drawn, Plan, draw, plan_figures
 from llmtrain.rundir import contents
 
+_HELD_OUT = {"held-out loss": "loss", "bits per byte": "bits_per_byte", "perplexity": "perplexity"}
 _TABLE_ROWS = 60
 _SAMPLES = 40
 _EVENTS = 200
@@ -129,20 +130,20 @@ def _waiting_share(tables: Tables) -> float:
     """
     first = {start["step"] + 1 for start in tables.starts}
     lines = [line for line in tables.train if line["step"] not in first]
-    return _total(lines, "span_wait_seconds") / max(1e-9, _total(lines, "span_seconds"))
+    waited, whole = (
+        sum(value for _, value in column(lines, name))
+        for name in ("span_wait_seconds", "span_seconds")
+    )
+    return waited / max(1e-9, whole)
 
 
 def cards(tables: Tables) -> list[tuple[str, str]]:
     """Return the key figures: a name and a value each."""
-    found: list[tuple[str, str]] = []
-
-    def add(name: str, lines: Iterable[Line], key: str, unit: str = "") -> None:
-        if values := column(tuple(lines), key):
-            found.append((name, f"{number(values[-1][1])}{unit}"))
-
-    add("held-out loss", tables.evaluations, "loss")
-    add("bits per byte", tables.evaluations, "bits_per_byte")
-    add("perplexity", tables.evaluations, "perplexity")
+    found = [
+        (name, number(values[-1][1]))
+        for name, key in _HELD_OUT.items()
+        if (values := column(tables.evaluations, key))
+    ]
     if tokens := column(tables.train, "tokens"):
         found.append(("tokens", _short(tokens[-1][1])))
     if speeds := sorted(value for _, value in column(tables.train, "tokens_per_second")):
@@ -209,17 +210,12 @@ def when(value: object) -> str:
 
 def _figure(plan: Plan, drawn: Drawn) -> dict[str, Any]:
     """Return what the template needs for a figure: ids and titles, and its numbers as tables."""
-    tables = []
-    for series in plan.series:
-        if series.curve.steps:
-            shown = thin(series.curve.points, _TABLE_ROWS)
-            tables.append((series.label, shown.points))
     return {
         "id": f"figure-{plan.name}",
         "title": plan.title,
         "unit": plan.unit,
         "root": drawn.roots[plan.name],
-        "tables": tables,
+        "tables": [(one.label, thin(one.curve.points, _TABLE_ROWS).points) for one in plan.series],
     }
 
 
@@ -256,10 +252,6 @@ def _newest(lines: tuple[Line, ...], most: int) -> Mapping[str, Any]:
 def _clip(text: object, characters: int = _TEXT_CHARACTERS) -> str:
     whole = str(text)
     return whole if len(whole) <= characters else whole[:characters] + " …"
-
-
-def _total(lines: Iterable[Line], name: str) -> float:
-    return sum(value for _, value in column(tuple(lines), name))
 
 
 def _plural(how_many: int, one: str, more: str) -> str:

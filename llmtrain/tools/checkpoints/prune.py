@@ -117,16 +117,11 @@ def prune(
 def _plan(found: Listing, set_aside: bool) -> Pruned:
     """Decide what is deleted. Raises UserError if the sizes of one to keep are wrong."""
     valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
-    goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
+    kinds = (COMPLETE, *LEFT_OVER, *(SET_ASIDE if set_aside and valid else ()))
+    goes = tuple(row for row in found.rows if not row.kept and row.kind in kinds)
     stays = tuple(row for row in found.rows if row not in goes)
     _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
     return Pruned(goes, stays, deleted=False)
-
-
-def _goes(row: Row, set_aside: bool) -> bool:
-    if row.kept:
-        return False
-    return row.kind == COMPLETE or row.kind in LEFT_OVER or (set_aside and row.kind in SET_ASIDE)
 
 
 def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:

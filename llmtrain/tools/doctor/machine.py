@@ -26,7 +26,6 @@ from llmtrain.checkpoint.retention import size
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED, family
 from llmtrain.metrics.trackers import check_installed
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning
-from llmtrain.tools.doctor.place import room
 from llmtrain.tools.launch.launch import has_gpu
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def limits(case: Case) -> Verdict:
         _limit(resource.RLIMIT_NPROC, "processes and threads", "ulimit -u 65536"),
     ]
     if gpus(case) > 1 and SHARED_MEMORY.is_dir():
-        free = room(SHARED_MEMORY)
+        free = shutil.disk_usage(SHARED_MEMORY).free
         found = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
         verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))

@@ -68,12 +68,6 @@ def existing(path: Path) -> Path:
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
-def room(place: Path) -> int:
-    """Return the number of bytes that are free for this user."""
-    disk = os.statvfs(place)
-    return disk.f_bavail * disk.f_frsize
-
-
 def _kind(system: str, place: Path, case: Case) -> Verdict:
     found = f"{place} on {system or 'a file system of unknown type'}"
     if system in _FORGETFUL:
@@ -155,24 +149,17 @@ def _run_there(case: Case) -> Iterator[Verdict]:
 def clocks(case: Case) -> Verdict:
     """Compare this machine's clocks with each other and with the run directory's file system."""
     drift = time.time() - case.wall - (time.monotonic() - case.steady)  # noqa: TID251  # compared with a time stamp
-    verdicts = [_date(case.wall), _drift(drift)]
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(case.wall))
+    verdicts = [ok(date), ok("no jump during this look")]
+    if case.wall < _OLDEST:
+        found = f"the date is {date}: certificates of the Hub are refused"
+        verdicts[0] = error(found, "set the clock")
+    if abs(drift) > _MOST_DRIFT:
+        found = f"the clock was set by {drift:+.1f} s during this look"
+        verdicts[1] = warning(found, "see that one service alone sets it (chrony or ntpd)")
     if case.config is not None:
         verdicts.append(_skew(existing(case.run_dir)))
     return join(verdicts)
-
-
-def _date(now: float) -> Verdict:
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    if now < _OLDEST:
-        return error(f"the date is {date}: certificates of the Hub are refused", "set the clock")
-    return ok(date)
-
-
-def _drift(seconds: float) -> Verdict:
-    if abs(seconds) > _MOST_DRIFT:
-        found = f"the clock was set by {seconds:+.1f} s during this look"
-        return warning(found, "see that one service alone sets it (chrony or ntpd)")
-    return ok("no jump during this look")
 
 
 def _skew(place: Path) -> Verdict:

@@ -104,7 +104,8 @@ def main() -> None:
         dist.all_reduce(vector)
         vector[0].item()  # waits for the device
         took.append(time.perf_counter() - start)
-    print(f"{_ANSWER}{statistics.median(took)}", flush=True)
+    sys.stdout.write(f"{_ANSWER}{statistics.median(took)}\n")
+    sys.stdout.flush()
     os._exit(0)
 
 

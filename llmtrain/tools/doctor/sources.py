@@ -6,6 +6,7 @@ Nothing is written to the run's directory, and no weights are read.
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, ok, warning
-from llmtrain.tools.doctor.place import existing, room
+from llmtrain.tools.doctor.place import existing
 from llmtrain.types import Spec
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def disk(case: Case) -> Verdict:
     policy = Policy.of(keep)
     root, once = case.run_dir / contents.CHECKPOINTS, bytes_of(spec)
     check_space(root, policy, steps or 0, once, len(spec) + _SMALL_FILES)
-    needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
+    needed = space_needed(root, policy, steps or 0, once)
+    free = shutil.disk_usage(existing(case.run_dir)).free
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:
         remedy = f"allow {size(once)} for every {keep.keep_every} steps, or set steps"

@@ -287,11 +287,10 @@ def children() -> set[int]:
 
 def identity(run_dir: Path) -> tuple[int, int] | None:
     """Return a value that changes whenever `status.json` is written; None if it does not exist."""
-    try:
+    with contextlib.suppress(OSError):
         found = (run_dir / STATUS).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:

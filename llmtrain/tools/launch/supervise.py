@@ -153,7 +153,9 @@ def supervise(
             ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
             say(hide(ended))
             if decision.restart:
-                _until(lambda: forward.asked is not None, _spread(decision.seconds))
+                # Varied by ±20 %, so that runs ended by one fault do not restart together.
+                spread = 0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32
+                _until(lambda: forward.asked is not None, decision.seconds * spread)
             if not decision.restart or forward.asked is not None:
                 return Supervised(decision.code, number, outcome.reason)
             tries = decision.tries
@@ -297,10 +299,9 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
 def _has_rank(process: psutil.Process) -> bool:
     import psutil
 
-    try:
+    with contextlib.suppress(psutil.Error):  # it has ended since, or is somebody else's
         return "RANK" in process.environ()
-    except psutil.Error:  # it has ended since, or is somebody else's
-        return False
+    return False
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -310,11 +311,6 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(_LOOK_SECONDS)
     return True
-
-
-def _spread(seconds: float) -> float:
-    """Vary a time by ±20 % at random, so that runs ended by one fault do not restart together."""
-    return seconds * (0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32)
 
 
 def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
