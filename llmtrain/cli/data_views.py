@@ -24,17 +24,13 @@ def inspection(found: Inspection) -> Iterator[str]:
     count = len(found.sources)
     measured = f"in the first {found.measured_blocks:,} blocks"
     yield f"data      {count} source{'s' * (count > 1)}, {found.lanes} lanes"
-    yield (
-        f"tokens    {_mark('tokens_per_byte', found)}{found.tokens_per_byte:.3f} a byte, "
-        f"tokenized by {found.backend}"
-    )
+    tokens = f"{_mark('tokens_per_byte', found)}{found.tokens_per_byte:.3f}"
+    yield f"tokens    {tokens} a byte, tokenized by {found.backend}"
     yield f"blocks    {found.seq_len:,} tokens, {found.packing}"
     yield f"epoch     {_mark('steps_per_epoch', found)}{found.steps_per_epoch:,} steps"
     yield f"padding   {_mark('padding', found)}{found.padding:.1%} of the tokens {measured}"
-    yield (
-        f"cut       {_mark('documents_cut', found)}{found.documents_cut:.1%} of the "
-        f"{found.measured_documents:,} documents {measured}"
-    )
+    cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
+    yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
     for source in found.sources:
         yield ""
         yield from _source(source)

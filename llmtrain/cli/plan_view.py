@@ -79,16 +79,13 @@ def _request(found: Plan) -> Iterator[str]:
     trained = "" if shape.trainable == shape.count else f", {_count(shape.trainable)} trained"
     yield f"{'model':<{_LABEL}}{_count(shape.count)} parameters{trained}"
     nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
-    kind = "processes on the CPU" if hardware.cpu else "devices"
-    if hardware.devices_per_node == 1:
-        kind = "process on the CPU" if hardware.cpu else "device"
+    several = hardware.devices_per_node > 1
+    kind = f"process{'es' * several} on the CPU" if hardware.cpu else f"device{'s' * several}"
     each = f"{hardware.device_bytes / 2**30:.1f} GiB"
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
-    yield from _label(
-        "work",
-        f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step, {work.precision}",
-    )
+    blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
+    yield from _label("work", f"{blocks}, {work.precision}")
 
 
 def _memory(found: Plan) -> Iterator[str]:
@@ -99,13 +96,11 @@ def _memory(found: Plan) -> Iterator[str]:
     most = max(one.total_bytes - one.parts["reserve"] for one in plans)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     yield f"{unit:<{_NAME}}" + "".join(f"{word:>8}" for word in [*_PARTS.values(), "total"])
+    unknown = UNCOUNTED if found.uncounted else ()
     for one in found.choice.candidates:
-        numbers = [*(one.memory.parts[part] for part in _PARTS), one.memory.total_bytes]
-        shown = [f"{number / size:.1f}" for number in numbers]
-        if found.uncounted:
-            names = [*_PARTS, "total"]
-            shown = ["?" if n in UNCOUNTED else s for n, s in zip(names, shown, strict=True)]
-            shown[-1] = f">{shown[-1]}"
+        parts = one.memory.parts
+        shown = ["?" if part in unknown else f"{parts[part] / size:.1f}" for part in _PARTS]
+        shown.append(f"{'>' if unknown else ''}{one.memory.total_bytes / size:.1f}")
         yield _mark(found, one) + "".join(f"{word:>8}" for word in shown)
 
 
@@ -166,9 +161,8 @@ def _speeds(found: Plan) -> Iterator[str]:
         return
     assumed = f", as of an {found.hardware.device}" if found.assumed else ""
     yield from _label("speed", f"on paper{assumed}, at this global batch, where it fits")
-    yield f"{'devices':>17}{'nodes':>7}{'accum':>7}" + "".join(
-        f"{word:>12}" for word in ("tokens/s", "a device", "efficiency")
-    )
+    rates = f"{'tokens/s':>12}{'a device':>12}{'efficiency':>12}"
+    yield f"{'devices':>17}{'nodes':>7}{'accum':>7}{rates}"
     for one in found.speeds:
         each = one.tokens_per_second / one.devices
         yield (

@@ -9,7 +9,6 @@ lines of steps that were lost. Each start line has the step that the run went ba
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,9 +153,3 @@ def _end(lines: Sequence[Line]) -> Line | None:
     """Return the `end` line of the last start, if it has one."""
     last = [line for line in lines if line["kind"] in ("start", "end")][-1:]
     return last[0] if last and last[0]["kind"] == "end" else None
-
-
-def compact(value: object) -> str:
-    """Format a value of an event's detail as one short line."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 500 else text[:499] + "…"

@@ -47,14 +47,6 @@ class Plan:
     from_zero: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What the page embeds: one Bokeh document, and for each figure the id of its root in it."""
-
-    document: Mapping[str, Any]
-    roots: Mapping[str, str]
-
-
 def plan_figures(tables: Tables) -> list[Plan]:
     """Return the figures, and of each the curves, for which the run has numbers."""
 
@@ -77,8 +69,11 @@ def plan_figures(tables: Tables) -> list[Plan]:
     return [plan for plan in plans if plan.series]
 
 
-def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
-    """Draw the figures; a dashed line marks the step from which a later start resumed."""
+def draw(plans: list[Plan], restarts: tuple[int, ...]) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """Draw the figures; a dashed line marks the step from which a later start resumed.
+
+    Returns what the page embeds: one Bokeh document, and for each figure the id of its root in it.
+    """
     from bokeh.document import Document
     from bokeh.models import Range1d
 
@@ -91,7 +86,7 @@ def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
         figure = _figure(plan, steps, restarts)
         document.add_root(figure)
         roots[plan.name] = figure.id
-    return Drawn(document.to_json(deferred=False), roots)
+    return document.to_json(deferred=False), roots
 
 
 def _figure(plan: Plan, steps: Range1d, restarts: tuple[int, ...]) -> Figure:

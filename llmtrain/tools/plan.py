@@ -150,7 +150,11 @@ def plan(
         raise UserError(*problems)
 
     hardware = _hardware(config, counts, sizes)
-    if problems := [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]:
+    problems = [*check_batch(config.training, hardware.devices)]
+    if config.distributed.strategy == "hsdp":
+        mesh = (hardware.nodes, hardware.devices_per_node)
+        problems += one_sided("distributed.strategy", mesh, "hsdp")
+    if problems:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
@@ -247,12 +251,6 @@ def _problems(
     for name, size in sizes.items():
         if size is not None and not 0 < size < _MOST_GIB:
             yield Problem(f"--{name}", size, "a number of GiB above 0")
-
-
-def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    if config.distributed.strategy == "hsdp":
-        mesh = (hardware.nodes, hardware.devices_per_node)
-        yield from one_sided("distributed.strategy", mesh, "hsdp")
 
 
 def _hardware(

@@ -33,9 +33,23 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str
     }
     values |= _machines(hardware, alone=alone)
     if engine == "fsdp":
-        values["fsdp_config"] = _fsdp(strategy)
+        values["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            **STRATEGIES["fsdp"][strategy],
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_activation_checkpointing": False,
+        }
     if engine == "zero":
-        values["deepspeed_config"] = _deepspeed(strategy, hardware)
+        several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
+        values["deepspeed_config"] = several | {
+            **STRATEGIES["zero"][strategy],
+            "zero3_init_flag": False,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
     if strategy == "hsdp":
         values["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": hardware.nodes,
@@ -77,25 +91,3 @@ def _machines(hardware: Hardware, *, alone: bool) -> dict[str, Any]:
         return gpus | meeting | {"rdzv_backend": "c10d", "same_network": False}
     port = {} if hardware.cpu or alone else {"main_process_port": 0}
     return {"machine_rank": 0} | gpus | port
-
-
-def _fsdp(strategy: str) -> dict[str, Any]:
-    return {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": True,
-        **STRATEGIES["fsdp"][strategy],
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-        "fsdp_activation_checkpointing": False,
-    }
-
-
-def _deepspeed(strategy: str, hardware: Hardware) -> dict[str, Any]:
-    several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
-    return several | {
-        **STRATEGIES["zero"][strategy],
-        "zero3_init_flag": False,
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-    }

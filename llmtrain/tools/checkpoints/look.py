@@ -301,9 +301,8 @@ def run_id_of(place: Place) -> str | None:
 
 def _resumed_from(run_dir: Path | None) -> str | None:
     """Return the name of the checkpoint that the last start resumed, if any."""
-    if run_dir is None:
-        return None
-    starts = [line for line in record.record(run_dir) if line["kind"] == "start"]
+    lines = record.record(run_dir) if run_dir else []
+    starts = [line for line in lines if line["kind"] == "start"]
     return starts[-1].get("resumed_from") if starts else None
 
 

@@ -93,11 +93,11 @@ def prune(
     place = place_of(path)
     if place.run_dir is None or place.only is not None:
         raise UserError(Problem("RUN", path, "a run directory: its config says what is kept"))
-    if keep_last is not None and keep_last < _LEAST_KEPT:
-        expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
-        raise UserError(Problem("--keep-last", keep_last, expected))
     policy = policy_of(place.run_dir)
     if keep_last is not None:
+        if keep_last < _LEAST_KEPT:
+            expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
+            raise UserError(Problem("--keep-last", keep_last, expected))
         policy = replace(policy, keep_last=keep_last)
     lock = RunLock(place.run_dir, run_id_of(place) or "")
     if not yes:

@@ -196,8 +196,7 @@ def _processes(config: Config) -> int:
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
     """Raise UserError with every problem for which a launch of these configs would be refused."""
-    env = dict(os.environ)
-    found = [one for config, size in launches for one in launch_problems(config, size, env)]
+    found = [one for config, size in launches for one in launch_problems(config, size, os.environ)]
     problems = list(dict.fromkeys(found))
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"
@@ -208,7 +207,6 @@ def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
 
 def _short(config: Config, kill_at: int) -> list[str]:
     """Return the overrides of a rehearsal: few steps, a save before the kill, no trackers."""
-    documents = min(_DOCUMENTS, config.evaluation.max_documents)
     return [
         f"training.steps={kill_at + 2}",
         "training.epochs=null",
@@ -218,7 +216,7 @@ def _short(config: Config, kill_at: int) -> list[str]:
         "checkpoint.stop_after=null",
         "checkpoint.resume=auto",
         f"evaluation.every_steps={kill_at + 2}",
-        f"evaluation.max_documents={documents}",
+        f"evaluation.max_documents={min(_DOCUMENTS, config.evaluation.max_documents)}",
         "evaluation.prompts=[]",
         "logging.every_steps=1",
         "logging.trackers=[]",

@@ -89,8 +89,9 @@ def _checks(
     config = launch = None
     if read is not None:
         loaded = attempt(read)
-        config = None if isinstance(loaded, Verdict) else loaded
-        yield CONFIG, ok(f"loads; the run lives in {config.run.dir}") if config else loaded
+        if isinstance(loaded, Config):
+            config, loaded = loaded, ok(f"loads; the run lives in {loaded.run.dir}")
+        yield CONFIG, loaded
     if accelerate_file is not None:
         read_file = partial(read_launch_file, accelerate_file, None)
         yield LAUNCH, attempt(lambda: describe_launch(read_file(config)))

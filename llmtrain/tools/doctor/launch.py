@@ -27,15 +27,13 @@ _HELLO = b"hello"
 
 def environment(case: Case) -> Verdict:
     """Check for variables that a launcher left behind, or that contradict the config."""
-    if "LOCAL_RANK" in case.env and world_size(case.env) > 1:
-        rank, size = case.env.get("RANK"), world_size(case.env)
+    if "LOCAL_RANK" in case.env and (size := world_size(case.env)) > 1:
         found = (
-            f"RANK = {rank}, WORLD_SIZE = {size}: a launcher started this, or left its variables "
-            f"behind, and llmtrain train would wait for {awaited(case.env)}"
+            f"RANK = {case.env.get('RANK')}, WORLD_SIZE = {size}: a launcher started this, or left "
+            f"its variables behind, and llmtrain train would wait for {awaited(case.env)}"
         )
         names = " ".join(launcher_variables(case.env))
-        remedy = f"unset {names}; under a launcher: start llmtrain doctor by itself"
-        return error(found, remedy)
+        return error(found, f"unset {names}; under a launcher: start llmtrain doctor by itself")
     if "LOCAL_RANK" in case.env:
         found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
         return warning(found, "start llmtrain doctor by itself, once on each machine")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import re
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -128,15 +128,10 @@ def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
             yield warning(held, "see nvidia-smi, or choose others by CUDA_VISIBLE_DEVICES")
         if case.config and case.config.training.precision == "bf16" and not gpu.bf16:
             yield error(f"GPU {gpu.index} does not compute in bf16", "training.precision=fp32")
-    yield from _enough(case, len(found))
-
-
-def _enough(case: Case, there: int) -> Iterator[Verdict]:
-    """Yield an error if processes of the launch file on this machine have no GPU of their own."""
-    here = case.processes // case.machines
-    if case.launch and here > there:
-        found = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
-        yield error(found, f"num_processes: {there * case.machines}, or use_cpu: true")
+    here, there = case.processes // case.machines, len(found)
+    if case.launch and here > there:  # each process of the launch file needs a GPU of its own
+        more = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
+        yield error(more, f"num_processes: {there * case.machines}, or use_cpu: true")
 
 
 def _speeds(device: torch.device) -> str:
@@ -202,9 +197,8 @@ def versions(case: Case) -> Verdict:
     """Check the libraries against the tested releases, and for the packages of the trackers."""
     if case.config:
         check_installed(case.config.logging.trackers)
-    python = ".".join(map(str, sys.version_info[:3]))
     looked = [_version(name, wanted, case) for name, wanted in requirements().items()]
-    return join([ok(f"Python {python}"), *looked])
+    return join([ok(f"Python {platform.python_version()}"), *looked])
 
 
 def requirements() -> dict[str, str]:
@@ -290,20 +284,17 @@ def _without_compiler() -> list[str]:
 
 def extensions(case: Case) -> Verdict:
     """Check for left-over locks among torch's extensions: each blocks every later build."""
+    from torch.utils import cpp_extension
+
     from llmtrain.distributed.engines.zero import stale_locks
 
-    left = [lock for folder in _directories(case) for lock in stale_locks(folder, case.env)]
+    own = case.env.get("TORCH_EXTENSIONS_DIR")  # by default one for each Python and torch
+    default = Path(cpp_extension.get_default_build_root())
+    folders = [Path(own)] if own else sorted(default.glob("*"))
+    left = [lock for folder in folders for lock in stale_locks(folder, case.env)]
     if not left:
         return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
     found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
     return (error if _builds(case) else warning)(found, remedy)
-
-
-def _directories(case: Case) -> list[Path]:
-    """Return the directories of extensions; by default there is one for each Python and torch."""
-    from torch.utils import cpp_extension
-
-    own = case.env.get("TORCH_EXTENSIONS_DIR")
-    return [Path(own)] if own else sorted(Path(cpp_extension.get_default_build_root()).glob("*"))

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from llmtrain import durable
 from llmtrain.checkpoint import filesystem
-from llmtrain.config.binding import bind, changes
-from llmtrain.config.binding import refusals as not_accepted
+from llmtrain.config.binding import bind, changes, refusals
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents, lock
@@ -69,24 +68,21 @@ def existing(path: Path) -> Path:
 
 
 def _kind(system: str, place: Path, case: Case) -> Verdict:
+    """Check whether the directory stays, and whether all machines share it.
+
+    Rank 0 writes what the others read.
+    """
+    forgets, machines = _FORGETFUL.get(system), case.machines
     found = f"{place} on {system or 'a file system of unknown type'}"
-    if system in _FORGETFUL:
-        found += f" ({_FORGETFUL[system]})"
-    if case.machines > 1:
-        return _check_shared(system, found, case)
-    if system in _FORGETFUL:
-        return warning(found, "run.dir=DIR on a disk that stays")
-    return ok(found)
-
-
-def _check_shared(system: str, found: str, case: Case) -> Verdict:
-    """Check whether all machines can share the directory: rank 0 writes what the others read."""
+    found += f" ({forgets})" if forgets else ""
+    if machines == 1:
+        return warning(found, "run.dir=DIR on a disk that stays") if forgets else ok(found)
     if _SHARED.fullmatch(system):
-        return ok(f"{found}, which {case.machines} machines can share")
-    remedy = f"run.dir=DIR on a file system that all {case.machines} machines mount (NFS, Lustre …)"
-    if system in _LOCAL | _FORGETFUL.keys():
-        return error(f"{found}: this machine's own, not shared by {case.machines}", remedy)
-    return warning(f"{found}: whether {case.machines} machines share it is not known", remedy)
+        return ok(f"{found}, which {machines} machines can share")
+    remedy = f"run.dir=DIR on a file system that all {machines} machines mount (NFS, Lustre …)"
+    if forgets or system in _LOCAL:
+        return error(f"{found}: this machine's own, not shared by {machines}", remedy)
+    return warning(f"{found}: whether {machines} machines share it is not known", remedy)
 
 
 def _probes(folder: Path) -> Iterator[Verdict]:
@@ -140,7 +136,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     if began.is_file() and record.is_file():
         found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
         accepted = case.config.checkpoint.accept_changes
-        if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
+        if problems := refusals(found_changes, accepted, f"with which {case.run_dir} began"):
             yield refusal(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")

@@ -106,9 +106,7 @@ def model(case: Case) -> Verdict:
 @lru_cache(maxsize=1)
 def _described(case: Case) -> tuple[Verdict, Spec] | Verdict:
     """Describe a case's model once, even if that fails: two checks use it."""
-    assert case.config is not None
-    config = case.config
-    return attempt(lambda: describe(config, case.run_dir))
+    return attempt(lambda: describe(case))
 
 
 def disk(case: Case) -> Verdict:
@@ -133,21 +131,20 @@ def disk(case: Case) -> Verdict:
     return ok(found)
 
 
-def describe(
-    config: Config, run_dir: Path, seconds: float = _MODEL_SECONDS
-) -> tuple[Verdict, Spec]:
+def describe(case: Case, seconds: float = _MODEL_SECONDS) -> tuple[Verdict, Spec]:
     """Return the line about model and tokenizer, and the files and tensors of its checkpoints.
 
     The model is built on the meta device.
 
-    run_dir: if a run began there, its model config and tokenizer are used
+    If a run began in the run directory, its model config and tokenizer are used.
+
     seconds: time limit, as the Hub may not answer
 
     Raises UserError for problems of the config, RunError after the time limit.
     """
     _quiet_hub()
     try:
-        return wait_for(lambda: _describe(config, run_dir), seconds, None)
+        return wait_for(lambda: _describe(case), seconds, None)
     except UserError as wrong:
         # If a model or tokenizer was not found, the Hub may be out of reach.
         problems = (
@@ -159,7 +156,7 @@ def describe(
         raise RunError(f"model or tokenizer: {late}", RESTARTABLE, _OFFLINE) from late
 
 
-def _describe(config: Config, run_dir: Path) -> tuple[Verdict, Spec]:
+def _describe(case: Case) -> tuple[Verdict, Spec]:
     from llmtrain.distributed.engines import state
     from llmtrain.model.build import model_config, resolve_revision
     from llmtrain.model.freeze import freeze
@@ -167,8 +164,10 @@ def _describe(config: Config, run_dir: Path) -> tuple[Verdict, Spec]:
     from llmtrain.training.optimizer import make_optimizer
     from llmtrain.training.start.planning import config_of_newest_checkpoint, own_tokens
 
-    tokens = own_tokens(config, run_dir) or _from_elsewhere(config)
-    found = config_of_newest_checkpoint(config, run_dir)
+    config = case.config
+    assert config is not None
+    tokens = own_tokens(config, case.run_dir) or _from_elsewhere(config)
+    found = config_of_newest_checkpoint(config, case.run_dir)
     if found is None:
         if config.model.from_:
             resolve_revision(config.model.from_, config.model.revision)

@@ -35,12 +35,14 @@ from llmtrain.distributed.launch.environment import (
     launcher_problems,
 )
 from llmtrain.distributed.launch.named import unsupported_problems, with_variables
+from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
+from llmtrain.tools.plan_file import launch_values
 from llmtrain.training.start.preflight import rules_of_a_launch
 from llmtrain.training.stop.signals import LAUNCHED
 
@@ -84,8 +86,9 @@ def launch(
     file = _launch_file(accelerate_file, processes, env, config)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
-            file = replace(file, path=Path(folder) / "accelerate.yaml")
-            file.path.write_text(write(file.values), encoding="utf-8")
+            written = Path(folder) / "accelerate.yaml"
+            written.write_text(write(file.values), encoding="utf-8")
+            file = replace(file, path=written)
         mark = Path(folder) / "ended"
         env[LAUNCHED] = str(mark)
         if file.on_cpu:
@@ -151,18 +154,11 @@ def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> 
     """Return the settings of a start without a file of accelerate."""
     on_cpu = not has_gpu(env)
     fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
-    values = {
-        "compute_environment": "LOCAL_MACHINE",
-        # MULTI_CPU would start only one process. MULTI_GPU also works with one process; it uses
-        # torch's launcher, which passes signals on, as accelerate's own does not.
-        "distributed_type": "MULTI_GPU",
-        "use_cpu": on_cpu,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "num_processes": processes,
-        "mixed_precision": "no" if fp32 else "bf16",
-    }
-    return LaunchFile(None, processes, values)
+    here = Hardware(0, None, processes, 1, cpu=on_cpu)
+    values = launch_values("ddp", here, "fp32" if fp32 else "bf16")
+    # MULTI_CPU would start only one process. MULTI_GPU also works with one process; it uses
+    # torch's launcher, which passes signals on, as accelerate's own does not.
+    return LaunchFile(None, processes, values | {"distributed_type": "MULTI_GPU"})
 
 
 def has_gpu(env: Mapping[str, str]) -> bool:
@@ -188,7 +184,7 @@ def run_launcher(
     with passing_signals_on() as forward:
         # In a session of its own, so that Ctrl-C reaches the launcher only once, through this
         # process, and not from the terminal as well.
-        child = subprocess.Popen(
+        forward.child = subprocess.Popen(
             command,
             env=env,
             start_new_session=True,
@@ -196,16 +192,19 @@ def run_launcher(
             stdout=output,
             stderr=output,
         )
-        forward.child = child
         forward.tell()
-        launcher = child.wait()
+        launcher = forward.child.wait()
         _wait_for_ranks(mark, others)
     left, asked_to_stop = found(mark), forward.asked is not None
     if left is not None:
         return Ended(*left, asked_to_stop)
     changed = identity(run_dir) != before
     code = _exit_code(run_dir if changed else None, launcher, asked_to_stop)
-    return Ended(code, _silent(run_dir) if code else "", asked_to_stop)
+    message = (
+        "error: rank 0 ended without a word; the lines above say what is known\n"
+        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
+    )
+    return Ended(code, message if code else "", asked_to_stop)
 
 
 class Forward:
@@ -226,19 +225,18 @@ class Forward:
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         # USR1 would kill torch's launcher and orphan its ranks; TERM asks for the same stop.
-        interrupt = number == signal.SIGINT
-        self.asked = signal.SIGINT if interrupt else signal.SIGTERM
+        self.asked = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         self.tell()
 
     def tell(self) -> None:
         """Pass the signal on, if one was received and there is a child."""
         if self.child is None or self.asked is None:
             return
-        if not self._to_group:
-            self.child.send_signal(self.asked)
-            return
         with contextlib.suppress(ProcessLookupError):  # all of it has ended
-            os.killpg(self.child.pid, self.asked)
+            if self._to_group:
+                os.killpg(self.child.pid, self.asked)
+            else:
+                self.child.send_signal(self.asked)
 
 
 @contextmanager
@@ -305,10 +303,3 @@ def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:
     if stopped and launcher < 0:
         return 0  # asked to stop before there was a rank
     return launcher if launcher in _CODES else 1
-
-
-def _silent(run_dir: Path) -> str:
-    return (
-        "error: rank 0 ended without a word; the lines above say what is known\n"
-        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
-    )

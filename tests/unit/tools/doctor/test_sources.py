@@ -15,7 +15,7 @@ from llmtrain.tools.doctor import sources
 
 
 def spec_of(made):
-    return sources.describe(made.config, made.run_dir)[1]
+    return sources.describe(made)[1]
 
 
 def from_hub(*overrides: str) -> list[str]:
@@ -144,9 +144,9 @@ def test_a_run_that_began_has_its_tokenizer_whatever_the_hub_says(tmp_path, hub)
 def test_a_model_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     import threading
 
-    monkeypatch.setattr(sources, "_describe", lambda config, run_dir: threading.Event().wait(30))
+    monkeypatch.setattr(sources, "_describe", lambda case: threading.Event().wait(30))
     with pytest.raises(RunError, match="no complete answer"):
-        sources.describe(case(tmp_path).config, tmp_path / "run", seconds=0.3)
+        sources.describe(case(tmp_path), seconds=0.3)
 
 
 # fp32 weights and two moments of: embedding and head 2,048 × 8 each, four attention matrices of
