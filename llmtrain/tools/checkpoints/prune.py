@@ -145,8 +145,7 @@ def _delete(found: Listing, goes: Sequence[Row]) -> None:
         if row.kind in SET_ASIDE:
             shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below
     planned = {row.name for row in goes}
-    there = form.names(found.root)
-    left = [name for name in there if name in planned or name.startswith(".trash-")]
+    left = [one for one in form.names(found.root) if one in planned or one.startswith(".trash-")]
     if left:
         raise RunError(
             f"could not delete {', '.join(left)} in {found.root}",

@@ -100,8 +100,7 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain checkpoints rehearse --json` prints."""
-        folder = None if self.folder is None else str(self.folder)
-        rest = {"folder": folder, "seconds": round(self.seconds, 3)}
+        rest = {"folder": self.folder and str(self.folder), "seconds": round(self.seconds, 3)}
         found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
         return {key: record.finite(value) for key, value in found.items()}
 
@@ -266,9 +265,10 @@ def _start(
     if ended.asked_to_stop or state == "stopped":
         raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command starts again")
     code = ended.exit_code
-    if code == RESTARTABLE if fault else (code, state) == (0, "finished"):
+    as_meant = code == RESTARTABLE if fault else (code, state) == (0, "finished")
+    if as_meant:
         return
-    later.pop_all()
+    later.pop_all()  # the folder stays
     tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     said = ended.message or "\n".join(tail)
     message = f"the {name} run of the rehearsal ended with code {code}\n{said}"

@@ -54,8 +54,8 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
     ranks, late = case.processes * max(1, workers), threading.Event()
     timer = threading.Timer(seconds, late.set)
-    timer.start()
     with aside(case.run_dir) as folder, collect_warnings() as heard:
+        timer.start()
         try:
             found = survey(data_settings(case.config), ranks, folder, stop=late)
         except RunError:
@@ -134,9 +134,8 @@ def disk(case: Case) -> Verdict:
 def describe(case: Case, seconds: float = _MODEL_SECONDS) -> tuple[Verdict, Spec]:
     """Return the line about model and tokenizer, and the files and tensors of its checkpoints.
 
-    The model is built on the meta device.
-
-    If a run began in the run directory, its model config and tokenizer are used.
+    The model is built on the meta device. If a run began in the run directory, its model config and
+    tokenizer are used.
 
     seconds: time limit, as the Hub may not answer
 
@@ -198,10 +197,8 @@ def _from_elsewhere(config: Config) -> SpecialTokens:
     """Return the special tokens of a tokenizer, saved to a temporary directory as a start does."""
     from llmtrain.model.tokenizer import save_tokenizer, special_tokens
 
-    model = config.model
+    own = config.model.tokenizer == "auto"
+    source = config.model.from_ if own else config.model.tokenizer
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        if model.tokenizer == "auto":
-            save_tokenizer(str(model.from_), model.revision, Path(folder))
-        else:
-            save_tokenizer(str(model.tokenizer), None, Path(folder))
+        save_tokenizer(str(source), config.model.revision if own else None, Path(folder))
         return special_tokens(Path(folder))
