@@ -149,7 +149,9 @@ def plan(
     if problems := [*check(config), *_problems(counts, sizes)]:
         raise UserError(*problems)
 
-    hardware = _hardware(config, counts, sizes)
+    hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
+    if host_memory_gb is not None:
+        hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
     problems = [*check_batch(config.training, hardware.devices)]
     if config.distributed.strategy == "hsdp":
         mesh = (hardware.nodes, hardware.devices_per_node)
@@ -253,21 +255,15 @@ def _problems(
             yield Problem(f"--{name}", size, "a number of GiB above 0")
 
 
-def _hardware(
-    config: Config, counts: Mapping[str, int | None], sizes: Mapping[str, float | None]
-) -> Hardware:
-    """Return this machine's hardware, with the values that were asked for in place of its own."""
+def _hardware(config: Config, devices: int | None, nodes: int, gib_each: float | None) -> Hardware:
+    """Return this machine's hardware, or that of devices with the memory that was asked for."""
     import torch
 
-    local = counts["devices"] or (1 if on_cpu() else torch.cuda.device_count())
-    here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
-    hardware = replace(here, nodes=counts["nodes"] or 1)
-    if gib := sizes["device-memory-gb"]:
-        size, name = int(gib * 2**30), device_by_memory(gib)
-        hardware = Hardware(size, None, local, hardware.nodes, name)
-    if gib := sizes["host-memory-gb"]:
-        hardware = replace(hardware, host_bytes=int(gib * 2**30))
-    return hardware
+    local = devices or (1 if on_cpu() else torch.cuda.device_count())
+    if gib_each is not None:
+        return Hardware(int(gib_each * 2**30), None, local, nodes, device_by_memory(gib_each))
+    sizes = {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)}
+    return replace(planning.this_machine(config, sizes), nodes=nodes)
 
 
 def _precision(config: Config, hardware: Hardware) -> str:
