@@ -49,7 +49,7 @@ def train(config: Config) -> Result:
     from llmtrain import faults
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment
-    from llmtrain.errors import Problem, UserError
+    from llmtrain.errors import Problem, raise_any
     from llmtrain.metrics.trackers import check_installed
     from llmtrain.training.stop import signals
 
@@ -60,8 +60,7 @@ def train(config: Config) -> Result:
         faults.install(os.environ)
     except ValueError as error:
         problems.append(Problem(faults.VARIABLE, str(error), faults.GRAMMAR))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
     check_environment(os.environ, config.distributed, config.training)
     check_installed(config.logging.trackers)
     # By default, OpenMP threads that wait for work spin. On a shared machine they then take the

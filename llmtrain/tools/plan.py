@@ -28,7 +28,7 @@ from llmtrain.distributed.plan.memory import (
 from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.count import CannotCountError
 from llmtrain.tools.plan_file import launch_values, write_launch_file
 from llmtrain.training.start import planning
@@ -146,8 +146,7 @@ def plan(
     """
     counts = {"devices": devices, "nodes": nodes}
     sizes = {"device-memory-gb": device_memory_gb, "host-memory-gb": host_memory_gb}
-    if problems := [*check(config), *_problems(counts, sizes)]:
-        raise UserError(*problems)
+    raise_any([*check(config), *_problems(counts, sizes)])
 
     hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
     if host_memory_gb is not None:
@@ -156,8 +155,7 @@ def plan(
     if config.distributed.strategy == "hsdp":
         mesh = (hardware.nodes, hardware.devices_per_node)
         problems += one_sided("distributed.strategy", mesh, "hsdp")
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
 

@@ -36,7 +36,7 @@ from llmtrain.distributed.launch.environment import (
 )
 from llmtrain.distributed.launch.named import unsupported_problems, with_variables
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError, raise_any
 from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.addresses import meeting
@@ -119,12 +119,10 @@ def _launch_file(
     path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
 ) -> LaunchFile:
     """Return the file, or the settings to write to one. Raises UserError with every problem."""
-    if problems := launcher_problems(env):
-        raise UserError(*problems, where="the launch")
+    raise_any(launcher_problems(env), "the launch")
     if path is None:
         count = processes or 1
-        if problems := launch_problems(config, count, env):
-            raise UserError(*problems, where=f"the launch of {count} processes")
+        raise_any(launch_problems(config, count, env), f"the launch of {count} processes")
         return _of_this_machine(count, env, config)
     file = read_launch_file(path, processes, config)
     # The launcher imports DeepSpeed before there are ranks.
