@@ -17,19 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, heartbeat
 from llmtrain.agreement import attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.candidates import Candidate, Renamed
+from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
 READ_BYTES = form.EXTENT_BYTES
@@ -47,10 +48,6 @@ class Found:
     state: dict[str, Any]
 
 
-def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
-    """Ignore an event: for work that renames nothing."""
-
-
 def find(
     root: Path,
     run_id: str | None,
@@ -59,7 +56,7 @@ def find(
     resume: str = "auto",
     verify: Literal["full", "sizes"] = "full",
     supersede: bool = False,
-    log: Log = _log_nothing,
+    log: Log = lambda event, detail: None,
     patience: Patience = _PATIENCE,
 ) -> Found | None:
     """Find the newest valid checkpoint of a run in `root`, or the one that is named.
@@ -75,21 +72,20 @@ def find(
     name that cannot be used), RunError 74 if the disk does not answer, StoppedError if a stop was
     asked for.
     """
-    damage: str | None = None
-    offer: dict[str, Any] = {}
+    damaged: tuple[str, str] | None = None
     while True:
-        before = (offer["name"], damage) if damage else None
-        look = partial(_offer, root, run_id, resume, before, supersede=supersede)
-        offer = _from_rank_0(ranks, patience, log, look)
-        if offer["name"] is None:
+        look = partial(_offer, root, run_id, resume, damaged, supersede=supersede)
+        offer = _from_rank_0(ranks, patience, look, log)
+        if offer is None:
             return None
         path = root / offer["name"]
-        damage = _verify_together(path, offer["extents"], verify, ranks, patience)
-        if damage is None:
+        damage = _verify_together(path, offer["manifest"]["files"], verify, ranks, patience)
+        if not damage:
             break
+        damaged = path.name, damage
     if offer["newer"]:
-        make_way = partial(_make_way, root, offer["newer"], offer["name"])
-        _from_rank_0(ranks, patience, log, make_way)
+        make_way = partial(_make_way, root, offer["newer"], path.name)
+        _from_rank_0(ranks, patience, make_way, log)
     return Found(path, path.name, form.step_of(path.name) or 0, offer["state"])
 
 
@@ -155,7 +151,7 @@ def fill(
     Collective. Raises UserError if names, dtypes or shapes differ, RunError 74 if the disk does not
     answer, StoppedError if a stop was asked for (then only some pieces are filled).
     """
-    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_find_tensors, found.path))
+    answer = _from_rank_0(ranks, patience, lambda _: _find_tensors(found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, dtype, shape) in answer.items()
@@ -175,44 +171,44 @@ def _offer(
     run_id: str | None,
     resume: str,
     damaged: tuple[str, str] | None,
-    renamed: list[Renamed],
+    renamed: list[Event],
     *,
     supersede: bool,
-) -> dict[str, Any]:
-    """Return the next candidate; called on rank 0.
+) -> dict[str, Any] | None:
+    """Return the fields of the next candidate, or None if there is none; called on rank 0.
 
     damaged: name of the candidate before, and what is wrong with it; None = there was none
     """
     faults.hit("load.scan", path=root)
     if resume != "auto":
         if damaged:
-            raise UserError(candidates.unusable(*damaged))
-        return _as_json(candidates.find_named(root, resume, run_id, supersede=supersede))
+            raise candidates.unusable(*damaged)
+        return asdict(candidates.find_named(root, resume, run_id, supersede=supersede))
     if damaged and (root / damaged[0]).exists():
         renamed.append(candidates.rename(root, damaged[0], candidates.DAMAGED, damaged[1]))
-    return _as_json(candidates.newest(root, run_id, renamed))
+    found = candidates.newest(root, run_id, renamed)
+    return asdict(found) if found else None
 
 
-def _make_way(root: Path, newer: list[str], used: str, renamed: list[Renamed]) -> dict[str, Any]:
+def _make_way(root: Path, newer: list[str], used: str, renamed: list[Event]) -> None:
     """Rename the checkpoints that are newer than the one to be used; called on rank 0."""
     reason = f"a start was told to resume from {used}"
     for name in newer:
         if (root / name).exists():
             renamed.append(candidates.rename(root, name, candidates.SUPERSEDED, reason))
-    return {}
 
 
 def _verify_together(
     path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
-) -> str | None:
-    """Verify a checkpoint, each rank its share of the extents. Return the damage found, or None.
+) -> str:
+    """Verify a checkpoint, each rank its share of the extents. Return the damage, "" for none.
 
     Raises RunError if the disk does not answer on some rank, StoppedError if a stop was asked for.
     """
     extents = [
         (name, Extent(*extent))
         for name in sorted(files)
-        for extent in files[name]
+        for extent in files[name]["extents"]
         if verify == "full" or not name.endswith(form.TENSORS)
     ]
 
@@ -221,10 +217,10 @@ def _verify_together(
             patience.retry(check.extent, path, name, extent)
 
     damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
-    return "; ".join(damage) or None
+    return "; ".join(damage)
 
 
-def _find_tensors(path: Path, _renamed: list[Renamed]) -> dict[str, Any]:
+def _find_tensors(path: Path) -> dict[str, Any]:
     """Return where each tensor of a checkpoint is, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
@@ -309,29 +305,26 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
 
 
 def _from_rank_0(
-    ranks: Ranks, patience: Patience, log: Log, work: Callable[[list[Renamed]], dict[str, Any]]
-) -> dict[str, Any]:
+    ranks: Ranks,
+    patience: Patience,
+    work: Callable[[list[Event]], T],
+    log: Log = lambda event, detail: None,
+) -> T:
     """Do `work` on rank 0 and return its result, sent as JSON, on all ranks.
 
     If it fails, raise on all ranks.
 
-    work: appends what it renames to the list that is its argument
-    log: called for what was renamed, even if the work fails afterwards
+    work: appends an event for each checkpoint that it renames to the list that is its argument
+    log: called for these events, even if the work fails afterwards
     """
-    renamed: list[Renamed] = []
-    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else {})
-    said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
-    _tell(log, said[0])
+    renamed: list[Event] = []
+    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else None)
+    said: list[Any] = from_rank_zero(ranks, lambda: [renamed, outcome.returned])
+    for event, detail in said[0]:
+        log(event, detail)
     _vote(ranks, outcome.error, "the checkpoints")
-    answer: dict[str, Any] = said[1][0]
-    return answer
-
-
-def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
-    for one in (Renamed(**fields) for fields in renamed):
-        damaged = candidates.DAMAGED in one.now
-        event = "checkpoint_quarantined" if damaged else "checkpoint_superseded"
-        log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})
+    result: T = said[1][0]
+    return result
 
 
 def _vote(
@@ -383,11 +376,3 @@ def _damage(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Da
 def _as_problem(path: Path, error: DamagedError) -> Problem:
     remedy = f"{path.name} is damaged: a run resumes from an older one"
     return Problem(error.file, error.reason, "what was written", remedy)
-
-
-def _as_json(candidate: Candidate | None) -> dict[str, Any]:
-    if candidate is None:
-        return {"name": None}
-    extents = {name: list(entry.extents) for name, entry in candidate.manifest.files.items()}
-    found = {"name": candidate.name, "state": candidate.state, "newer": list(candidate.newer)}
-    return {**found, "extents": extents}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.retention import Policy, most_at_once
+from llmtrain.checkpoint.room import most_at_once
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
@@ -187,7 +187,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
         hardware=hardware,
         assumed=assumed,
         checkpoint_bytes=size,
-        disk_bytes=size * _checkpoints_at_once(config, steps),
+        disk_bytes=size * most_at_once(config.checkpoint, steps or 0),
         steps=steps,
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
@@ -287,12 +287,6 @@ def _precision(config: Config, hardware: Hardware) -> str:
     if asked == "auto" and hardware.cpu == on_cpu():
         return resolve_precision(asked)[0]
     return "bf16" if asked == "auto" else asked
-
-
-def _checkpoints_at_once(config: Config, steps: int | None) -> int:
-    """Return the most checkpoints that exist at the same time."""
-    keep = config.checkpoint
-    return most_at_once(Policy.of(keep), steps or 0)
 
 
 def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:

@@ -98,7 +98,7 @@ def prune(
         raise UserError(Problem("--keep-last", keep_last, expected))
     policy = policy_of(place.run_dir)
     if keep_last is not None:
-        policy = replace(policy, keep_last=keep_last)
+        policy = policy.model_copy(update={"keep_last": keep_last})
     lock = RunLock(place.run_dir, run_id_of(place) or "")
     if not yes:
         lock.check()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
+from llmtrain.checkpoint.room import check_room, size
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.remote.request import AttemptError, wait_for
@@ -153,10 +153,9 @@ def disk(case: Case, describe: Describe) -> Verdict:
         return warning("a checkpoint's size is not known: the model is not", "see the line model")
     spec = there.spec
     keep, steps = case.config.checkpoint, case.config.training.steps
-    policy = Policy.of(keep)
     root, once = case.run_dir / contents.CHECKPOINTS, bytes_of(spec)
-    check_space(root, policy, steps or 0, once, len(spec) + _SMALL_FILES)
-    needed, free = space_needed(root, policy, steps or 0, once), room(existing(case.run_dir))
+    needed = check_room(root, keep, steps or 0, once, len(spec) + _SMALL_FILES)
+    free = room(existing(case.run_dir))
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:
         remedy = f"allow {size(once)} for every {keep.keep_every} steps, or set steps"
