@@ -19,13 +19,13 @@ from typing import Any
 from llmtrain.config.model_fields import field_problems, type_problems
 from llmtrain.errors import Problem, UserError
 from llmtrain.safe_paths import unsafe_file, unsafe_name
+from llmtrain.types import DTYPES
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
 INDEX = "model.safetensors.index.json"
 _KEY = "model.from"
 _MAX_FILES = 10_000
 _MAX_JSON_BYTES = 64 << 20
-_DTYPES = {"F32", "BF16", "F16", "I64", "I32", "U8", "BOOL"}
 _TRUSTED = "only transformers' own code is run"
 _SAVE = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(DIR) writes safetensors"
 _CONVERT = f"convert it where you trust it: {_SAVE}; then model.from=DIR"
@@ -145,7 +145,7 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
     except safetensors.SafetensorError as error:
         yield Problem(_KEY, place, f"a model directory with whole safetensors: {name}: {error}")
         return
-    for dtype in sorted(found - _DTYPES):
+    for dtype in sorted(found - DTYPES.keys()):
         expected = f"weights as numbers of 16 or 32 bits; {name} holds {dtype}"
         yield Problem(_KEY, place, expected, "the unquantised weights of that model")
 

@@ -197,13 +197,8 @@ def _is_open(path: Path) -> bool:
     import psutil
 
     wanted = os.path.realpath(path)
-    for process in psutil.process_iter():
-        try:
-            if any(os.path.realpath(one.path) == wanted for one in process.open_files()):
-                return True
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return False
+    opened = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
+    return any(os.path.realpath(one.path) == wanted for files in opened for one in files)
 
 
 def _import(*, cpu: bool) -> None:
