@@ -259,7 +259,7 @@ def _problems(asked: _Asked) -> Iterator[Problem]:
 def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if config.distributed.strategy == "hsdp":
         mesh = (hardware.nodes, hardware.devices_per_node)
-        yield from one_sided("distributed.strategy", mesh, "hsdp")
+        yield from one_sided("distributed.strategy", mesh)
 
 
 def _hardware(config: Config, asked: _Asked) -> Hardware:

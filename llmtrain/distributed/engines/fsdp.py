@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
 from llmtrain.distributed.launch.keys import value
-from llmtrain.distributed.launch.named import named_mesh, number, one_sided
+from llmtrain.distributed.launch.named import hsdp_mesh, one_sided
 from llmtrain.errors import Problem, UserError
 
 _log = logging.getLogger(__name__)
@@ -110,10 +110,9 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
     """
     if strategy != "hsdp":
         return 1, world_size
-    on_a_node = number(env, "LOCAL_WORLD_SIZE") or world_size
-    sizes = named_mesh(env) or (world_size // on_a_node, on_a_node)
+    sizes = hsdp_mesh(env, world_size)
     key = "distributed.strategy"
-    if problems := list(one_sided(key, sizes, "hsdp")):
+    if problems := list(one_sided(key, sizes)):
         raise UserError(*problems)
     if math.prod(sizes) != world_size:
         expected = f"{world_size} processes: as many on every node"

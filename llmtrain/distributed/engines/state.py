@@ -136,7 +136,7 @@ def optimizer_steps(optimizer: Optimizer) -> int:
         return 0
     counts = set(torch.stack([step.detach() for step in made]).tolist()) - {0.0}
     if len(counts) > 1:
-        raise ValueError(f"parameters have made {sorted(counts)} updates, not equally many")
+        raise ValueError(f"parameters have made different numbers of updates: {sorted(counts)}")
     return int(counts.pop()) if counts else 0
 
 

@@ -203,9 +203,10 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
         return _refusal(candidates, hardware)
     name = layout_in_words(chosen.layout)
     others = [one for one in candidates if one is not chosen]
-    misses = [f"{one.layout.strategy} {gib(one.missing_bytes)}" for one in others if not one.fits]
-    lacking = f"; missing are, for {', '.join(misses)}" if misses else ""
-    return f"{name} {_merit(chosen, [one for one in others if one.fits])}{lacking}"
+    merit = _merit(chosen, [one for one in others if one.fits])
+    misses = [one for one in others if not one.fits]
+    lacking = ", ".join(f"{one.layout.strategy} lacks {gib(one.missing_bytes)}" for one in misses)
+    return f"{name} {merit}" + (f"; {lacking}" if lacking else "")
 
 
 def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
