@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import re
 import stat
 from collections.abc import Iterable, Mapping
@@ -41,7 +40,6 @@ MAX_JSON_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 
 _NAME = re.compile(r"step-(\d{8,18})")
-logger = logging.getLogger(__name__)
 
 
 class DamagedError(Exception):

@@ -12,7 +12,7 @@ damage.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -117,17 +117,11 @@ def _wrong(
     path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
     """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
-    wrong: dict[str, DamagedError] = {}
+    checked = {name: _damage(check.file, path, name, manifest) for name in manifest.files}
+    wrong = {name: damage for name, damage in checked.items() if damage}
+    whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
+    parts = [(name, extent) for name, entry in whole for extent in entry.extents]
     with ThreadPoolExecutor(jobs) as pool:
-        for name in manifest.files:
-            if damage := _damage(check.file, path, name, manifest):
-                wrong[name] = damage
-        parts = [
-            (name, extent)
-            for name, entry in manifest.files.items()
-            if name not in wrong
-            for extent in entry.extents
-        ]
         found = pool.map(lambda part: _damage(check.extent, path, *part), parts)
         for (name, extent), damage in zip(parts, found, strict=True):
             told(extent.length)
@@ -251,12 +245,13 @@ def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) ->
     there = {name: place.tensor for name, place in stored.items()}
     every = [*wanted, *(name for name in there if name not in wanted)]
     other = [name for name in every if there.get(name) != wanted.get(name)]
-    if other:
-        found_and_wanted = (
-            (name, _describe(there.get(name)), _describe(wanted.get(name))) for name in other[:5]
-        )
+    problems = [
+        Problem(name, _describe(there.get(name)), f"{_describe(wanted.get(name))}, as in the model")
+        for name in other[:5]
+    ]
+    if problems:
         raise UserError(
-            *(Problem(name, one, f"{two}, as in the model") for name, one, two in found_and_wanted),
+            *problems,
             where=f"{found.name}: {len(other)} of {len(every)} tensors are not those of the model; "
             "restore the model and optimizer sections of the config that began the run",
         )
@@ -267,26 +262,15 @@ def _describe(tensor: TensorSpec | None) -> str:
 
 
 def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> None:
-    """Read the bytes of one piece into its memory."""
-    item = form.DTYPES[place.tensor.dtype][0]
-    start = place.offset + piece.start * item
-    for offset, block in _memory(piece):
-        patience.retry(_read_into, path / place.file, start + offset, block)
-
-
-def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    """Yield a piece's memory as (offset in bytes, block of at most 64 MiB) for the caller to fill.
-
-    For a piece on a device the block is a host buffer. It is copied to the device when the caller
-    asks for the next block.
-    """
+    """Read the bytes of one piece into its memory, on a device by way of a host buffer."""
     import torch
 
+    start = place.offset + piece.start * form.DTYPES[place.tensor.dtype][0]
     data = piece.data.detach().view(torch.uint8)
     for offset in range(0, data.numel(), READ_BYTES):
         block = data[offset : offset + READ_BYTES]
         host = block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
-        yield offset, host.numpy().data
+        patience.retry(_read_into, path / place.file, start + offset, host.numpy().data)
         if host is not block:
             block.copy_(host)
 

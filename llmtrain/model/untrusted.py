@@ -27,7 +27,6 @@ INDEX = "model.safetensors.index.json"
 _KEY = "model.from"
 _MAX_FILES = 10_000
 _MAX_JSON_BYTES = 64 << 20
-_TRUSTED = "only transformers' own code is run"
 _SAVE = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(DIR) writes safetensors"
 _CONVERT = f"convert it where you trust it: {_SAVE}; then model.from=DIR"
 _DCP = (
@@ -184,7 +183,8 @@ def _cache_of(place: Path) -> Path | None:
 def _own_code(path: str, auto_map: object) -> Problem:
     named = ", ".join(sorted(map(str, auto_map))) if isinstance(auto_map, dict) else str(auto_map)
     expected = (
-        f"a model without code of its own: {_TRUSTED}; its config.json has auto_map ({named})"
+        "a model without code of its own: only transformers' own code is run; its config.json has "
+        f"auto_map ({named})"
     )
     remedy = "a model whose architecture transformers has, without auto_map in its config.json"
     return Problem(_KEY, path, expected, remedy)

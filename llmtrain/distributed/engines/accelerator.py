@@ -35,6 +35,7 @@ from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_again
 from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.launch.keys import is_true
 from llmtrain.distributed.ranks import Group
 from llmtrain.types import Ranks
 
@@ -59,8 +60,7 @@ class Launched:
 
 def on_cpu() -> bool:
     """Whether this run uses a CPU: no GPU is visible, or a CPU was requested."""
-    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    return asked or not torch.cuda.is_available()
+    return is_true(os.environ, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()
 
 
 def resolve_precision(asked: str) -> tuple[str, str]:

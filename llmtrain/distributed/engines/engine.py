@@ -204,11 +204,10 @@ class TorchEngine(Engine):
         """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         if writing and dealt and not self._sharding:
-            yield from self._share_pieces(spec, rank, ranks)
-            return
+            return self._share_pieces(spec, rank, ranks)
         shards = self._counts or not writing
         whole = rank == 0 or not writing
-        yield from state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
+        return state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
 
     def _share_pieces(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
         buffers = {name for name, _ in self._bare.named_buffers()}

@@ -153,10 +153,9 @@ def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iter
             expected = "a program on PATH: offload compiles DeepSpeed's Adam when it is first used"
             yield Problem(program, "not found", expected, remedy)
     for lock in stale_locks(directory, env):
-        if lock.parent.name != _ADAM:
-            continue
-        expected = "no lock without a process that builds: everyone would wait for it"
-        yield Problem(str(lock), "left over", expected, f"rm '{lock}'")
+        if lock.parent.name == _ADAM:
+            expected = "no lock without a process that builds: everyone would wait for it"
+            yield Problem(str(lock), "left over", expected, f"rm '{lock}'")
 
 
 def leave() -> bool:

@@ -177,9 +177,8 @@ def _estimate(
     planned = memory(shape, saved, work, layout, hardware)
     lacking = missing(planned, hardware)
     machine = None if hardware.cpu else machine_of(hardware.device)
-    speed = None
-    if machine is not None:
-        speed = step_time(shape, work, layout, hardware, machine).tokens_per_second
+    time = step_time(shape, work, layout, hardware, machine) if machine else None
+    speed = time.tokens_per_second if time else None
     return Candidate(layout, planned, not lacking, lacking, "", speed)
 
 
