@@ -189,17 +189,16 @@ def _writer(path: Path) -> str | None:
 
 def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
     """Raise UserError if checkpoints of this run were renamed as damaged, when no other is left."""
-    lost = [
-        name
+    expected = "at least one valid checkpoint; nothing was deleted"
+    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
+    problems = [
+        Problem(str(root / name), _reason(root / name), expected, remedy)
         for name in form.names(root)
         if form.step_of(name.partition(DAMAGED)[0]) is not None
         and DAMAGED in name
         and not is_foreign(root / name, run_id)
     ]
-    expected = "at least one valid checkpoint; nothing was deleted"
-    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
-    if lost:
-        problems = [Problem(str(root / n), _reason(root / n), expected, remedy) for n in lost]
+    if problems:
         raise UserError(*problems)
 
 

@@ -231,8 +231,7 @@ def _find_tensors(path: Path) -> dict[str, Any]:
 def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
     """Raise UserError for a checkpoint that has LoRA adapters instead of the model's weights."""
     files = sorted({place.file for place in stored.values()})
-    adapters = [file for file in files if file.startswith("adapter_")]
-    if adapters:
+    if adapters := [file for file in files if file.startswith("adapter_")]:
         expected = "the weights of the whole model, which this run trains"
         remedy = "the config that began that run, or another run.dir"
         value = f"LoRA adapters ({', '.join(adapters)})"

@@ -114,17 +114,16 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(report["unexpected_keys"]),
         "of another shape": [
-            f"{name}: {list(found)} in the files, {list(wanted)} by config.json"
-            for name, found, wanted in sorted(report["mismatched_keys"])
+            f"{name}: {list(stored)} in the files, {list(wanted)} by config.json"
+            for name, stored, wanted in sorted(report["mismatched_keys"])
         ],
     }
-    if any(wrong.values()):
-        named = "; ".join(
-            f"{len(names)} {what} ({', '.join(names[:3])})"
-            for what, names in wrong.items()
-            if names
-        )
-        raise UserError(Problem("model.from", path, f"every weight of the model; found {named}"))
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in wrong.items() if names
+    ]
+    if found:
+        expected = f"every weight of the model; found {'; '.join(found)}"
+        raise UserError(Problem("model.from", path, expected))
     return model
 
 

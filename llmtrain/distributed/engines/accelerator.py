@@ -127,14 +127,9 @@ def make_accelerator(
                 accelerator = zero.make(strategy, precision, timeout, **(own | common))
             # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
             os.environ.setdefault("LOCAL_RANK", "0")
+    is_zero = family(strategy) == "zero"
+    engine = DeepSpeedEngine(accelerator) if is_zero else TorchEngine(accelerator, sharding)
     ranks: Ranks = Group(timeout) if accelerator.num_processes > 1 else Alone()
-    engine: Engine
-    if family(strategy) == "zero":
-        engine = DeepSpeedEngine(accelerator)
-    else:
-        # Under DDP every rank has all gradients, under HSDP every replica. Only one counts them.
-        copy = ranks.rank if sharding is None else sharding.replica
-        engine = TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 

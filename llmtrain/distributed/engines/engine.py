@@ -111,16 +111,11 @@ class Engine(Protocol):
 class TorchEngine(Engine):
     """DDP, FSDP2, HSDP, and one process without wrapping."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        *,
-        counts_gradients: bool,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, sharding: Sharding | None) -> None:
         self._accelerator = accelerator
         self._sharding = sharding  # None: every rank has all weights
-        self._counts = counts_gradients  # replicas have equal gradients, so only one counts them
+        # Under DDP every rank has all gradients, under HSDP every replica. Only one counts them.
+        self._counts = (sharding.replica if sharding else accelerator.process_index) == 0
 
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -245,6 +240,5 @@ class TorchEngine(Engine):
 
 def not_finite(sums: StepVector) -> Tensor:
     """Return () bool on the device: whether the update of this step must not be applied."""
-    norm = sums["squares"].sqrt().float()
     refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
-    return refused | ~torch.isfinite(norm)
+    return refused | ~torch.isfinite(sums["squares"].sqrt().float())

@@ -138,8 +138,7 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
     identifies parameters by their address, and if the result does not match the given model.
     """
     if not isinstance(module, FSDPModule):
-        names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        if names:
+        if names := [name for name, one in module.named_parameters() if one.is_meta]:
             raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
         module = _shard(module, optimizer, sharding)
     _verify(module, optimizer)
@@ -171,8 +170,7 @@ def prepare_empty(
 def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
     accelerator, ties = sharding.accelerator, _ties(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
+    if scalars := [name for name, one in module.named_parameters() if one.ndim == 0]:
         expected = f"a model without parameters of no dimension, which {scalars[0]} is"
         raise UserError(Problem("distributed.strategy", "fsdp2", expected, "ddp or zero3"))
     module = with_common_statistics(module, accelerator)

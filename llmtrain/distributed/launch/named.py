@@ -12,6 +12,7 @@ read before torch is imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -132,8 +133,7 @@ def number(env: Mapping[str, str], name: str) -> int:
 
 
 def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
-    mesh = named_mesh(env)
-    if mesh is None:
+    if (mesh := named_mesh(env)) is None:
         return
     key = "parallelism_config"
     split = {kind: _size(env, kind) for kind in _SPLIT_MODEL if _size(env, kind) != 1}
@@ -144,15 +144,11 @@ def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
     if named_family(env) != "fsdp":
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
         yield Problem(key, None, expected, "remove it, or accelerate_configs/hsdp_multinode.yaml")
-        return
-    replicas, shards = mesh
-    if split:
-        return
-    if replicas * shards != processes:
-        found = f"dp_replicate_size {replicas} × dp_shard_size {shards}"
+    elif not split and math.prod(mesh) != processes:
+        found = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
         expected = f"a product of {processes}, the number of processes"
         yield Problem(key, found, expected, "nodes × processes of a node")
-    elif replicas > 1:
+    elif not split and mesh[0] > 1:
         yield from one_sided(key, mesh)
 
 

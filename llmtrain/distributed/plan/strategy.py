@@ -213,9 +213,7 @@ def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     offloaded = chosen.layout.strategy in OFFLOADS
     rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
     if not rivals:
-        return (
-            "fits, which nothing does that keeps its state on the device" if offloaded else "fits"
-        )
+        return "fits, as nothing without offload does" if offloaded else "fits"
     if chosen.tokens_per_second is None:
         return "is the simplest that fits"
     if all(chosen.tokens_per_second >= (one.tokens_per_second or 0.0) for one in rivals):
