@@ -42,6 +42,19 @@ class Alone:
         return value
 
 
+class Gathering:
+    """What `Ranks` that can gather and broadcast have in common."""
+
+    def vote(self: Ranks, error: BaseException | None, body: bytes = b"") -> Vote:
+        """Send this rank's error to all ranks and return theirs."""
+        return count_votes(self, error, body)
+
+    def highest(self: Ranks, value: int) -> int:
+        """Return the largest number that any rank gives, on every rank."""
+        heard = self.gather(b"%d" % value)
+        return int(self.broadcast(b"%d" % max(map(int, heard), default=0)))
+
+
 def failure(rank: int, error: BaseException) -> Failure:
     """Describe an exception as the failed vote of a rank."""
     number = error.errno if isinstance(error, OSError) else None

@@ -58,12 +58,29 @@ class Batch:
     ended: bool = False
 
 
+# Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
+DTYPES: Mapping[str, tuple[int, str]] = {
+    "F32": (4, "torch.float32"),
+    "BF16": (2, "torch.bfloat16"),
+    "F16": (2, "torch.float16"),
+    "I64": (8, "torch.int64"),
+    "I32": (4, "torch.int32"),
+    "U8": (1, "torch.uint8"),
+    "BOOL": (1, "torch.bool"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Dtype and shape of one tensor in a file. dtype: safetensors' name (F32, BF16, I64 …)."""
+    """Dtype and shape of one tensor in a file. dtype: one of `DTYPES`."""
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def tensor_bytes(tensor: TensorSpec) -> int:
+    """Return the size of one tensor."""
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
 
 
 # File name → tensor name → dtype and shape, in the order of the files. Equal on all ranks.

@@ -123,7 +123,7 @@ def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None
         yield
     except StoppedError as stopped:
         _raise_if_stopped(ranks, signals, journal)  # the most important of several reasons
-        raise StoppedEarlyError(stopped.reason, journal.step) from stopped
+        raise StoppedEarlyError(str(stopped), journal.step) from stopped
     except RunError as error:
         if error.exit_code == RESTARTABLE:
             _raise_if_stopped(ranks, signals, journal)

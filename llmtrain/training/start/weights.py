@@ -17,9 +17,8 @@ from torch import nn
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
-from llmtrain.checkpoint import retention
 from llmtrain.checkpoint.read import Found
-from llmtrain.checkpoint.retention import Policy
+from llmtrain.checkpoint.room import check_room
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
@@ -164,9 +163,9 @@ def _describe(config: Config, found: Found | None) -> Any:
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:
     """Refuse a run whose checkpoints the disk cannot hold."""
-    root, policy = config.run_dir / contents.CHECKPOINTS, Policy.of(config.checkpoint)
-    size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
-    retention.check_space(root, policy, config.total_steps, size, files, run_id)
+    root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
+    files = len(spec) + _SMALL_FILES
+    check_room(root, config.checkpoint, config.total_steps, size, files, run_id)
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:
