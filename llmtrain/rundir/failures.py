@@ -85,7 +85,7 @@ def write(
 
 
 def leave(
-    run_dir: Path, rank: int, error: Exception, config: str, *, lost_peer: bool = False
+    run_dir: Path, rank: int, error: BaseException, config: str, *, lost_peer: bool = False
 ) -> None:
     """Write the mark of a rank that fails with `error`. config: digest of the config."""
     expected = isinstance(error, UserError | RunError)

@@ -15,7 +15,7 @@ from pathlib import Path
 from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.distributed.ranks import lost_peer, peer_lost
-from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of
+from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of, explained
 from llmtrain.rundir import failures
 from llmtrain.training import saving
 from llmtrain.training.run.due import agreed_stop
@@ -175,7 +175,7 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         raise
     except Exception as error:
         lost = lost_peer(error)
-        shown = peer_lost(error) if lost else error
+        shown = peer_lost(error) if lost else explained(error)
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         _log.error("the run failed", exc_info=True)
         if lost and journal.rank == 0:
@@ -184,7 +184,7 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
             journal.end("failed", exit_code_of(shown), str(shown))
         except RunError:  # the disk may be full; the error that ended the run is raised
             _log.error("the end could not be recorded", exc_info=True)
-        if lost:
+        if shown is not error:
             raise shown from error
         raise
 
