@@ -8,9 +8,9 @@ run directory is deleted, the next save writes it again:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from llmtrain import durable
 from llmtrain.rundir import contents
@@ -24,7 +24,6 @@ _NEEDED = (
     contents.HELDOUT,
     contents.MANIFEST,
 )
-_CHUNK_BYTES = 1 << 24
 
 
 class Originals:
@@ -32,10 +31,10 @@ class Originals:
 
     def __init__(self, run_dir: Path) -> None:
         """Open the files. Raises OSError."""
-        self._files: dict[Path, int] = {}
+        self._files: dict[Path, BinaryIO] = {}
         for name in _NEEDED:
             for path in _files(run_dir / name):
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._files[path] = path.open("rb")
 
     def restore(self) -> list[Path]:
         """Write deleted files again, with their directories. Returns their paths.
@@ -46,13 +45,14 @@ class Originals:
         missing = [path for path in self._files if durable.is_gone(path)]
         for path in missing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            durable.write(path, _content(self._files[path]))
+            self._files[path].seek(0)
+            durable.write(path, self._files[path].read())
         return missing
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            file.close()
         self._files.clear()
 
 
@@ -62,10 +62,3 @@ def _files(path: Path) -> Iterator[Path]:
         yield from (inner for inner in sorted(path.rglob("*")) if inner.is_file())
     elif path.exists():
         yield path
-
-
-def _content(descriptor: int) -> bytes:
-    content = bytearray()
-    while chunk := os.pread(descriptor, _CHUNK_BYTES, len(content)):
-        content += chunk
-    return bytes(content)

@@ -55,7 +55,7 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None
     if place is not None and place.lock.takeover is not None:
-        event("lock_taken_over", first, reason=place.lock.takeover.reason)
+        event("lock_taken_over", first, reason=place.lock.takeover)
     if place is not None and place.pace is not None:
         warn_of_grace(run, *place.pace)
     if not same_randomness:
