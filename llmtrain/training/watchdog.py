@@ -105,13 +105,10 @@ class Watchdog:
 
     def _cause(self) -> tuple[int, str] | None:
         """Return the exit code and reason of a failed rank that rank 0 waited for, or None."""
-        if self._rank:
-            return None
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         found: list[failures.Mark | None] = []
-        _in_thread(lambda: found.append(failures.outranking(self._journal.run_dir, world_size, 0)))
-        told = found[0] if found else None
-        return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
+        if self._rank == 0:
+            _in_thread(lambda: found.append(failures.outranking(self._journal.run_dir, seconds=0)))
+        return next(((told.code, str(told)) for told in found if told and told.is_cause), None)
 
     def _log_file(self) -> Path:
         return contents.log_file(self._journal.run_dir, self._rank)

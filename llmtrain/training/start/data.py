@@ -6,7 +6,6 @@ import logging
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -101,7 +100,10 @@ def with_steps(
     if training.epochs is not None:
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
             reading = reading_of(data_settings(config), config.run_dir, stop)
-            auto.run["epoch"] = from_rank_zero(ranks, lambda: _epoch(data, reading))
+            counted = from_rank_zero(
+                ranks, lambda: asdict(epoch(data.manifest, data.tokenizer, reading))
+            )
+            auto.run["epoch"] = {"data": data.manifest.fingerprint, **counted}
         blocks = auto.run["epoch"]["blocks"]
         steps = max(1, round(training.epochs * blocks / training.global_batch_size))
         how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
@@ -110,11 +112,6 @@ def with_steps(
         config = config.model_copy(update={"training": training})
     agreed(ranks, lambda: _refuse_shorter(config, found))
     return config
-
-
-def _epoch(data: DataSide, reading: Reading) -> dict[str, Any]:
-    found = epoch(data.manifest, data.tokenizer, reading)
-    return {"data": data.manifest.fingerprint, **asdict(found)}
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:

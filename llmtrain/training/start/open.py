@@ -18,7 +18,7 @@ from functools import partial
 
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
-from llmtrain.config.binding import Bound, bind
+from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.metrics.logfile import LogFile
@@ -34,7 +34,7 @@ from llmtrain.training.ending import (
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
-from llmtrain.training.run.journal import Expected, Journal, RunLog
+from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.run.opened import DataSide, ModelSide, Processes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import open_saves
@@ -52,7 +52,6 @@ from llmtrain.training.watchdog import Watchdog, watching
 
 # A wait for the network ends this long after a signal; a batch queue kills after about 30 s.
 _PATIENCE_SECONDS = 10.0
-_COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
 _OPENING_SECONDS = 1.0  # shorter, since before the first step there is no progress to lose
 
 
@@ -69,7 +68,10 @@ def start_run(config: Config) -> Iterator[Run]:
         signals, journal = here.signals, here.journal
         bound = bind(config)
         with record_end(journal, bound.digest):
-            processes = _start_processes(config, bound, here, stack)
+            alone = signals.alone(partial(stop_alone, journal))
+            processes = start_processes(config, bound, here.place, alone, stack)
+            if here.place is None:
+                _open_log(here, stack)
             stage = partial(stoppable, processes.launched.ranks, signals, journal)
             patience = Patience(partial(stop_reason_of, signals))
             stopping = threading.Event()
@@ -140,14 +142,6 @@ def _open_log(here: Here, stack: ExitStack) -> None:
     stack.enter_context(here.signals.stacks_in(here.logfile.descriptor))
 
 
-def _start_processes(config: Config, bound: Bound, here: Here, stack: ExitStack) -> Processes:
-    alone = here.signals.alone(partial(stop_alone, here.journal))
-    processes = start_processes(config, bound, here.place, alone, stack)
-    if here.place is None:
-        _open_log(here, stack)
-    return processes
-
-
 def _assemble(
     config: Config,
     here: Here,
@@ -169,7 +163,7 @@ def _assemble(
         data_ended=data.ended,
     )
     rows = config.training.global_batch_size // launched.ranks.world_size
-    expected = _expect_memory(processes, model, first)
+    planned = processes.planned.memory
     started = here.signals.started
     return Run(
         config=config,
@@ -181,19 +175,13 @@ def _assemble(
         feed=Feed(data.stream, launched.device, first, rows, config.data.seq_len),
         meter=_meter(config, processes, data, saved.get("sources", {})),
         journal=journal,
-        log=RunLog(journal, due, launched.device, evaluation, expected),
+        log=RunLog(journal, due, launched.device, evaluation, planned, model.held_before),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
         requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
         checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
     )
-
-
-def _expect_memory(processes: Processes, model: ModelSide, first: int) -> Expected:
-    plan = processes.planned.memory
-    planned = plan.total_bytes - plan.parts["reserve"] if plan else None
-    return Expected(planned, model.held_before, first + _COMPARE_AFTER)
 
 
 def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:

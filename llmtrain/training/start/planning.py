@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,14 +119,12 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
     world = int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
     host = host_bytes()
-    asked, cpu = config.distributed.device_memory_gb, on_cpu()
+    asked, device = config.distributed.device_memory_gb, int(env.get("LOCAL_RANK", "0"))
+    cpu = on_cpu()
+    device_bytes = host // local if cpu else torch.cuda.mem_get_info(device)[1]
     if asked != "auto":
         device_bytes = int(asked * 2**30)
-    elif cpu:
-        device_bytes = host // local
-    else:
-        device_bytes = torch.cuda.mem_get_info(int(env.get("LOCAL_RANK", "0")))[1]
-    name = None if cpu else torch.cuda.get_device_name(int(env.get("LOCAL_RANK", "0")))
+    name = None if cpu else torch.cuda.get_device_name(device)
     return Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
 
 
@@ -185,9 +182,7 @@ def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], 
     return tuple(name for name in allowed if name not in without), without
 
 
-def does_not_fit(
-    choice: Choice, hardware: Hardware, without: Mapping[str, Problem] = MappingProxyType({})
-) -> UserError:
+def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Problem]) -> UserError:
     """Return the error if nothing fits: what each strategy needs and what would make it fit.
 
     without: strategy that does not work on this machine → the first reason
@@ -223,12 +218,7 @@ def _prefer_frozen(
     device = "cpu" if hardware.cpu else "cuda"
     kind = launch_kind(chosen.layout.strategy, device, hardware.devices)
     known = Auto(run_dir, kind).launch
-    open_now = {
-        "micro_batch_size": asked.micro_batch_size is None,
-        "activation_checkpointing": asked.activation_checkpointing is None,
-        "fsdp_sync": asked.fsdp_sync is None,
-    }
-    frozen = {key: known[key] for key in FROZEN if open_now[key] and key in known}
+    frozen = {key: known[key] for key in FROZEN if key in known and getattr(asked, key) is None}
     layout = replace(chosen.layout, **frozen)
     if layout == chosen.layout:
         return Planned(layout, model.shape, hardware, chosen.memory, reason)

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.config.binding import changes, data_settings, is_accepted
@@ -57,33 +56,16 @@ def prepare(
     if not (run_dir / MANIFEST).exists():
         found = survey(data_settings(config), processes, run_dir, stop=stop)
         _write(config, found, run_dir, revision)
-    elif changed := accepted_changes(config, run_dir):
-        _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
-        _make_again(config, run_dir, processes, revision, saved, changed, stop)
-
-
-def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
-    _tokenizer(config, found, directory / TOKENIZER, revision)
-    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
-    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
-    write_atomically(directory / MANIFEST, manifest.to_bytes())
-
-
-def _make_again(
-    config: Config,
-    run_dir: Path,
-    processes: int,
-    revision: str | None,
-    saved: DataState | None,
-    changed: Sequence[str],
-    stop: Stopping | None,
-) -> None:
-    """Make tokenizer and manifest again; keep the old ones until the new ones are accepted."""
+        return
+    changed = accepted_changes(config, run_dir)
+    if not changed:
+        return
+    _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST).lanes
     found = survey(data_settings(config), processes, run_dir, lanes, stop)
-    partial = run_dir / f"{STAGED}.partial"
+    partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if not any(key.startswith("model.") for key in changed):
@@ -93,6 +75,13 @@ def _make_again(
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
     _take_over(run_dir)
+
+
+def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+    _tokenizer(config, found, directory / TOKENIZER, revision)
+    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
+    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
+    write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
 def _take_over(run_dir: Path) -> None:

@@ -78,7 +78,9 @@ def start_processes(
     layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
         auto.launch.setdefault(key, layout[key])
-    torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
+    # This rank's share of the machine's cores; the launcher's default is one thread.
+    threads = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(auto.launch.setdefault("threads", threads))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
@@ -147,8 +149,3 @@ def _same_everywhere(
             raise UserError(*problems)
 
     agreed(ranks, compare)
-
-
-def _threads() -> int:
-    """Return this rank's share of the machine's cores; the launcher's default is one thread."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.config import duration
@@ -22,6 +23,12 @@ from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.types import Flags
 
 _log = logging.getLogger(__name__)
+
+
+def asked(reason: str | None) -> Flags:
+    """Return the flags of this process's own reason to stop. reason: from `Signals`."""
+    lost = reason == "launcher_lost"
+    return Flags(signal=reason is not None and not lost, launcher_lost=lost)
 
 
 class Requests:
@@ -54,14 +61,11 @@ class Requests:
 
     def flags(self, reason: str | None) -> Flags:
         """Return the requests that this rank reports now. reason: from `Signals`."""
-        lost = reason == "launcher_lost"
-        signalled = reason is not None and not lost
         if not self._decides:
-            return Flags(signal=signalled, launcher_lost=lost)
+            return asked(reason)
         now = self._clock()
-        return Flags(
-            signal=signalled,
-            launcher_lost=lost,
+        return replace(
+            asked(reason),
             stop_file=self._is_there(STOP),
             stop_after=now - self._started >= self._latest(),
             minutes_due=now - self._begun >= self._every,
