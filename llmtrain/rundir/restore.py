@@ -8,7 +8,6 @@ run directory is deleted, the next save writes it again:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,8 +32,9 @@ class Originals:
         """Open the files. Raises OSError."""
         self._files: dict[Path, BinaryIO] = {}
         for name in _NEEDED:
-            for path in _files(run_dir / name):
-                self._files[path] = path.open("rb")
+            for path in (run_dir / name, *sorted((run_dir / name).rglob("*"))):
+                if path.is_file():
+                    self._files[path] = path.open("rb")
 
     def restore(self) -> list[Path]:
         """Write deleted files again, with their directories. Returns their paths.
@@ -54,11 +54,3 @@ class Originals:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a file, every file below it if it is a directory, else nothing."""
-    if path.is_dir():
-        yield from (inner for inner in sorted(path.rglob("*")) if inner.is_file())
-    elif path.exists():
-        yield path

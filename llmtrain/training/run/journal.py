@@ -240,7 +240,8 @@ class RunLog:
     def _compare_memory(self, step: int) -> None:
         """Report rank 0's peak memory since the model was built, and the plan without reserve."""
         measured = memory.peak_bytes(self.device) - self.held_before
-        planned = self.planned and self.planned.total_bytes - self.planned.parts["reserve"]
+        plan = self.planned
+        planned = plan.total_bytes - plan.parts["reserve"] if plan else None
         detail = {
             "planned_gb": None if planned is None else round(planned / 2**30, 3),
             "measured_gb": round(measured / 2**30, 3),

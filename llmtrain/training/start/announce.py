@@ -11,7 +11,7 @@ from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import bind, changes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
-from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start.claim import Place
 
 _log = logging.getLogger(__name__)
@@ -80,18 +80,10 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
 def _report_length(run: Run, before: int) -> None:
     """Report that the length of the run has changed, on which most schedules depend."""
     config, step = run.config.optimizer, run.first_step + 1
-    old, new = (
-        config.learning_rate * learning_rate_factor(config, steps, min(step, steps))
-        for steps in (before, run.steps)
-    )
-    run.journal.event(
-        "length_changed",
-        run.first_step,
-        steps_before=before,
-        steps=run.steps,
-        learning_rate_before=old,
-        learning_rate=new,
-    )
+    old, new = (learning_rate(config, n, min(step, n)) for n in (before, run.steps))
+    rates = {"learning_rate_before": old, "learning_rate": new}
+    lengths = {"steps_before": before, "steps": run.steps}
+    run.journal.event("length_changed", run.first_step, **lengths, **rates)
     _log.info(
         "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
         *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),

@@ -24,13 +24,7 @@ from llmtrain.data.state import roll
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.rundir import contents, failures
-from llmtrain.training.ending import (
-    end_without_data,
-    record_end,
-    stop_alone,
-    stop_reason_of,
-    stoppable,
-)
+from llmtrain.training import ending
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
@@ -38,7 +32,7 @@ from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.run.opened import DataSide, ModelSide, Processes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import open_saves
-from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, report_changes
 from llmtrain.training.start.claim import Place, claim
@@ -67,13 +61,13 @@ def start_run(config: Config) -> Iterator[Run]:
         here = _open_run_dir(config, stack)
         signals, journal = here.signals, here.journal
         bound = bind(config)
-        with record_end(journal, bound.digest):
-            alone = signals.alone(partial(stop_alone, journal))
+        with ending.record_end(journal, bound.digest):
+            alone = signals.alone(partial(ending.stop_alone, journal))
             processes = start_processes(config, bound, here.place, alone, stack)
             if here.place is None:
                 _open_log(here, stack)
-            stage = partial(stoppable, processes.launched.ranks, signals, journal)
-            patience = Patience(partial(stop_reason_of, signals))
+            stage = partial(ending.stoppable, processes.launched.ranks, signals, journal)
+            patience = Patience(partial(ending.stop_reason_of, signals))
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
@@ -96,7 +90,7 @@ def start_run(config: Config) -> Iterator[Run]:
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here
-                end_without_data(run, failed.step)
+                ending.end_without_data(run, failed.step)
                 raise
 
 
@@ -185,14 +179,10 @@ def _assemble(
 
 
 def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:
-    def learning_rate(step: int) -> float:
-        factor = learning_rate_factor(config.optimizer, config.total_steps, step)
-        return config.optimizer.learning_rate * factor
-
     return Meter(
         processes.launched.device,
         data.manifest.labels,
-        learning_rate,
+        partial(learning_rate, config.optimizer, config.total_steps),
         roll,
         world_size=processes.launched.ranks.world_size,
         sources=sources,

@@ -16,7 +16,6 @@ import torch
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, gathered, on_rank_zero
 from llmtrain.config.binding import Bound
-from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import accelerator as launching
 from llmtrain.distributed.engines import zero
@@ -66,7 +65,7 @@ def start_processes(
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
-    agreed(ranks, lambda: _verify(config, launched))
+    agreed(ranks, lambda: _verify(config.distributed.strategy, launched))
     check_shared(config.run_dir, ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id if place else "")
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
@@ -87,6 +86,12 @@ def start_processes(
     return Processes(bound, launched, planned, run_id, auto, versions, again)
 
 
+def _verify(asked: str, launched: Launched) -> None:
+    world_size = launched.accelerator.num_processes
+    kind = launched.accelerator.distributed_type.value
+    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
+
+
 def _launch(config: Config, planned: Planned, precision: str) -> Launched:
     layout = planned.layout
     return launching.make_accelerator(
@@ -97,16 +102,6 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
         largest_block=largest_block(planned.shape),
         fsdp_sync=layout.fsdp_sync,
     )
-
-
-def _verify(config: Config, launched: Launched) -> None:
-    world_size = launched.accelerator.num_processes
-    kind = launched.accelerator.distributed_type.value
-    asked = config.distributed.strategy
-    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
-    problems = check_batch(config.training, world_size)
-    if problems:
-        raise UserError(*problems)
 
 
 def _plan_here(config: Config, precision: str, rank: int) -> Planned:
