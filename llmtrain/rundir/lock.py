@@ -259,10 +259,10 @@ def lives_here(holder: Holder) -> bool:
 def _open(path: Path) -> int:
     """Open the lock file, or make it. Raises OSError if the run directory cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    effective = os.access in os.supports_effective_ids
-    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=effective):
-        # An old lock file may be writable in a directory where no file can be made.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    # An old lock file may be writable in a directory where no file can be made.
+    probe = path.with_name(f".probe-{os.getpid()}")
+    probe.touch()
+    probe.unlink()
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
