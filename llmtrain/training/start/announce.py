@@ -50,13 +50,13 @@ def announce(run: Run, seconds: float) -> None:
         _log.info(line)
 
 
-def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> None:
+def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:
     """Report what has changed since earlier starts, or may be unexpected."""
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None
-    if place is not None and place.lock.takeover is not None:
+    if place.lock and place.lock.takeover:
         event("lock_taken_over", first, reason=place.lock.takeover)
-    if place is not None and place.pace is not None:
+    if place.pace is not None:
         warn_of_grace(run, *place.pace)
     if not same_randomness:
         event("rng_reseeded", first, world_size=run.ranks.world_size)
@@ -69,7 +69,7 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
     keys = [change.key for change in changes(saved["config"] if saved else bound, bound)]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
-    if place is not None and place.steps not in (None, run.steps):
+    if place.steps not in (None, run.steps):
         _report_length(run, place.steps)
     if run.data.heldout is None:
         event("nothing_held_out", first)

@@ -33,7 +33,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The claimed run directory, and what it records about earlier starts.
+    """The claimed run directory, and what it records about earlier starts; empty on ranks > 0.
 
     step: the last step that is known to be finished
     checkpoint: the newest checkpoint that the record names
@@ -43,10 +43,10 @@ class Place:
     pace: seconds of the last save and of the last step, None unless both are recorded
     """
 
-    run_id: str
-    step: int
-    checkpoint: str | None
-    lock: RunLock
+    run_id: str = ""
+    step: int = 0
+    checkpoint: str | None = None
+    lock: RunLock | None = None
     begun: bool = False
     steps: int | None = None
     pace: tuple[float, float] | None = None

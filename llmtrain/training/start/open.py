@@ -64,7 +64,7 @@ def start_run(config: Config) -> Iterator[Run]:
         with ending.record_end(journal, bound.digest):
             alone = signals.alone(partial(ending.stop_alone, journal))
             processes = start_processes(config, bound, here.place, alone, stack)
-            if here.place is None:
+            if journal.rank:
                 _open_log(here, stack)
             stage = partial(ending.stoppable, processes.launched.ranks, signals, journal)
             patience = Patience(partial(ending.stop_reason_of, signals))
@@ -96,12 +96,9 @@ def start_run(config: Config) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a rank opens before it communicates with other ranks.
+    """What a rank opens before it communicates with other ranks."""
 
-    place: the claimed run directory, None on ranks > 0
-    """
-
-    place: Place | None
+    place: Place
     signals: stop.Signals
     logfile: LogFile
     journal: Journal
@@ -113,7 +110,7 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     rank = int(os.environ.get("RANK", "0"))  # from the environment, as there is no group yet
     signals = stop.install()
     logfile = stack.enter_context(closing(LogFile()))
-    place, run_dir = None, config.run_dir
+    place, run_dir = Place(), config.run_dir
     if rank == 0:
         asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
         strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
@@ -121,10 +118,10 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     else:  # rank 0's own mark is removed in `claim`, which holds the lock
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
-    journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock if place else None)))
+    journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock)))
     watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes))
     here = Here(place, signals, logfile, journal, watchdog)
-    if place is not None:
+    if rank == 0:
         journal.step = place.step
         _open_log(here, stack)
         logfile.show(journal.progress.note)

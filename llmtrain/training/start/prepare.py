@@ -130,7 +130,12 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
     partial.mkdir()
     asked = config.model.tokenizer
     if isinstance(asked, TrainTokenizer):
-        _train(asked.train, found, partial)
+        _log.info("training a tokenizer of %d entries on the training documents", asked.train)
+        start = time.perf_counter()
+        text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train)
+        (partial / "tokenizer.json").write_text(text, "utf-8")
+        (partial / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
+        _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)
     elif asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -144,12 +149,3 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     partial.rename(directory)
-
-
-def _train(entries: int, found: Survey, directory: Path) -> None:
-    _log.info("training a tokenizer of %d entries on the training documents", entries)
-    start = time.perf_counter()
-    text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), entries)
-    (directory / "tokenizer.json").write_text(text, "utf-8")
-    (directory / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
-    _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)

@@ -42,7 +42,7 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 def start_processes(
     config: Config,
     bound: Bound,
-    place: Place | None,
+    place: Place,
     alone: AbstractContextManager[None],
     stack: ExitStack,
 ) -> Processes:
@@ -67,7 +67,7 @@ def start_processes(
     ranks = launched.ranks
     agreed(ranks, lambda: _verify(config.distributed.strategy, launched))
     check_shared(config.run_dir, ranks)
-    run_id = from_rank_zero(ranks, lambda: place.run_id if place else "")
+    run_id = from_rank_zero(ranks, lambda: place.run_id)
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(config.run_dir, kind)
     again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)

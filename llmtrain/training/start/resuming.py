@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(
     config: Config,
     processes: Processes,
-    place: Place | None,
+    place: Place,
     journal: Journal,
     patience: Patience,
 ) -> Found | None:
@@ -96,7 +96,7 @@ def fill_state(
     return same
 
 
-def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Place | None) -> None:
+def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Place) -> None:
     """Refuse a checkpoint of another config, and none where the record of the run names one.
 
     The former even if config.yaml was lost or changed.
@@ -105,19 +105,15 @@ def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Plac
         changed = changes(found.state["config"], bound.binding)
         if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
             raise UserError(*problems)
-    elif place is not None and place.checkpoint is not None:
+    elif place.checkpoint is not None:
         root = config.run_dir / contents.CHECKPOINTS
         expected = f"{place.checkpoint}, which the record of the run names"
         remedy = "put it back, or begin again in another run.dir"
         raise UserError(Problem(str(root), "no checkpoint", expected, remedy))
 
 
-def _report_missing(
-    found: Found | None, place: Place | None, journal: Journal, resume: str
-) -> None:
+def _report_missing(found: Found | None, place: Place, journal: Journal, resume: str) -> None:
     """Report if a run begins again, or resumes from an older checkpoint than its record names."""
-    if place is None:
-        return
     if found is None and place.begun:
         journal.event("begun_again", 0, reason="no checkpoint was committed before")
     known = form.step_of(place.checkpoint) if place.checkpoint else None
