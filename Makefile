@@ -19,11 +19,11 @@ quickstart: $(VENV)/installed  ## train on the built-in sample with two processe
 	@$(BIN)/llmtrain quickstart
 
 test: $(VENV)/installed-dev  ## the unit tests, and a test with real runs for each promise
-	@$(PYTEST) $(TWO) -m "not slow and (core or not launches)"
+	@$(PYTEST) $(TWO) -m "not slow and (core or not (launches or wide))"
 
 test-all: $(VENV)/installed-dev  ## the same, then everything else but the sweeps
 	@begun=$$(date +%s); $(MAKE) test && \
-	  $(PYTEST) $(TWO) -m "not slow and launches and not core" && \
+	  $(PYTEST) $(TWO) -m "not slow and not core and (launches or wide)" && \
 	  echo "make test-all: $$(( $$(date +%s) - begun )) seconds"
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite

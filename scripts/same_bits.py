@@ -125,8 +125,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the comparison; return the exit code."""
     parser = argparse.ArgumentParser(prog="same_bits.py")
     parser.add_argument("old", metavar="OLD", help="the commit to compare with")
-    names = ",".join(LAUNCHES)
-    parser.add_argument("--only", metavar="NAMES", default=names, help=f"some of {names}")
+    every = ",".join(LAUNCHES)
+    parser.add_argument("--only", metavar="NAMES", default=every, help=f"some of {every}")
     asked = parser.parse_args(arguments)
     try:
         names = launches(asked.only)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import xxhash
 
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
-from llmtrain.types import NOT_TRAINED, Batch, Cursor
+from llmtrain.types import NOT_TRAINED, Batch
 
 
 def batch_of(
@@ -37,7 +37,7 @@ def batch_of(
         labels=labels,
         trained_tokens=sum(trained),
         starts=_starts(blocks, manifest.seq_len) if manifest.document_mask else None,
-        cursors=_cursors(numbered, manifest.lanes),
+        cursors={g % manifest.lanes: block.cursors for g, block in numbered},
         digest=_digest([g for g, _ in numbered], ids, labels, trained),
         first_block=first_block,
         sources=_tokens(blocks, trained, manifest.labels),
@@ -79,10 +79,6 @@ def _digest(
     return total % 2**64
 
 
-def _cursors(numbered: Sequence[tuple[int, Block]], lanes: int) -> dict[int, tuple[Cursor, ...]]:
-    return {g % lanes: block.cursors for g, block in numbered}
-
-
 def _tokens(
     blocks: Sequence[Block], trained: Sequence[int], labels: tuple[str, ...]
 ) -> dict[str, int]:
@@ -93,9 +89,9 @@ def _tokens(
     return dict(tokens)
 
 
-def _counts(blocks: Sequence[Block], labels: tuple[str, ...]) -> dict[str, dict[str, int]]:
-    total: dict[str, Counter[str]] = {}
+def _counts(blocks: Sequence[Block], labels: tuple[str, ...]) -> Mapping[str, Mapping[str, int]]:
+    total: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for block in blocks:
         for k, met in block.counts.items():
-            total.setdefault(labels[k], Counter()).update(met)
-    return {label: dict(met) for label, met in total.items()}
+            total[labels[k]].update(met)
+    return dict(total)

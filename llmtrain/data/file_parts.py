@@ -22,7 +22,7 @@ from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import bounded, file_format, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
 
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
@@ -30,6 +30,7 @@ RANGE_BYTES = 4 * MIB
 MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # by `Source.remote`: each request takes time
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
+PLAIN = (("jsonl", None), ("text", None))  # formats of lines that are cut into ranges
 THREADS = 16
 DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # files of lines whose beginning is checked
@@ -103,12 +104,9 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
         schema = footer.schema.to_arrow_schema()
     except (pa.ArrowException, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
-            raise RunError(
-                f"{where} cannot be read: {error}",
-                RESTARTABLE,
-                "look at the disk, then start again",
-            ) from error
-        expected = f"a complete parquet file ({str(error).splitlines()[0]})"
+            remedy = "look at the disk, then start again"
+            raise RunError(f"{where} cannot be read: {error}", RESTARTABLE, remedy) from error
+        expected = f"a complete parquet file ({first_line(error)})"
         remedy = "replace the file, or rename it by its format"
         raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
     if source.text_column not in schema.names:
@@ -167,15 +165,10 @@ def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
 
 def _range_bytes(source: Source) -> int:
     """Return the length of the ranges that plain files of lines are cut into."""
-    plain = [file.size for file in source.files if _is_plain(file.name)]
-    if sum(plain) >= SMALL_SOURCE_BYTES:
+    plain = sum(file.size for file in source.files if file_format(file.name) in PLAIN)
+    if plain >= SMALL_SOURCE_BYTES:
         return RANGE_BYTES
-    return max(MIN_RANGE_BYTES[source.remote], -(-sum(plain) // RANGES))
-
-
-def _is_plain(name: str) -> bool:
-    found = file_format(name)
-    return found is not None and found.kind != "parquet" and not found.compression
+    return max(MIN_RANGE_BYTES[source.remote], -(-plain // RANGES))
 
 
 def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,11 +58,11 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
     threshold = min(int(fraction * count / chosen_count * _WHOLE), _WHOLE - 1)
     hashes: list[int] = []
     for u in chosen:
-        rows = rows_of(source, u, reader)
-        hashes += [rows.hash(i, seed) for i in range(len(rows)) if rows.usable(i)]
+        found = _rows(source, u, seed, reader, heldout=False)  # nothing is held out yet
+        hashes += [rows.hash(row, seed) for rows, row in found]
         if sum(found < threshold for found in hashes) >= MIN_DOCUMENTS:
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
-    spare = any(_usable(source, u, reader) for u in set(range(count)) - set(chosen))
+    spare = _has_training_document(source, set(range(count)) - set(chosen), seed, reader)
     return replace(
         source,
         heldout_units=tuple(chosen),
@@ -86,23 +86,16 @@ def _raise_threshold(threshold: int, hashes: list[int], spare: bool) -> int:
     return raised
 
 
-def _usable(source: Source, u: int, reader: Reader) -> bool:
-    rows = rows_of(source, u, reader)
-    return any(rows.usable(row) for row in range(len(rows)))
-
-
-def rows_of(source: Source, u: int, reader: Reader) -> Rows | token_cache.Rows:
-    """Return the documents of unit u, as text or as tokens. Raises as reading does."""
-    unit = source.units[u]
-    return token_cache.rows_of(source, unit) if source.cached else reader.rows(source, unit)
-
-
 def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
     """Return whether there is a document to train on. Reads units until one is found."""
     heldout = set(source.heldout_units)
     order = sorted(range(len(source.units)), key=lambda u: u in heldout)
-    found = (_numbers(source, u, seed, rows_of(source, u, reader), heldout=False) for u in order)
-    return any(next(numbers, None) is not None for numbers in found)
+    return _has_training_document(source, order, seed, reader)
+
+
+def _has_training_document(source: Source, units: Iterable[int], seed: int, reader: Reader) -> bool:
+    found = (_rows(source, u, seed, reader, heldout=False) for u in units)
+    return any(True for _ in chain.from_iterable(found))
 
 
 def all_held_out(source: Source, k: int, seed: int) -> Source:
@@ -113,20 +106,21 @@ def all_held_out(source: Source, k: int, seed: int) -> Source:
 
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
     """Yield the training documents of unit u, in file order."""
-    rows = reader.rows(source, source.units[u])
-    for row in _numbers(source, u, seed, rows, heldout=False):
+    for rows, row in _rows(source, u, seed, reader, heldout=False):
+        assert isinstance(rows, Rows), "a token cache has no texts"
         yield str(rows.text(row)[0])
 
 
-def _numbers(
-    source: Source, u: int, seed: int, rows: Rows | token_cache.Rows, *, heldout: bool
-) -> Iterator[int]:
-    """Yield the rows of unit u that are held out, or those that are not."""
+def _rows(
+    source: Source, u: int, seed: int, reader: Reader, *, heldout: bool
+) -> Iterator[tuple[Rows | token_cache.Rows, int]]:
+    """Yield the documents of unit u that are held out, or those that are not: (rows, row)."""
+    rows = reader.documents(source, source.units[u])
     chosen = u in source.heldout_units
     for row in range(len(rows)):
         out = chosen and rows.hash(row, seed) < source.threshold
         if out == heldout and rows.usable(row):
-            yield row
+            yield rows, row
 
 
 def _documents(
@@ -138,8 +132,7 @@ def _documents(
     """
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for u in source.heldout_units:
-        rows = rows_of(source, u, reader)
-        for row in _numbers(source, u, seed, rows, heldout=True):
+        for rows, row in _rows(source, u, seed, reader, heldout=True):
             if isinstance(rows, Rows):
                 text = str(rows.text(row)[0])
                 yield text, tokenizer.documents([text])[0]
@@ -218,7 +211,7 @@ def prepare(
     scored = [np.zeros(len(part), dtype=bool) for part in ids]
     starts: list[int] = []
     size, end = 0, len(ids)
-    for text, document in in_turn(streams, max_documents):
+    for text, document in islice(in_turn(streams), max_documents):
         heartbeat.beat("tokenizing the held-out documents")
         mask, nbytes = _score(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
@@ -277,15 +270,9 @@ def _save(held: HeldOut, path: Path) -> None:
     durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
-def in_turn(streams: Sequence[Iterator[T]], limit: int | None = None) -> Iterator[T]:
-    """Yield one item of each stream in turn, until all have ended or `limit` items were yielded."""
-    return islice(_take_turns(list(streams)), limit)
-
-
-def _take_turns(left: list[Iterator[T]]) -> Iterator[T]:
-    while left:
-        for stream in list(left):
-            try:
-                yield next(stream)
-            except StopIteration:
-                left.remove(stream)
+def in_turn(streams: Sequence[Iterator[T]]) -> Iterator[T]:
+    """Yield one item of each stream in turn, until all have ended."""
+    left = iter(streams)
+    for running in range(len(streams), 0, -1):
+        left = cycle(islice(left, running))  # without the one that has just ended
+        yield from map(next, left)

@@ -14,11 +14,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
@@ -71,6 +70,19 @@ class Block:
     source: int
     counts: Mapping[int, Mapping[str, int]]
     cursors: tuple[Cursor, ...]
+
+
+class Untokenized(NamedTuple):
+    """A training document before it is tokenized, as `Document`.
+
+    content: its text, or its ids if it is in a token cache; None = there are no more
+    """
+
+    epoch: int
+    unit: int
+    row: int
+    content: Any
+    counts: Counter[str]
 
 
 class Lane:
@@ -160,25 +172,109 @@ class Lane:
     def _open(self, k: int) -> Packing:
         """Return the blocks of source k from its cursor on, packed as the manifest says."""
         manifest, cursor = self._manifest, self.cursors[k]
-        cached = manifest.sources[k].cached
-
-        def documents(start: Cursor, again: bool) -> Iterator[Document]:
-            place = (k, self._index, start)
-            if cached:
-                return walk_tokens(manifest, *place)
-            return walk(manifest, self._tokenizer, self._reader, *place, again=again)
-
-        if cached and manifest.packing == "concat":
+        if manifest.sources[k].cached and manifest.packing == "concat":
             return token_cache.blocks(manifest, k, self._index, cursor)
         order, pad = (manifest.seed, 4, k, self._index), self._tokenizer.pad
-        packing, seq_len = manifest.packing, manifest.seq_len
-        return open_packing(packing, documents, seq_len, cursor, pad=pad, order=order)
+        how = (manifest.packing, partial(self.walk, k), manifest.seq_len)
+        return open_packing(*how, cursor, pad=pad, order=order)
 
     def _padding(self, counts: Mapping[int, Mapping[str, int]]) -> Block:
         seq_len = self._manifest.seq_len
         ids = np.full(seq_len + 1, self._tokenizer.pad, dtype=np.int32)
         untrained = np.zeros(seq_len, dtype=np.bool_)
         return Block(ids, np.zeros(1, dtype=np.int32), untrained, (), -1, counts, self.cursors)
+
+    def walk(self, k: int, cursor: Cursor, again: bool) -> Iterator[Document]:
+        """Yield the training documents of source k from `cursor` on, tokenized a few at a time.
+
+        Without `max_epochs` they never end; otherwise the last one has no ids (see `Document`). One
+        document is tokenized first, then two, four and so on: a lane is opened quickly, and later
+        documents are tokenized in large batches. Those of a token cache are read one by one.
+
+        again: blocks have already been made of all these documents, so no unit may be left out that
+            was not left out then; a unit is read only when its first document is asked for
+        """
+        found = self._untokenized(k, cursor, again)
+        cached = self._manifest.sources[k].cached
+        ahead = 1
+        end: Untokenized | None = None
+        while end is None:
+            batch: list[Untokenized] = []
+            characters = 0
+            while len(batch) < ahead and characters < MAX_AHEAD_CHARACTERS:
+                one = next(found)
+                if one.content is None:
+                    end = one
+                    break
+                batch.append(one)
+                characters += len(one.content)
+            ids_of = [one.content for one in batch]
+            if not cached:
+                ids_of = self._tokenizer.documents(ids_of)
+            for one, ids in zip(batch, ids_of, strict=True):
+                yield Document(*one[:3], ids, one.counts)
+            ahead = 1 if again or cached else min(2 * ahead, MAX_AHEAD)
+        yield Document(*end[:3], NO_IDS, end.counts)
+
+    def _untokenized(self, k: int, cursor: Cursor, again: bool) -> Iterator[Untokenized]:
+        manifest, source = self._manifest, self._manifest.sources[k]
+        last_epoch = cursor.epoch
+        counts: Counter[str] = Counter()
+        for epoch, position, rows, heldout in self._units(k, cursor, again):
+            if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
+                key = f"source {source.label}, lane {self._index}"
+                expected = "a document that can be trained on (not empty, not held out)"
+                raise UserError(Problem(key, "none in many epochs", expected))
+            first = cursor.row if (epoch, position) == cursor[:2] else 0
+            if rows.skipped and not first:  # else they were counted when the unit was begun
+                counts["skipped"] += rows.skipped
+            late = max(first, len(rows) * LATE // 4)
+            for row in range(first, len(rows)):
+                if row == late:
+                    self._expect_next(k, epoch, position)
+                content, replaced = _content(rows, row, manifest.tokenizer.length)
+                if content is None:
+                    counts["dropped"] += 1
+                elif heldout and rows.hash(row, manifest.seed) < source.threshold:
+                    counts["heldout"] += 1
+                else:
+                    if replaced:
+                        counts["replaced"] += 1
+                    last_epoch = epoch
+                    # Each gets a counter of its own: several texts wait for their tokens at once.
+                    yield Untokenized(epoch, position, row, content, counts or NOTHING)
+                    if counts:
+                        counts = Counter()
+        yield Untokenized(source.max_epochs or 0, 0, 0, None, counts)
+
+    def _units(
+        self, k: int, cursor: Cursor, again: bool
+    ) -> Iterator[tuple[int, int, Rows | token_cache.Rows, bool]]:
+        """Yield (epoch, position in the list, shuffled rows, whether any may be held out)."""
+        source, seed = self._manifest.sources[k], self._manifest.seed
+        heldout = frozenset(source.heldout_units)
+        epoch, position = cursor.epoch, cursor.unit
+        while source.max_epochs is None or epoch < source.max_epochs:
+            units = units_of(self._manifest, k, epoch, self._index)
+            for index in range(position, len(units)):
+                u = int(units[index])
+                needed = again or (cursor != START and (epoch, index) == cursor[:2])
+                rows = self._reader.documents(source, source.units[u], epoch, needed=needed)
+                order = permutation(len(rows), mix(seed, 2, k, epoch, u))
+                yield epoch, index, rows.take(order), u in heldout
+            epoch, position = epoch + 1, 0
+
+    def _expect_next(self, k: int, epoch: int, position: int) -> None:
+        """Tell the reader which unit this lane reads next, so that a remote one arrives in time."""
+        source = self._manifest.sources[k]
+        if not source.remote:
+            return
+        for following, index in ((epoch, position + 1), (epoch + 1, 0)):
+            units = units_of(self._manifest, k, following, self._index)
+            goes_on = source.max_epochs is None or following < source.max_epochs
+            if goes_on and index < len(units):
+                self._reader.units.expect(source, source.units[int(units[index])])
+                return
 
 
 @dataclass(slots=True)
@@ -209,168 +305,27 @@ class Lanes:
         return lane.take()
 
 
-def walk(
-    manifest: Manifest,
-    tokenizer: Tokenizer,
-    reader: Reader,
-    k: int,
-    lane: int,
-    cursor: Cursor,
-    *,
-    again: bool = False,
-) -> Iterator[Document]:
-    """Yield a lane's training documents of source k from `cursor` on, tokenized a few at a time.
+def _content(rows: Rows | token_cache.Rows, row: int, vocabulary: int) -> tuple[Any, bool]:
+    """Return a document's text or ids, and whether invalid UTF-8 in it was replaced.
 
-    Without `max_epochs` they never end; otherwise the last one has no ids (see `Document`). One
-    document is tokenized first, then two, four and so on: a lane is opened quickly, and later
-    documents are tokenized in large batches.
-
-    again: blocks have already been made of all these documents, so no unit may be left out that was
-        not left out then; a unit is read only when its first document is asked for
+    The document is None if it is empty or blank.
     """
-    texts = _texts(manifest, reader, k, lane, cursor, again)
-    ahead = 1
-    end: Text | None = None
-    while end is None:
-        batch: list[Text] = []
-        characters = 0
-        while len(batch) < ahead and characters < MAX_AHEAD_CHARACTERS:
-            text = next(texts)
-            if text.text is None:
-                end = text
-                break
-            batch.append(text)
-            characters += len(text.text)
-        found = tokenizer.documents([text.text or "" for text in batch]) if batch else []
-        for text, ids in zip(batch, found, strict=True):
-            yield Document(text.epoch, text.unit, text.row, ids, text.counts)
-        ahead = 1 if again else min(2 * ahead, MAX_AHEAD)
-    yield Document(end.epoch, end.unit, end.row, NO_IDS, end.counts)
+    if isinstance(rows, Rows):
+        return rows.text(row)
+    return rows.ids(row, vocabulary) if rows.usable(row) else None, False
 
 
-class Text(NamedTuple):
-    """A training document before it is tokenized, as `Document`. text None: there are no more."""
-
-    epoch: int
-    unit: int
-    row: int
-    text: str | None
-    counts: Counter[str]
-
-
-def _texts(
-    manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
-) -> Iterator[Text]:
-    source = manifest.sources[k]
-    last_epoch = cursor.epoch
-    counts: Counter[str] = Counter()
-    for epoch, position, rows, heldout in _units(manifest, reader, k, lane, cursor, again):
-        if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
-            raise _no_documents(source.label, lane)
-        first = cursor.row if (epoch, position) == cursor[:2] else 0
-        if rows.skipped and not first:  # else they were counted when the unit was begun
-            counts["skipped"] += rows.skipped
-        late = max(first, len(rows) * LATE // 4)
-        for row in range(first, len(rows)):
-            if row == late:
-                _expect_next(manifest, reader, k, lane, epoch, position)
-            text, replaced = rows.text(row)
-            if text is None:
-                counts["dropped"] += 1
-            elif heldout and rows.hash(row, manifest.seed) < source.threshold:
-                counts["heldout"] += 1
-            else:
-                if replaced:
-                    counts["replaced"] += 1
-                last_epoch = epoch
-                # Each text gets a counter of its own: several texts wait for their tokens at once.
-                yield Text(epoch, position, row, text, counts or NOTHING)
-                if counts:
-                    counts = Counter()
-    yield Text(source.max_epochs or 0, 0, 0, None, counts)
-
-
-def _expect_next(
-    manifest: Manifest, reader: Reader, k: int, lane: int, epoch: int, position: int
-) -> None:
-    """Tell the reader which unit this lane reads next, so that a remote one arrives in time."""
-    source = manifest.sources[k]
-    if not source.remote:
-        return
-    for following, index in ((epoch, position + 1), (epoch + 1, 0)):
-        units = units_of(len(source.units), manifest.seed, k, following, lane, manifest.lanes)
-        goes_on = source.max_epochs is None or following < source.max_epochs
-        if goes_on and index < len(units):
-            reader.units.expect(source, source.units[int(units[index])])
-            return
-
-
-def walk_tokens(manifest: Manifest, k: int, lane: int, cursor: Cursor) -> Iterator[Document]:
-    """Yield documents as `walk` does, but from a token cache: nothing has to be tokenized."""
-    source, seed = manifest.sources[k], manifest.seed
-    last_epoch = cursor.epoch
-    counts: Counter[str] = Counter()
-    for epoch, position, u in _places(manifest, k, lane, cursor):
-        if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
-            raise _no_documents(source.label, lane)
-        found = token_cache.rows_of(source, source.units[u])
-        rows = found.take(permutation(len(found), mix(seed, 2, k, epoch, u)))
-        heldout = u in source.heldout_units
-        first = cursor.row if (epoch, position) == cursor[:2] else 0
-        for row in range(first, len(rows)):
-            if not rows.usable(row):
-                counts["dropped"] += 1
-            elif heldout and rows.hash(row, seed) < source.threshold:
-                counts["heldout"] += 1
-            else:
-                last_epoch = epoch
-                ids = rows.ids(row, manifest.tokenizer.length)
-                yield Document(epoch, position, row, ids, counts)
-                counts = Counter()
-    yield Document(source.max_epochs or 0, 0, 0, NO_IDS, counts)
-
-
-def units_of(source_units: int, seed: int, k: int, epoch: int, lane: int, lanes: int) -> np.ndarray:
+def units_of(manifest: Manifest, k: int, epoch: int, lane: int) -> np.ndarray:
     """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
 
     If the units cannot be dealt evenly, some lanes get one more. A rotation changes which lanes
     these are from epoch to epoch.
     """
-    order = _order(source_units, mix(seed, 1, k, epoch))
+    seed, lanes = manifest.seed, manifest.lanes
+    order = _order(len(manifest.sources[k].units), mix(seed, 1, k, epoch))
     return order[(lane + mix(seed, 6, k, epoch)) % lanes :: lanes]
 
 
 @lru_cache(maxsize=8)
 def _order(n: int, key: int) -> np.ndarray:
     return permutation(n, key)
-
-
-def _units(
-    manifest: Manifest, reader: Reader, k: int, lane: int, cursor: Cursor, again: bool
-) -> Iterator[tuple[int, int, Rows, bool]]:
-    """Yield (epoch, position in the lane's list, shuffled rows, whether rows may be held out)."""
-    source, seed = manifest.sources[k], manifest.seed
-    heldout = frozenset(source.heldout_units)
-    for epoch, index, u in _places(manifest, k, lane, cursor):
-        needed = again or (cursor != START and (epoch, index) == cursor[:2])
-        rows = reader.rows(source, source.units[u], epoch, needed=needed)
-        order = permutation(len(rows), mix(seed, 2, k, epoch, u))
-        yield epoch, index, rows.take(pa.array(order)), u in heldout
-
-
-def _places(
-    manifest: Manifest, k: int, lane: int, cursor: Cursor
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (epoch, position in the lane's list, unit) from `cursor` on."""
-    source = manifest.sources[k]
-    epoch, position = cursor.epoch, cursor.unit
-    while source.max_epochs is None or epoch < source.max_epochs:
-        units = units_of(len(source.units), manifest.seed, k, epoch, lane, manifest.lanes)
-        for index in range(position, len(units)):
-            yield epoch, index, int(units[index])
-        epoch, position = epoch + 1, 0
-
-
-def _no_documents(label: str, lane: int) -> UserError:
-    expected = "a document that can be trained on (not empty, not held out)"
-    return UserError(Problem(f"source {label}, lane {lane}", "none in many epochs", expected))

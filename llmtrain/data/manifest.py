@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,17 +165,10 @@ class Manifest:
         return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
 
 
-class Stored(NamedTuple):
-    """The part of a stored manifest that can be read without looking at the data."""
-
-    made_with: Mapping[str, object]
-    lanes: int
-
-
-def glance(path: Path) -> Stored:
-    """Read the part of a stored manifest that needs no look at the data."""
-    stored = json.loads(path.read_text("utf-8"))
-    return Stored(stored["made_with"], stored["lanes"])
+def glance(path: Path) -> dict[str, Any]:
+    """Return the content of a stored manifest, without a look at the data."""
+    stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return stored
 
 
 def has_other_sources(path: Path, settings: DataSettings) -> bool:
@@ -184,7 +177,7 @@ def has_other_sources(path: Path, settings: DataSettings) -> bool:
     They differ if the number of sources or one of a source's keys differs, or if a path differs and
     other files are there. A source whose files were moved is the same source.
     """
-    stored = json.loads(path.read_text("utf-8"))
+    stored = glance(path)
     found = changes(stored["made_with"], settings.values)
     if any(change.key.startswith("data.sources.") for change in found):
         return True
@@ -211,7 +204,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
 
     Raises UserError if the number of sources differs or one of them no longer exists.
     """
-    stored = json.loads(path.read_text("utf-8"))
+    stored = glance(path)
     if len(stored["sources"]) != len(configured):
         raise UserError(
             Problem(
@@ -236,13 +229,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     return {
         "version": VERSION,
         "fingerprint": manifest.fingerprint,
-        "seq_len": manifest.seq_len,
-        "packing": manifest.packing,
-        "document_mask": manifest.document_mask,
-        "own_evaluation": manifest.own_evaluation,
-        "seed": manifest.seed,
-        "lanes": manifest.lanes,
-        "made_with": dict(manifest.made_with),
+        **{key: getattr(manifest, key) for key in _PLAIN},
         "tokenizer": asdict(manifest.tokenizer),
         "sources": [_source_to_json(source) for source in manifest.sources],
     }
@@ -265,7 +252,7 @@ def _source_to_json(source: Source) -> dict[str, Any]:
 
 
 def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
-    source = Source(
+    return Source(
         label=entry["label"],
         path=entry["path"],
         root=root,
@@ -277,10 +264,8 @@ def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
         weight=weight,
         max_epochs=entry["max_epochs"],
         units=tuple(Unit(*unit) for unit in entry["units"]),
-    )
-    heldout = entry["heldout"]
-    return replace(
-        source, heldout_units=tuple(heldout["units"]), threshold=int(heldout["threshold"])
+        heldout_units=tuple(entry["heldout"]["units"]),
+        threshold=entry["heldout"]["threshold"],
     )
 
 

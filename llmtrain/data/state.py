@@ -8,7 +8,7 @@ block has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -69,41 +69,23 @@ class DataState:
         cursors = np.zeros((manifest.lanes, len(manifest.sources), 4), np.int64)
         return DataState(manifest.fingerprint, manifest.parts, manifest.lanes, 0, 0, cursors, 0, {})
 
-    def after(
-        self, next_block: int, cursors: np.ndarray, stream_digest: int, counts: Counts
-    ) -> DataState:
-        """Return the state once all blocks below `next_block` are consumed."""
-        return replace(
-            self,
-            next_block=next_block,
-            cursors=cursors,
-            stream_digest=stream_digest,
-            counts=counts,
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON, with each cursor as a list [epoch, unit, row, offset]."""
-        return {
-            "version": VERSION,
-            "fingerprint": self.fingerprint,
-            "parts": dict(self.parts),
-            "lanes": self.lanes,
-            "next_block": self.next_block,
-            "weights_from": self.weights_from,
-            "cursors": self.cursors.tolist(),
-            "stream_digest": f"{self.stream_digest:016x}",
-            "counts": {label: dict(met) for label, met in self.counts.items()},
-        }
+        values = {name: getattr(self, name) for name in _names()}
+        values |= {"cursors": self.cursors.tolist(), "stream_digest": f"{self.stream_digest:016x}"}
+        return {"version": VERSION, **values}
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> DataState:
         """Return the inverse of `to_json`."""
-        plain = ("fingerprint", "parts", "lanes", "next_block", "weights_from", "counts")
-        return DataState(
-            **{name: stored[name] for name in plain},
-            cursors=np.array(stored["cursors"], np.int64).reshape(stored["lanes"], -1, 4),
-            stream_digest=int(stored["stream_digest"], 16),
-        )
+        values = {name: stored[name] for name in _names()}
+        cursors = np.array(stored["cursors"], np.int64).reshape(stored["lanes"], -1, 4)
+        values |= {"cursors": cursors, "stream_digest": int(stored["stream_digest"], 16)}
+        return DataState(**values)
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(DataState)]
 
 
 def differing(state: DataState, manifest: Manifest) -> list[str]:
@@ -192,9 +174,7 @@ def merge_cursors(
     old: cursors at `first_block`, kept for lanes that have had no block since
     parts: every rank's `contribution`
     """
-    merged = np.zeros_like(old)
-    for part in parts:
-        merged += part
+    merged = sum(parts, np.zeros_like(old))
     for lane in range(len(old)):
         if last_block(lane, len(old), next_block) < first_block:
             merged[lane] = old[lane]

@@ -19,7 +19,7 @@ import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -47,7 +47,6 @@ from llmtrain.data.workers import (
     Failed,
     Workers,
     carry,
-    error_of,
     hold_signals,
     start_worker,
 )
@@ -96,22 +95,16 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
         """Yield the blocks of worker number `worker` of `workers`. Errors name the last unit."""
         rank, step = self.rank + self.world_size * worker, self.world_size * workers
         try:
-            yield from self._blocks(rank, step, partial(self.asked.write, worker))
+            tokenizer = open_tokenizer(self.tokenizer_dir, self.manifest.tokenizer.backend)
+            if problems := differing_tokenizer(self.manifest, tokenizer):
+                raise UserError(*problems)
+            reader = Reader(self.reading, self.stop, partial(self.asked.write, worker))
+            lanes = Lanes(self.manifest, tokenizer, reader, self.cursors, self.next_block)
+            for g in count(self.next_block + rank, step):
+                yield lanes.take(g)
         except Exception as error:
             error.add_note(f"the last unit that was asked for: {self.asked.read(worker)}")
             raise
-
-    def _blocks(
-        self, virtual_rank: int, virtual_ranks: int, asked: Callable[[str], None]
-    ) -> Iterator[Block]:
-        tokenizer = open_tokenizer(self.tokenizer_dir, self.manifest.tokenizer.backend)
-        problems = differing_tokenizer(self.manifest, tokenizer)
-        if problems:
-            raise UserError(*problems)
-        reader = Reader(self.reading, self.stop, asked)
-        lanes = Lanes(self.manifest, tokenizer, reader, self.cursors, self.next_block)
-        for g in count(self.next_block + virtual_rank, virtual_ranks):
-            yield lanes.take(g)
 
 
 class Stream(Iterator[Batch]):
@@ -123,14 +116,13 @@ class Stream(Iterator[Batch]):
     """
 
     def __init__(self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> None:
-        self.lanes = blocks.manifest.lanes
         self._manifest = blocks.manifest
         self._next_block = blocks.next_block
         self._world_size = blocks.world_size
         self._blocks_per_step = blocks_per_step
         self._stop = stop
         self._g = blocks.next_block + blocks.rank
-        self._running = _lanes_of(self._g, self._world_size, self.lanes)
+        self._running = _lanes_of(self._g, blocks.world_size, blocks.manifest.lanes)
         # In this process the loader would only add its own 60 µs a block.
         items = _start(blocks, blocks_per_step, workers, stop) if workers else blocks.virtual(0, 1)
         self._items: Iterator[Block | Failed] | None = items
@@ -149,7 +141,7 @@ class Stream(Iterator[Batch]):
         while self._g < self._next_block:
             block = self._take()
             if block.source < 0:
-                self._running.discard(self._g % self.lanes)
+                self._running.discard(self._g % self._manifest.lanes)
             numbered.append((self._g, block))
             self._g += self._world_size
         heartbeat.beat("a step, its data is there")
@@ -176,8 +168,8 @@ class Stream(Iterator[Batch]):
     def _take(self) -> Block:
         assert self._items is not None, "the stream is closed"
         item = next(self._items)
-        if isinstance(item, Failed):
-            raise error_of(item)
+        if isinstance(item, Exception):
+            raise item
         return item
 
 

@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +35,9 @@ from llmtrain.errors import Problem, UserError, harmless
 from llmtrain.hashing import mix
 
 log = logging.getLogger(__name__)
+S = TypeVar("S")
 T = TypeVar("T")
+_Named = tuple[SourceConfig, str, str]  # a source, its label and its key
 
 __all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
 
@@ -45,13 +47,8 @@ class Survey:
     """The sources with units and split, before there is a tokenizer."""
 
     sources: tuple[Source, ...]
-    seq_len: int
-    packing: PackingName
-    document_mask: bool
-    own_evaluation: bool
-    seed: int
     lanes: int
-    made_with: Mapping[str, object]
+    settings: DataSettings
     reading: Reading
 
 
@@ -74,37 +71,19 @@ def survey(
     data, seed = settings.data, settings.seed
     reading = reading_of(settings, run_dir, stop)
     reader = Reader(reading)
-    named = [
-        (source, label, f"data.sources.{i}")
-        for i, (source, label) in enumerate(zip(data.sources, labels(data.sources), strict=True))
-    ]
-    both = [
-        *named,
-        *_own_evaluation(settings.evaluation),
-    ]  # to report all problems at once
-    drafts = _each(lambda i: _draft(*both[i], reader), len(both))
+    named = _named(data.sources, "data.sources")
+    # Those of the evaluation are looked at too, to report all problems at once.
+    both = [*named, *_own_evaluation(settings.evaluation)]
+    drafts = _each(lambda one: _draft(*one, reader), both)
     _warn_of_shared_files([source for source, _ in drafts])
     _tell_of_text_files([source for source, _ in drafts])
     drafts = drafts[: len(named)]
-    if lanes is None and data.lanes != "auto":
-        lanes = data.lanes
-    if lanes is None:
-        lanes = default_lanes(processes, sum(len(parts) for _, parts in drafts))
+    auto = default_lanes(processes, sum(len(parts) for _, parts in drafts))
+    lanes = lanes or (auto if data.lanes == "auto" else data.lanes)
     sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
     share = 0.0 if settings.evaluation else data.heldout
-    split = _each(lambda k: _split(sources[k], k, share, seed, reader), len(sources))
-    packing, document_mask = packing_of(data)
-    return Survey(
-        sources=tuple(split),
-        seq_len=data.seq_len,
-        packing=packing,
-        document_mask=document_mask,
-        own_evaluation=bool(settings.evaluation),
-        seed=seed,
-        lanes=lanes,
-        made_with=settings.values,
-        reading=reading,
-    )
+    split = _each(lambda k: _split(sources[k], k, share, seed, reader), range(len(sources)))
+    return Survey(tuple(split), lanes, settings, reading)
 
 
 def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:
@@ -113,18 +92,21 @@ def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source
     Raises UserError as `survey` does.
     """
     reader = Reader(reading)
-    own = _own_evaluation(settings.evaluation)
-    drafts = _each(lambda i: _draft(*own[i], reader), len(own))
+    drafts = _each(lambda one: _draft(*one, reader), _own_evaluation(settings.evaluation))
     sources = [replace(s, units=tuple(cut(parts, 1)), id_column=None) for s, parts in drafts]
     return tuple(heldout.all_held_out(s, k, settings.seed) for k, s in enumerate(sources))
 
 
-def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[tuple[SourceConfig, str, str]]:
-    """Return (source, label, key) of each of `evaluation.sources`."""
+def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[_Named]:
+    """Return `evaluation.sources` as sources like those of `data.sources`."""
     described = [SourceConfig(**source.model_dump()) for source in sources]
+    return _named(described, "evaluation.sources", "evaluation/")
+
+
+def _named(sources: Sequence[SourceConfig], key: str, prefix: str = "") -> list[_Named]:
     return [
-        (source, f"evaluation/{label}", f"evaluation.sources.{i}")
-        for i, (source, label) in enumerate(zip(described, labels(described), strict=True))
+        (source, prefix + label, f"{key}.{i}")
+        for i, (source, label) in enumerate(zip(sources, labels(sources), strict=True))
     ]
 
 
@@ -150,12 +132,12 @@ def some_texts(survey: Survey, count: int, limit_bytes: int) -> Iterator[str]:
     The last one is the first to reach `limit_bytes` of UTF-8 text.
     """
     streams = [chain.from_iterable(units) for units in _units(survey)]
-    yield from _up_to(limit_bytes, heldout.in_turn(streams, count))
+    yield from _up_to(limit_bytes, islice(heldout.in_turn(streams), count))
 
 
 def _units(survey: Survey) -> list[Iterator[Iterator[str]]]:
     """Return the documents of each text source by unit, in an order that no lane has."""
-    reader, seed = Reader(survey.reading), survey.seed
+    reader, seed = Reader(survey.reading), survey.settings.seed
 
     def units(k: int, source: Source) -> Iterator[Iterator[str]]:
         for u in sorted(range(len(source.units)), key=partial(mix, seed, 8, k)):
@@ -179,16 +161,18 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
     Raises UserError for a token cache that another tokenizer wrote.
     """
     check_tokenizer(survey.sources, tokenizer)
+    settings = survey.settings
+    packing, document_mask = packing_of(settings.data)
     return Manifest(
         sources=survey.sources,
         tokenizer=_facts(tokenizer),
-        seq_len=survey.seq_len,
-        packing=survey.packing,
-        document_mask=survey.document_mask,
-        own_evaluation=survey.own_evaluation,
-        seed=survey.seed,
+        seq_len=settings.data.seq_len,
+        packing=packing,
+        document_mask=document_mask,
+        own_evaluation=bool(settings.evaluation),
+        seed=settings.seed,
         lanes=survey.lanes,
-        made_with=survey.made_with,
+        made_with=settings.values,
     )
 
 
@@ -262,13 +246,13 @@ def _tell_of_text_files(sources: Sequence[Source]) -> None:
             )
 
 
-def _each(function: Callable[[int], T], count: int) -> list[T]:
-    """Return the results for 0 … count − 1. Raises one UserError with the problems of all."""
+def _each(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Return the result for each item. Raises one UserError with the problems of all."""
     results: list[T] = []
     problems: list[Problem] = []
-    for i in range(count):
+    for item in items:
         try:
-            results.append(function(i))
+            results.append(function(item))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -349,11 +333,11 @@ def _changed_files(source: Source, key: str) -> list[Problem]:
             continue
         if not path.is_file():
             expected = "a file of this name, as when the run began"
-            problems.append(Problem(key, str(path), expected, remedy))
         elif path.stat().st_size != file.size:
             expected = f"{file.size} bytes, as when the run began; it has {path.stat().st_size}"
-            problems.append(Problem(key, str(path), expected, remedy))
         elif edges_digest(path) != file.etag:
             expected = "the content that the run began with; it has changed"
-            problems.append(Problem(key, str(path), expected, remedy))
+        else:
+            continue
+        problems.append(Problem(key, str(path), expected, remedy))
     return problems

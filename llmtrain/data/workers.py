@@ -21,16 +21,16 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from llmtrain import faults, processes
 from llmtrain.data.lanes import Block
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError
 
 # A launcher passes SIGHUP on as well, to its rank and all processes that the rank has started.
 IGNORED_SIGNALS: Final = (
@@ -43,16 +43,7 @@ IGNORED_SIGNALS: Final = (
 CLOSE_SECONDS: Final = 2.0
 CONTINUES: Final = "the same command continues from the newest checkpoint"
 _NAME_BYTES: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The last item of a worker that failed: what it raised, without the exception's class."""
-
-    problems: tuple[Problem, ...]
-    message: str
-    exit_code: int
-    remedy: str
+Failed: TypeAlias = UserError | RunError  # the last entry of a worker's last item
 
 
 class Asked:
@@ -103,7 +94,7 @@ def start_worker(worker_id: int) -> None:
 def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
     """Yield items of `size` blocks in a worker, without `spans`, which the trainer does not need.
 
-    A failure is the last entry of the last item. If it were raised, torch would lose its details.
+    An error is the last entry of the last item. If it were raised, torch would lose its details.
     """
     item: list[Block | Failed] = []
     try:
@@ -114,22 +105,14 @@ def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bloc
                 yield item
                 item = []
     except UserError as error:
-        problems = [Problem(p.key, str(p.value), p.expected, p.remedy) for p in error.problems]
-        item.append(Failed(tuple(problems), "", error.exit_code, ""))
+        # A value that cannot be pickled would be lost with its error.
+        item.append(UserError(*(replace(p, value=str(p.value)) for p in error.problems)))
     except RunError as error:
-        item.append(Failed((), str(error.args[0]), error.exit_code, error.remedy))
+        item.append(error)
     except Exception:  # any other failure is sent to the rank, too
         message = f"data worker {worker} failed: {traceback.format_exc()}"
-        remedy = "this is a defect: the traceback shows where"
-        item.append(Failed((), message, 1, remedy))
+        item.append(RunError(message, 1, "this is a defect: the traceback shows where"))
     yield item
-
-
-def error_of(item: Failed) -> UserError | RunError:
-    """Return a worker's failure as an exception of this process."""
-    if item.problems:
-        return UserError(*item.problems)
-    return RunError(item.message, item.exit_code, item.remedy)
 
 
 class Workers(Iterator[Block | Failed]):
@@ -194,12 +177,8 @@ class Workers(Iterator[Block | Failed]):
     def _explain(self, error: Exception) -> Exception:
         if not _has_ended(self.processes) and "timed out" in str(error):
             self._fate.silent = True
-            worker = self._turn
-            message = (
-                f"data worker {worker} (pid {self.processes[worker].pid}) sent nothing for "
-                f"{self._timeout_seconds:.0f} s; its last unit: {self._asked.read(worker)}"
-            )
-            return RunError(message, RESTARTABLE, CONTINUES)
+            silence = f"sent nothing for {self._timeout_seconds:.0f} s"
+            return self._failure(self._turn, silence, CONTINUES)
         if _has_ended(self.processes):
             self._thread.join()  # it is about to set which worker ended, and how
             return self._death()
@@ -208,13 +187,14 @@ class Workers(Iterator[Block | Failed]):
     def _death(self) -> RunError:
         assert self._fate.dead is not None
         worker, exit_code = self._fate.dead
-        message = (
-            f"data worker {worker} (pid {self.processes[worker].pid}) {_end(exit_code)}; its last "
-            f"unit: {self._asked.read(worker)}"
-        )
         remedy = CONTINUES
         if exit_code == -signal.SIGKILL:
             remedy += "; if the machine was short of memory, with a smaller data.workers"
+        return self._failure(worker, _end(exit_code), remedy)
+
+    def _failure(self, worker: int, what: str, remedy: str) -> RunError:
+        pid, unit = self.processes[worker].pid, self._asked.read(worker)
+        message = f"data worker {worker} (pid {pid}) {what}; its last unit: {unit}"
         return RunError(message, RESTARTABLE, remedy)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.errors import Problem, UserError, first_line
@@ -58,4 +59,7 @@ def _load(path: str, revision: str | None) -> Any:
         )
     except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
         expected = f"a tokenizer directory or a Hub id: {first_line(error)}"
+        raise UserError(Problem("model.tokenizer", path, expected)) from error
+    except StrictDataclassError as error:  # of a model's config.json beside the tokenizer
+        expected = f"a config.json that transformers accepts: {' '.join(str(error).split())}"
         raise UserError(Problem("model.tokenizer", path, expected)) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
     next_block = step * run.config.training.global_batch_size
     parts = [np.array(one["cursors"], np.int64) for one in heard]
     first = before.next_block
-    return before.after(
-        next_block,
-        merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
-        run.meter.stream_digest,
-        _add(before.counts, [one["counts"] for one in heard]),
+    return replace(
+        before,
+        next_block=next_block,
+        cursors=merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
+        stream_digest=run.meter.stream_digest,
+        counts=_add(before.counts, [one["counts"] for one in heard]),
     )
 
 

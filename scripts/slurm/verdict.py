@@ -11,7 +11,9 @@ SEEN: the answer before the run was started · TIME_LIMIT: `yes` if the job was 
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 RESTARTABLE = 75
 MOST_REQUEUES = 3  # without a new checkpoint between them
@@ -36,7 +38,7 @@ def seen(run_dir: str) -> str:
 
     path = Path(run_dir) / "status.json"
     version = [path.stat().st_ino, path.stat().st_mtime_ns] if path.exists() else None
-    left = {str(mark): version for mark, version in failures.seen(Path(run_dir)).items()}
+    left = {str(mark): version for mark, version in failures.versions(Path(run_dir)).items()}
     return json.dumps({"status": version, "marks": left})
 
 
@@ -61,18 +63,18 @@ def next_(run_dir: str, before: str, time_limit: str) -> str:
     return f"requeue {code} {reason}"
 
 
-def _cause(run_dir: Path, before: dict) -> tuple[int, str] | None:
+def _cause(run_dir: Path, before: dict[str, list[int]]) -> tuple[int, str] | None:
     """Code and reason of a rank that left a new mark, if a restart does not cure them."""
     from llmtrain.rundir import failures
 
-    old = {Path(path): tuple(version) for path, version in before.items()}
+    old = {Path(path): (inode, changed) for path, (inode, changed) in before.items()}
     mark = failures.worst(failures.new_since(run_dir, old))
     if mark is None or not mark.is_cause:
         return None
     return mark.code, " ".join(f"rank {mark.rank}: {mark.reason}".split())
 
 
-def judge(status: dict, *, out_of_time: bool) -> tuple[bool, int, str]:
+def judge(status: dict[str, Any], *, out_of_time: bool) -> tuple[bool, int, str]:
     """Whether to requeue, with which code this start ended, why."""
     state, code = status["state"], status["exit_code"]
     reason = " ".join(str(status["reason"] or "done").split())
@@ -99,4 +101,5 @@ def count(path: Path, checkpoint: str | None) -> int:
 
 if __name__ == "__main__":
     verb, *arguments = sys.argv[1:]
-    print({"where": where, "seen": seen, "next": next_}[verb](*arguments))
+    verbs: dict[str, Callable[..., str]] = {"where": where, "seen": seen, "next": next_}
+    print(verbs[verb](*arguments))

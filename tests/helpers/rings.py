@@ -1,23 +1,27 @@
 """Which tests each command runs.
 
     make test        tests that launch nothing, and CORE: one launching test for each promise
-    make test-all    the same, then every other launching test
+    make test-all    the same, then every other launching test, and all of the matrices
     make test-slow   the sweeps
 
 A test launches if it starts a Python interpreter, or ranks of a run. Whatever is in one of FOLDERS
 does; anywhere else such a test carries the mark `launches`, and one without it that starts an
-interpreter fails.
+interpreter fails. Of a matrix of dear cases `make test` runs a diagonal; the mark `wide` leaves the
+rest to `make test-all`.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import product
 from multiprocessing import popen_forkserver, popen_spawn_posix
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 FOLDERS = ("browser", "distributed", "docs", "faults")
@@ -57,7 +61,6 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "a kill in a save": (
         "faults/test_kills.py::test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits[f07_rename]",
-        "faults/test_kills.py::test_f03_f04_f05_a_rank_killed_while_it_writes_its_part[f03_write]",
     ),
     "a full disk": (
         "faults/test_saving.py::test_f14_no_room_is_an_event_and_training_goes_on",
@@ -77,10 +80,9 @@ CORE: dict[str, tuple[str, ...]] = {
         "faults/test_guards.py::test_f44_a_step_that_is_not_finite_is_as_if_it_had_not_been"
         "[ddp-one]",
     ),
-    "SIGTERM, STOP and SAVE": (
+    "SIGTERM and STOP": (
         "distributed/test_stop.py::test_one_request_stops_all_ranks[TERM to all]",
         "faults/test_stops.py::test_f40_a_stop_file_ends_the_run_and_is_deleted",
-        "faults/test_stops.py::test_f40_clocks_and_the_save_file_save_and_stop",
     ),
     "refused launches": (
         "distributed/test_di_launch.py::"
@@ -131,6 +133,24 @@ def mark(items: list[pytest.Item]) -> None:
 def below_tests(item: pytest.Item) -> PurePath:
     """The file of a test."""
     return item.path.relative_to(TESTS)
+
+
+def diagonal(*axes: Iterable[Any]) -> list[ParameterSet]:
+    """Return every case of a matrix, those beside the diagonal marked `wide`.
+
+    Case n of the diagonal has value n of each axis, and a shorter axis begins again at its end: so
+    each value of each axis is on it.
+    """
+    values = [list(axis) for axis in axes]
+    steps = range(max(map(len, values)))
+    on = {tuple(step % len(axis) for axis in values) for step in steps}
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(values, places, strict=True)),
+            marks=() if places in on else pytest.mark.wide,
+        )
+        for places in product(*(range(len(axis)) for axis in values))
+    ]
 
 
 def dear(examples: int) -> settings:

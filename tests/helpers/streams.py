@@ -124,7 +124,8 @@ class Run:
             parts.append(contribution(consumed, old.cursors.shape[:2], **span, **here))
         cursors = merge_cursors(old.cursors, parts, **span)
         digest = roll(self.states[-1].stream_digest, self.digests[-1])
-        state = old.after(span["next_block"], cursors, digest, {})
+        moved = {"cursors": cursors, "stream_digest": digest, "counts": {}}
+        state = replace(old, next_block=span["next_block"], **moved)
         return DataState.from_json(json.loads(json.dumps(state.to_json())))
 
 

@@ -159,7 +159,7 @@ def train(case: Case) -> dict[str, Any]:
             continue
         bad = step == case.bad_step and case.forbid
         update(fake, forbidden(fake, batch, case.forbid) if bad else batch, factor(case, step))
-        fake.feed.failed = False
+        fake.feed.error = None
         if case.save_halfway and 2 * (step + 1 - case.start) == case.steps:
             save(launched, spec, Path(case.save_halfway), step + 1, case.writers)
     result = {
@@ -186,7 +186,7 @@ def forbidden(fake: Any, batch: Batch, why: str) -> Batch:
     if fake.ranks.rank == fake.ranks.world_size - 1 or why.endswith(" everywhere"):
         match why.removesuffix(" everywhere"):
             case "data":
-                fake.feed.failed = True
+                fake.feed.error = OSError("the stream broke")
             case "gradient":
                 weight = fake.built.bare.model.layers[1].mlp.up_proj.weight
                 handle = weight.register_hook(lambda g: (handle.remove(), g * float("nan"))[1])

@@ -26,9 +26,9 @@ def expression(name):
 
 def test_every_test_but_a_sweep_is_in_one_of_the_two_rings():
     first, rest = expression("test"), expression("test-all")
-    for slow, launches, core in itertools.product([False, True], repeat=3):
+    for slow, launches, core, wide in itertools.product([False, True], repeat=4):
         if launches or not core:
-            marks = {"slow": slow, "launches": launches, "core": core}
+            marks = {"slow": slow, "launches": launches, "core": core, "wide": wide}
             runs = [eval(one, {}, marks) for one in (first, rest)]  # noqa: S307
             assert sum(runs) == (not slow), marks
 
@@ -36,6 +36,15 @@ def test_every_test_but_a_sweep_is_in_one_of_the_two_rings():
 def test_test_all_calls_test_and_check_calls_test_all():
     assert "$(MAKE) test &&" in target("test-all")[1]
     assert target("check")[0].split() == ["lint", "types", "test-all"]
+
+
+def test_each_value_of_a_matrix_is_on_its_diagonal():
+    cases = rings.diagonal("abcde", [1, 2], "xyz")
+    assert [case.values for case in cases] == list(itertools.product("abcde", [1, 2], "xyz"))
+    on = [case.values for case in cases if not case.marks]
+    assert len(on) == 5
+    assert [set(column) for column in zip(*on, strict=True)] == [set("abcde"), {1, 2}, set("xyz")]
+    assert {mark.name for case in cases for mark in case.marks} == {"wide"}
 
 
 def test_core_is_one_or_a_few_tests_for_each_promise():

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import xxhash
 
-from llmtrain.data import heldout
 from llmtrain.data.audit.ledger import text_of
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader
@@ -149,7 +148,7 @@ class _Format:
     def _documents(self, u: int) -> Iterator[_Document]:
         """Yield the usable documents of a unit."""
         source = self.source
-        rows = heldout.rows_of(source, u, self.reader)
+        rows = self.reader.documents(source, source.units[u])
         chosen = u in source.heldout_units
         for row in range(len(rows)):
             text: str | None = None

@@ -19,12 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from llmtrain.data.documents.lines import BOM, parse
+from llmtrain.data.documents.lines import BOM, decode_line, fields
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.lanes import Block, Lanes, units_of
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.packing import Span
 from llmtrain.data.sources.local import file_format
+from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.hashing import mix, permutation
@@ -73,20 +74,15 @@ def replay(
     manifest: Manifest,
     tokenizer: Tokenizer,
     reader: Reader,
-    *,
-    cursors: np.ndarray,
-    next_block: int,
+    state: DataState,
     first: int,
     stop: int,
 ) -> Iterator[tuple[int, Block]]:
-    """Yield blocks first … stop − 1 with their numbers, from the state at `next_block`.
+    """Yield blocks first … stop − 1 with their numbers. Raises as reading does.
 
-    cursors (L, sources, 4): the state of each lane at `next_block`
-    next_block: at most `first`
-
-    Raises as reading does.
+    state: the stream's state at block `first` or before it
     """
-    lanes = Lanes(manifest, tokenizer, reader, cursors, next_block)
+    lanes = Lanes(manifest, tokenizer, reader, state.cursors, state.next_block)
     for g in range(first, stop):
         yield g, lanes.take(g)
 
@@ -149,8 +145,7 @@ def origins(
 
 def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -> int:
     """Return the unit at a position of a lane's list."""
-    units = len(manifest.sources[k].units)
-    return int(units_of(units, manifest.seed, k, epoch, lane, manifest.lanes)[position])
+    return int(units_of(manifest, k, epoch, lane)[position])
 
 
 def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
@@ -182,7 +177,7 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
     if not line.strip():
         return None
     try:
-        parse(line, source.text_column, None)
+        fields(decode_line(line), source.text_column, None)
     except ValueError:
         return None
     row = json.loads(line.removeprefix(BOM).decode("utf-8", "replace"))

@@ -12,21 +12,23 @@ JSON lines end with `\n` only; lines of text with `\n`, `\r\n` or `\r`.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import pyarrow as pa
 
 from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import Unit
 from llmtrain.errors import Problem
 
+T = TypeVar("T")
+
 MIB = 1 << 20
 DECODED_LIMIT = 64 * MIB  # of a compressed file when decoded, and of a line
 LINE_MARGIN = 64 * 1024
-CHUNK_BYTES = 256 * 1024
 TEXT_END = re.compile(rb"\r\n|\n|\r")
 JSON_END = re.compile(rb"\n")
 GZIP_MAGIC = b"\x1f\x8b"
@@ -38,13 +40,6 @@ BOM = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 def end_of_line(kind: str) -> re.Pattern[bytes]:
     """Return the pattern that ends a line in this kind of file, jsonl or text."""
     return JSON_END if kind == "jsonl" else TEXT_END
-
-
-def parse(
-    line: bytes, text_column: str, id_column: str | None
-) -> tuple[bytes | None, bytes | None]:
-    """Return text and id of one JSON line, as bytes. Raises ValueError that says what is wrong."""
-    return fields(decode_line(line), text_column, id_column)
 
 
 def decode_line(line: bytes) -> dict[str, Any]:
@@ -160,7 +155,7 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 
     size: of the file in bytes
     """
-    if compression == "gz":
+    if compression == "gzip":
         if file.read(2) != GZIP_MAGIC:
             return -1  # reading it raises the error
         file.seek(max(0, size - 4))
@@ -178,46 +173,12 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:
     """Return the whole decoded content.
 
-    Raises UnreadableError over DECODED_LIMIT, EOFError if the file is cut off.
+    Raises UnreadableError over DECODED_LIMIT, OSError if the file is cut off.
     """
-    data = bytearray()
-    for chunk in chunks(file, compression, CHUNK_BYTES):
-        data += chunk
-        if len(data) > DECODED_LIMIT:
-            raise UnreadableError(too_large(where))
-    return bytes(data)
-
-
-def chunks(
-    file: io.RawIOBase | io.BufferedReader, compression: str | None, size: int
-) -> Iterator[bytes]:
-    """Yield the decoded content in pieces of about `size` bytes. Raises EOFError if cut off."""
-    match compression:
-        case "gz":
-            with gzip.GzipFile(fileobj=file) as stream:
-                yield from iter(lambda: stream.read(size), b"")
-        case "zst":
-            yield from _unpack_zstd(file, size)
-        case _:
-            yield from iter(lambda: file.read(size) or b"", b"")
-
-
-def _unpack_zstd(file: io.RawIOBase | io.BufferedReader, size: int) -> Iterator[bytes]:
-    """Decode frame by frame: zstandard's stream reader does not notice that a file is cut off."""
-    import zstandard
-
-    decoder = None
-    try:
-        while chunk := file.read(size // 4):
-            while chunk:
-                if decoder is None or decoder.eof:
-                    decoder = zstandard.ZstdDecompressor().decompressobj()
-                yield decoder.decompress(chunk)
-                chunk = decoder.unused_data
-    except zstandard.ZstdError as error:
-        raise OSError(str(error)) from error
-    if decoder is not None and not decoder.eof:
-        raise EOFError("the file ends early")
+    data = bytes(pa.input_stream(file, compression).read(DECODED_LIMIT + 1))
+    if len(data) > DECODED_LIMIT:
+        raise UnreadableError(too_large(where))
+    return data
 
 
 def line_number(
@@ -238,6 +199,22 @@ def too_large(where: str) -> Problem:
     expected = f"a compressed file of at most {DECODED_LIMIT // MIB} MiB when decoded"
     remedy = "rewrite it with `llmtrain data repack`, or split it"
     return Problem(where, "a larger one", expected, remedy)
+
+
+def in_batches(
+    items: Iterable[T], size_of: Callable[[T], int], size: int, count: int
+) -> Iterator[list[T]]:
+    """Yield batches of up to `count` items. One that reaches `size` in sum is ended there."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size_of(item)
+        if total >= size or len(batch) == count:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def read_exactly(file: io.RawIOBase | io.BufferedReader, size: int) -> bytes:

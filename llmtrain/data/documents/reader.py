@@ -26,6 +26,7 @@ from llmtrain.data.documents.units import Units, place_of
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.sources.local import file_format
+from llmtrain.data.token_cache import source as token_cache
 from llmtrain.errors import Problem, UserError
 
 
@@ -76,6 +77,14 @@ class Reader:
         self.units = Units(reading.timeout_seconds, run_dir, reading.cache_bytes, stop, asked)
         self._skipped = Skipped(run_dir and run_dir / FILE_NAME)
         self._in_a_row: dict[str, list[tuple[object, ...]]] = {}  # bad units since a good one
+
+    def documents(
+        self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False
+    ) -> Rows | token_cache.Rows:
+        """Return what `rows` returns, or the documents of a token cache, of which none is bad."""
+        if source.cached:
+            return token_cache.rows_of(source, unit)
+        return self.rows(source, unit, epoch, needed=needed)
 
     def rows(
         self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False

@@ -69,10 +69,11 @@ class Rows:
         ids = None if self.ids is None else self.ids.slice(start, stop - start)
         return Rows(self.texts.slice(start, stop - start), ids, self.skipped)
 
-    def take(self, order: pa.Array) -> Rows:
+    def take(self, order: np.ndarray) -> Rows:
         """Return a copy of some rows in this order; the unit's other memory can then be freed."""
-        ids = None if self.ids is None else self.ids.take(order)
-        return Rows(self.texts.take(order), ids, self.skipped)
+        rows = pa.array(order)
+        ids = None if self.ids is None else self.ids.take(rows)
+        return Rows(self.texts.take(rows), ids, self.skipped)
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ import pyarrow as pa
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError, harmless
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless, needed_on_disk
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def readable(
     """
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+    except (pa.ArrowException, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
             message = f"{place} cannot be read: {error}"
             raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
@@ -193,23 +192,15 @@ def _parse(line: bytes) -> LeftOut | None:
 def _append(path: Path, entries: list[dict[str, object]]) -> None:
     """Append the entries in one write, so that writers do not mix; then sync."""
     data = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                data = b"\n" + data
-            if os.write(descriptor, data) != len(data):
-                raise OSError(f"the disk took only a part of {len(data)} bytes")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with needed_on_disk(path), path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            data = b"\n" + data
+        if file.write(data) != len(data):
+            raise OSError(f"the disk took only a part of {len(data)} bytes")
+        os.fsync(file.fileno())
         if size == 0:
             durable.sync_directory(path.parent)
-    except OSError as error:
-        message = f"{path} cannot be written: {error}"
-        remedy = "make room or repair the disk, then give the same command again"
-        raise RunError(message, DISK_FAILED, remedy) from error
 
 
 def _words(part: LeftOut) -> str:

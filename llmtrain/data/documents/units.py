@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
 from llmtrain.data.documents.lines import (
     MIB,
+    decode_line,
     decompress,
     end_of_line,
-    parse,
+    fields,
     read_owned,
     refuse_utf_16,
 )
@@ -103,9 +104,7 @@ class Units:
         if not source.remote:
             return pq.read_metadata(source.where(file))
         etag = source.files[file].etag
-        return load_footer(
-            self._run_dir, etag, lambda: pq.read_metadata(self._open_range(source, file))
-        )
+        return load_footer(self._run_dir, etag, lambda: pq.read_metadata(self.open(source, file)))
 
     def expect(self, source: Source, unit: Unit) -> None:
         """Begin to read a remote unit that will be asked for soon."""
@@ -136,10 +135,7 @@ class Units:
         """Open a file of a source, here or on the Hub, for reading at any position."""
         if not source.remote:
             return Path(source.where(file)).open("rb")
-        return self._open_range(source, file)
-
-    def _open_range(self, source: Source, file: int, *, again: bool = False) -> RangeFile:
-        return self._ranges.open(hub_file(source, file), again=again)
+        return self._ranges.open(hub_file(source, file))
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
         """Yield the lines of a range or compressed file as (position of the first byte, line)."""
@@ -216,7 +212,7 @@ class Units:
         opened: str | pa.PythonFile = source.where(unit.file)
         if source.remote:
             sliced = unit.stop - unit.start < footer.row_group(unit.group).num_rows
-            ranged = self._open_range(source, unit.file, again=sliced)
+            ranged = self._ranges.open(hub_file(source, unit.file), again=sliced)
             spans = self._spans(source, unit)
             if sum(end - start for start, end in spans) <= HELD_BYTES:
                 ranged.hold(spans)
@@ -239,7 +235,7 @@ class Units:
                 bad.append((position, ""))
                 continue
             try:
-                text, name = parse(line, source.text_column, source.id_column)
+                text, name = fields(decode_line(line), source.text_column, source.id_column)
             except ValueError as error:
                 bad.append((position, str(error)))
             else:

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Cache:
             for _, size, path in found:
                 if total <= KEPT_SHARE * self._limit:
                     break
-                Path(path).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
                 total -= size
         self._left = self._limit - total
 
@@ -112,18 +113,14 @@ def write(path: Path, *parts: bytes) -> None:
         file.writelines(parts)
 
 
-def _ranges(root: Path) -> list[tuple[float, int, str]]:
+def _ranges(root: Path) -> list[tuple[float, int, Path]]:
     """Return (time of last use, size, path) of all ranges, even those that a kill cut off."""
     found = []
-    for directory in root.iterdir():
-        if directory.name == SOURCES or not directory.is_dir():
-            continue
-        for entry in os.scandir(directory):
-            try:
-                facts = entry.stat()
-            except FileNotFoundError:  # another process made room
-                continue
-            found.append((facts.st_mtime, facts.st_size, entry.path))
+    for path in root.glob("*/*"):
+        if path.parent.name != SOURCES:
+            with suppress(FileNotFoundError):  # another process made room
+                facts = path.stat()
+                found.append((facts.st_mtime, facts.st_size, path))
     return found
 
 

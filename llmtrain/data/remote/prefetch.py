@@ -128,11 +128,13 @@ class Ranges:
             raise stop_error()
 
     def _read(self, key: Range, deadline: float) -> bytes:
+        from huggingface_hub import constants
+
         file, start, end = key
         content = self._cache.get(file.etag, start, end) if self._cache else None
         if content is not None:
             return content
-        if start < end and _forbidden():
+        if start < end and constants.HF_HUB_OFFLINE:
             raise UserError(offline(file.url, start, end))
         content = self._remote.fetch(file, start, end, deadline)
         if self._cache:
@@ -144,9 +146,3 @@ class Ranges:
             self._kept[key] = content
             while sum(map(len, self._kept.values())) > KEPT_BYTES:
                 self._kept.popitem(last=False)
-
-
-def _forbidden() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)

@@ -11,7 +11,6 @@ first row is written, but a key may appear, or change its type, as late as in th
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -27,9 +26,9 @@ import pyarrow.parquet as pq
 from llmtrain.data.documents.lines import (
     DECODED_LIMIT,
     MIB,
-    chunks,
     decode_line,
     end_of_line,
+    in_batches,
     to_bytes,
 )
 from llmtrain.data.documents.skipped import readable
@@ -115,7 +114,7 @@ def _arrow(path: Path) -> Tables:
 def _csv(path: Path, compression: str | None) -> Tables:
     def open_csv(types: dict[str, pa.DataType]) -> pacsv.CSVStreamingReader:
         return pacsv.open_csv(
-            _Stream(path, compression),
+            pa.input_stream(str(path), compression),
             pacsv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
             pacsv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             pacsv.ConvertOptions(column_types=types, check_utf8=False),
@@ -144,7 +143,7 @@ def _decode(column: pa.Array) -> pa.Array:
 
 
 def _text(path: Path, compression: str | None, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for lines in _batches(_lines(path, compression, "text")):
+    for lines in _batches(path, compression, "text"):
         texts = [line.decode("utf-8", "replace") for _, line in lines]
         yield pa.record_batch([pa.array(texts, pa.string())], schema=schema)
 
@@ -171,7 +170,7 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
 
 
 def _rows(path: Path, compression: str | None) -> Iterator[list[dict[str, Any]]]:
-    for lines in _batches(_lines(path, compression, "jsonl")):
+    for lines in _batches(path, compression, "jsonl"):
         rows = [_row(path, number, line) for number, line in lines if line.strip()]
         if rows:
             yield rows
@@ -229,24 +228,17 @@ def _value(value: Any, as_text: bool) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _batches(lines: Iterator[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
-    batch: list[tuple[int, bytes]] = []
-    size = 0
-    for number, line in lines:
-        batch.append((number, line))
-        size += len(line)
-        if size >= BATCH_BYTES or len(batch) == 16 * BATCH_ROWS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _batches(path: Path, compression: str | None, kind: str) -> Iterator[list[tuple[int, bytes]]]:
+    lines = _lines(path, compression, kind)
+    return in_batches(lines, lambda one: len(one[1]), BATCH_BYTES, 16 * BATCH_ROWS)
 
 
 def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line without its end)."""
     end = end_of_line(kind)
     number, rest = 1, b""
-    for chunk in _chunks(path, compression):
+    stream = pa.input_stream(str(path), compression)
+    while chunk := stream.read(CHUNK_BYTES):
         data, position = rest + chunk, 0
         for found in end.finditer(data, max(0, len(rest) - 1)):
             if found.end() == len(data) and data.endswith(b"\r"):
@@ -259,31 +251,3 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
             raise UserError(Problem(f"{path}, line {number}", "a longer line", expected))
     if rest:
         yield number, rest.removesuffix(b"\r") if kind == "text" else rest
-
-
-def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from chunks(file, compression, CHUNK_BYTES)
-
-
-class _Stream(io.RawIOBase):
-    """The decoded chunks of a file as a file object, for pyarrow."""
-
-    def __init__(self, path: Path, compression: str | None) -> None:
-        super().__init__()
-        self._chunks = _chunks(path, compression)
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = chunk
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count

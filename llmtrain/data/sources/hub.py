@@ -30,8 +30,8 @@ from llmtrain.data.remote.request import (
 )
 from llmtrain.data.remote.retry import ATTEMPT_SECONDS, back_off, pause
 from llmtrain.data.sources import local
-from llmtrain.data.sources.local import NOT_DATA, SHOWN, File, Resolved, bounded, file_format
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.data.sources.local import NOT_DATA, File, Resolved, bounded, file_format, first_few
+from llmtrain.errors import Problem, UserError, first_line, harmless
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -137,20 +137,20 @@ def _builder(source: SourceConfig, key: str) -> DatasetBuilder:
     except DatasetNotFoundError as error:
         raise UserError(_not_found(source, key, str(error))) from error
     except (DataFilesNotFoundError, EmptyDatasetError) as error:
-        value = f"{source.path} ({_first_line(error)})"
+        value = f"{source.path} ({first_line(error)})"
         raise UserError(Problem(key, value, f"a data set with {FORMATS}", CONVERT)) from error
     except json.JSONDecodeError as error:
         raise OSError(f"an answer that is no JSON: {error}") from error
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
-            raise OSError(_first_line(error)) from error
+            raise OSError(first_line(error)) from error
         remedy = "the Hub may have it as parquet: try the revision refs/convert/parquet"
-        value = f"{source.path} ({_first_line(error)})"
+        value = f"{source.path} ({first_line(error)})"
         raise UserError(Problem(key, value, FORMATS, remedy)) from error
     except ValueError as error:
         raise UserError(_wrong_config(source, key, error)) from error
     except DatasetsError as error:
-        expected = f"a data set that can be read ({_first_line(error)})"
+        expected = f"a data set that can be read ({first_line(error)})"
         raise UserError(Problem(key, f"{source.path}, name {source.name}", expected)) from error
 
 
@@ -178,21 +178,15 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
 
     names = datasets.get_dataset_config_names(source.path, revision=source.revision)
     if source.name in names or len(names) < (2 if source.name is None else 1):
-        expected = f"a data set that can be read ({_first_line(error)})"
+        expected = f"a data set that can be read ({first_line(error)})"
         return Problem(key, source.path, expected)
     return Problem(_beside(key, "name"), source.name, f"one of: {_nearest(source.name, names)}")
 
 
 def _nearest(asked: str | None, there: Iterable[Any]) -> str:
     """Return the first few names that exist, those most similar to `asked` first."""
-    names = [str(name) for name in there]
-
-    def likeness(name: str) -> float:
-        return difflib.SequenceMatcher(None, asked or "", name).ratio()
-
-    ordered = sorted(names, key=likeness, reverse=True)
-    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more if ordered else "none"
+    likeness = {str(n): difflib.SequenceMatcher(None, asked or "", str(n)).ratio() for n in there}
+    return first_few(sorted(likeness, key=likeness.__getitem__, reverse=True)) or "none"
 
 
 def _warn_of_left_out(
@@ -208,10 +202,7 @@ def _warn_of_left_out(
         there = _names(entries, root)
         left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
     if left:
-        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-        log.warning(
-            "%s: files of other types are not read: %s%s", root, ", ".join(left[:SHOWN]), more
-        )
+        log.warning("%s: files of other types are not read: %s", root, first_few(left))
 
 
 def _names(entries: Iterable[Any], root: str) -> list[str]:
@@ -248,10 +239,10 @@ def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
         except (OSError, httpx2.HTTPError, AttemptError) as error:
             status, asked = _status(error)
             if status in REFUSED:
-                expected = f"an answer of the Hub ({_first_line(error)})"
+                expected = f"an answer of the Hub ({first_line(error)})"
                 problem = Problem(what, f"HTTP {status}", expected, REFUSED[status])
                 raise UserError(problem) from error
-            reason = _first_line(error)
+            reason = first_line(error)
             wait = back_off(failures, asked, deadline, what, reason)
         log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
         pause(wait, stop)
@@ -281,7 +272,3 @@ def _offline(source: SourceConfig, key: str) -> Problem:
 def _beside(key: str, name: str) -> str:
     """Replace the last part of a key, as in data.sources.0.path → data.sources.0.name."""
     return f"{key.rsplit('.', 1)[0]}.{name}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

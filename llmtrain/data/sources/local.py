@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from llmtrain.errors import Problem, UserError, harmless
 
 SAMPLE = "sample"
 EDGE_BYTES = 64 * 1024
+ANY_SOURCE = "a file, a directory, a glob, a data set id of the Hub (OWNER/NAME), or sample"
 SHOWN = 8  # how many problems of one kind a message lists
 FORMATS = {
     ".parquet": "parquet",
@@ -28,7 +30,7 @@ FORMATS = {
     ".json": "jsonl",
     ".txt": "text",
 }
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 INDEX = ".idx"  # of a token cache, with a .bin beside it
 # Files that are found beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
@@ -54,7 +56,7 @@ class Format(NamedTuple):
     """How a file is read.
 
     kind: parquet, jsonl, text …
-    compression: None, gz or zst
+    compression: None, gzip or zstd
     """
 
     kind: str
@@ -144,9 +146,9 @@ def is_index(name: str) -> bool:
 def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
     """Return how a file of this name is read; None if that is unknown. kinds: suffix → kind."""
     stem, compression = name.lower(), None
-    for suffix in COMPRESSED:
+    for suffix, codec in COMPRESSED.items():
         if stem.endswith(suffix):
-            stem, compression = stem.removesuffix(suffix), suffix[1:]
+            stem, compression = stem.removesuffix(suffix), codec
     kind = kinds.get(Path(stem).suffix)
     if kind is None or (compression and kind in ("parquet", "arrow")):
         return None
@@ -159,12 +161,17 @@ def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     for source in sources:
         base = source.path.rstrip("/").rsplit("/", 1)[-1]
         named = source.name and not is_local(source.path)
-        base = f"{base}/{source.name}" if named else base
-        label, count = base, 2
-        while label in names:
-            label, count = f"{base}-{count}", count + 1
-        names.append(label)
-    return tuple(names)
+        names.append(f"{base}/{source.name}" if named else base)
+    return distinct(names)
+
+
+def distinct(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names, with `-2`, `-3` … after those that occurred before."""
+    found: list[str] = []
+    for base in names:
+        every = chain([base], (f"{base}-{number}" for number in count(2)))
+        found.append(next(name for name in every if name not in found))
+    return tuple(found)
 
 
 def edges_digest(path: Path) -> str:
@@ -194,7 +201,7 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
         pattern = str(Path(path).absolute().relative_to(root))
         found = _only_files(root.glob(pattern), key)
         if not found:
-            raise UserError(_no_match(path, root, key))
+            raise UserError(_nothing_there(path, key, "a glob that matches files"))
         return found
     if not Path(path).is_dir():
         return _only_files([Path(path).absolute()], key)
@@ -284,28 +291,21 @@ def _listing(directory: Path) -> str:
     """List the entries of a directory for a message."""
     entries = directory.iterdir()
     names = sorted(harmless(_printable(Path(one.name))) + "/" * one.is_dir() for one in entries)
+    return first_few(names) or "nothing"
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first few names for a message, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more if names else "nothing"
+    return ", ".join(names[:SHOWN]) + more
 
 
-def _no_match(path: str, root: Path, key: str) -> Problem:
-    while not root.is_dir():
-        root = root.parent
-    return Problem(
-        key, path, "a glob that matches files", f"see what is there: {root} holds {_listing(root)}"
-    )
-
-
-def _nothing_there(path: str, key: str) -> Problem:
-    parent = Path(path).absolute().parent
-    while not parent.is_dir():
-        parent = parent.parent
-    return Problem(
-        key,
-        path,
-        "a file, a directory, a glob, a data set id of the Hub (OWNER/NAME), or sample",
-        f"see what is there: {parent} holds {_listing(parent)}",
-    )
+def _nothing_there(path: str, key: str, expected: str = ANY_SOURCE) -> Problem:
+    """Return the problem of a path without files, with what is in the nearest directory."""
+    near = Path(path).absolute().parent
+    while not near.is_dir():
+        near = near.parent
+    return Problem(key, path, expected, f"see what is there: {near} holds {_listing(near)}")
 
 
 def _unknown_suffix(path: Path, key: str) -> Problem:

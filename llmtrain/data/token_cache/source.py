@@ -74,10 +74,12 @@ class Rows:
     """The documents of a unit, with the methods of `documents.rows.Rows`.
 
     numbers (n,): the documents' numbers in their source
+    skipped: nothing is ever left out
     """
 
     documents: Documents
     numbers: np.ndarray
+    skipped: int = 0
 
     def __len__(self) -> int:
         return len(self.numbers)

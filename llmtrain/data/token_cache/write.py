@@ -25,11 +25,12 @@ import numpy as np
 import xxhash
 
 from llmtrain import durable
+from llmtrain.data.documents.lines import in_batches
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.token_cache.file import DTYPES, HEADER, MAGIC, VERSION
 from llmtrain.data.tokens.tokenizer import Backend, Tokenizer, open_tokenizer
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, RunError
+from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 
 BATCH_DOCUMENTS = 64  # documents tokenized in one call
 BATCH_CHARACTERS = 1 << 18
@@ -87,7 +88,9 @@ def write_part(task: Task) -> Counts:
         text, was_replaced = rows.text(row)
         dropped, replaced = dropped + (text is None), replaced + was_replaced
         texts += [] if text is None else [text]
-    documents = [ids for batch in _batches(texts) for ids in tokenizer.documents(batch)]
+    # In batches, so that long documents are not in memory twice.
+    batches = in_batches(texts, len, BATCH_CHARACTERS, BATCH_DOCUMENTS)
+    documents = [ids for batch in batches for ids in tokenizer.documents(batch)]
     tokens = sum(map(len, documents))
     counts = Counts(len(documents), tokens, dropped, replaced, rows.skipped)
     lengths = np.array([len(ids) for ids in documents], "<i4")
@@ -112,15 +115,13 @@ def counts_of(path: Path, code: int) -> Counts | None:
 
     Raises RunError if the disk fails.
     """
-    try:
+    with needed_on_disk(path):
+        if not path.exists():
+            return None
         size = path.stat().st_size
         with path.open("rb") as file:
             file.seek(max(0, size - TRAILER_BYTES))
             trailer = file.read(COUNTS.size)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise disk_failed(error) from error
     if len(trailer) < COUNTS.size:
         return None
     counts = Counts(*COUNTS.unpack(trailer))
@@ -153,11 +154,8 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file as `durable.replacing` does. Raises RunError (74) if the disk fails."""
-    try:
-        with durable.replacing(path, shared=True) as file:
-            yield file
-    except OSError as error:
-        raise disk_failed(error, path) from error
+    with needed_on_disk(path), durable.replacing(path, shared=True) as file:
+        yield file
 
 
 @contextmanager
@@ -168,29 +166,8 @@ def room_needed() -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        raise disk_failed(error) from error
-
-
-def disk_failed(error: OSError, path: Path | None = None) -> RunError:
-    """Return the error of a disk that fails."""
-    what = f"{error.filename or path or 'a file'}: {error.strerror or error}"
-    return RunError(
-        f"cannot write {what}",
-        DISK_FAILED,
-        "make room or repair the disk, then give the same command again: it continues",
-    )
-
-
-def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the texts in batches, so that long documents are not in memory twice."""
-    first = characters = 0
-    for index, text in enumerate(texts):
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS or index + 1 - first == BATCH_DOCUMENTS:
-            yield texts[first : index + 1]
-            first, characters = index + 1, 0
-    if first < len(texts):
-        yield texts[first:]
+        with needed_on_disk(Path(error.filename or "a file")):
+            raise error
 
 
 def _append(part: Path, code: int, tokens: BinaryIO, indices: BinaryIO) -> None:

@@ -104,6 +104,7 @@ class Tokenizer:
     pad: id of the pad token; of the end-of-text token if there is no pad token
     length: ids are below it
     digest: of its files
+    awkward: texts on which it may differ from another: `PROBES`, and its added tokens
     _control: strings from which the model would make a control token; None = no such strings
     """
 
@@ -115,7 +116,7 @@ class Tokenizer:
     backend: Backend
     _encoder: Encoder = field(repr=False)
     _control: re.Pattern[str] | None = field(repr=False)
-    _awkward: tuple[str, ...] = field(repr=False)
+    awkward: tuple[str, ...] = field(repr=False)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the text's own ids (n,) int32: no begin or end token, no control tokens."""
@@ -136,15 +137,10 @@ class Tokenizer:
         return self._encoder.decode([int(i) for i in ids])
 
     @property
-    def awkward(self) -> tuple[str, ...]:
-        """Texts on which this tokenizer may differ from another: `PROBES`, and its added tokens."""
-        return self._awkward
-
-    @property
     def probe(self) -> str:
         """Digest of the ids of the awkward texts: equal if and only if the ids are."""
         digest = xxhash.xxh3_64()
-        for ids in self.encode_batch(self._awkward):
+        for ids in self.encode_batch(self.awkward):
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
         return digest.hexdigest()
 
@@ -188,7 +184,7 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
         backend=backend,
         _encoder=encoder,
         _control=re.compile("|".join(map(re.escape, control))) if control else None,
-        _awkward=(
+        awkward=(
             *PROBES,
             "".join(f"a{t['content']} b {t['content']}" for t in added_tokens(description)),
         ),

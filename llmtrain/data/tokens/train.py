@@ -23,8 +23,9 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
     It keeps one count for each distinct word in memory. Raises UserError if `entries` is less than
     the 256 byte symbols and the special token, or if the texts are too small to reach it.
     """
+    asked = f"{{train: {entries}}}"
     if entries < SMALLEST:
-        raise UserError(Problem("model.tokenizer", _value(entries), f"at least {SMALLEST} entries"))
+        raise UserError(Problem("model.tokenizer", asked, f"at least {SMALLEST} entries"))
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -39,7 +40,9 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
     tokenizer.train_from_iterator(texts, trainer=trainer)
     reached = tokenizer.get_vocab_size()
     if reached != entries:
-        raise UserError(_too_little_text(entries, reached))
+        expected = f"text enough for {entries} entries; the training text gives {reached}"
+        remedy = f"{{train: {reached}}}, or more text"
+        raise UserError(Problem("model.tokenizer", asked, expected, remedy))
     return str(tokenizer.to_str(pretty=False))
 
 
@@ -58,16 +61,3 @@ def tokenizer_config() -> str:
         "model_max_length": 10**30,  # transformers' own number for "no limit"
     }
     return json.dumps(fields, indent=2) + "\n"
-
-
-def _value(entries: int) -> str:
-    return f"{{train: {entries}}}"
-
-
-def _too_little_text(entries: int, reached: int) -> Problem:
-    return Problem(
-        "model.tokenizer",
-        _value(entries),
-        f"text enough for {entries} entries; the training text gives {reached}",
-        f"{{train: {reached}}}, or more text",
-    )

@@ -148,7 +148,7 @@ def _inspection(
     found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
     once = epoch(manifest, tokenizer, reading, found)
     packed = _pack(manifest, tokenizer, reader, blocks, once.blocks)
-    read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed.padding)
+    read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed["padding"])
     return Inspection(
         sources=tuple(_facts(manifest, k, found[k], read) for k in numbers),
         lanes=manifest.lanes,
@@ -158,13 +158,9 @@ def _inspection(
         tokens_per_byte=sum(one.all.tokens for one in found)
         / max(1, sum(one.all.bytes for one in found)),
         steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
-        padding=packed.padding,
-        documents_cut=packed.documents_cut,
-        measured_blocks=packed.blocks,
-        measured_documents=packed.documents,
         lengths=_buckets(found),
-        blocks=packed.shown,
         estimated=_estimates(manifest, found, once),
+        **packed,
     )
 
 
@@ -183,65 +179,37 @@ def _estimates(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tupl
     return (*names, "documents_cut")
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """Counts of the first blocks.
-
-    blocks: how many were counted
-    documents: how many begin in these blocks
-    padding: share of padding among their tokens
-    documents_cut: share of these documents that are cut
-    """
-
-    blocks: int
-    documents: int
-    padding: float
-    documents_cut: float
-    shown: tuple[Shown, ...]
-
-
 def _pack(
     manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
-) -> _Packed:
-    """Count in the first blocks, and keep the first `wanted` of them to show."""
+) -> dict[str, Any]:
+    """Count in the first blocks, and keep the first `wanted` of them to show.
+
+    Return the fields of `Inspection` that this fills. A document that begins with the last id of a
+    block is not counted there: it begins again in the lane's next block.
+    """
     enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
     count = max(wanted, manifest.lanes, enough)
-    cursors = DataState.fresh(manifest).cursors
     shown: list[Shown] = []
     began: set[Document] = set()
     whole: set[Document] = set()
     pads = blocks = 0
-    for g, block in replay(
-        manifest, tokenizer, reader, cursors=cursors, next_block=0, first=0, stop=count
-    ):
+    for g, block in replay(manifest, tokenizer, reader, DataState.fresh(manifest), 0, count):
         if g < wanted:
             shown.append(_shown(manifest, tokenizer, g, block))
         if block.source >= 0:
             blocks, pads = blocks + 1, pads + _padding(manifest, block)
-            _note_documents(manifest, tokenizer, g, block, began, whole)
-    padding = pads / max(1, blocks * (manifest.seq_len + 1))
-    cut = len(began - whole) / max(1, len(began))
-    return _Packed(blocks, len(began), padding, cut, tuple(shown))
-
-
-def _note_documents(
-    manifest: Manifest,
-    tokenizer: Tokenizer,
-    g: int,
-    block: Block,
-    began: set[Document],
-    whole: set[Document],
-) -> None:
-    """Add the documents that begin in this block to `began`, and those complete in it to `whole`.
-
-    One that begins with the last id is not counted: it begins again in the lane's next block.
-    """
-    for span in block.spans:
-        if span.start == 0 and span.at < manifest.seq_len:
+        for span in (s for s in block.spans if s.start == 0 and s.at < manifest.seq_len):
             document = document_of(manifest, g, block, span)
             began.add(document)
             if is_whole(manifest, tokenizer, document, block, span):
                 whole.add(document)
+    return {
+        "padding": pads / max(1, blocks * (manifest.seq_len + 1)),
+        "documents_cut": len(began - whole) / max(1, len(began)),
+        "measured_blocks": blocks,
+        "measured_documents": len(began),
+        "blocks": tuple(shown),
+    }
 
 
 def _padding(manifest: Manifest, block: Block) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from llmtrain.config.binding import data_settings
@@ -22,28 +22,22 @@ FILES = (contents.MANIFEST, "skipped-units.jsonl")
 
 
 @contextmanager
-def aside(run_dir: Path) -> Iterator[Path]:
+def aside(run_dir: Path | None) -> Iterator[Path]:
     """Yield a temporary directory with the manifest, tokenizer and notes of a run, if any."""
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        _copy(run_dir.absolute(), Path(folder))
+        if run_dir is not None:
+            _copy(run_dir.absolute(), Path(folder))
         yield Path(folder)
 
 
-@contextmanager
-def aside_unless_other(config: Config) -> Iterator[Path]:
-    """Yield what `aside` does for the run of `config`; empty if that run has other sources.
+def aside_unless_other(config: Config) -> AbstractContextManager[Path]:
+    """Return what `aside` does for the run of `config`; empty if that run has other sources.
 
     Looking at data is no part of a run, so an existing run does not limit which data can be seen.
     """
-    run_dir = config.run_dir
-    manifest = run_dir / contents.MANIFEST
-    if manifest.exists() and has_other_sources(manifest, data_settings(config)):
-        with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-            (Path(folder) / "footers").mkdir()
-            yield Path(folder)
-    else:
-        with aside(run_dir) as directory:
-            yield directory
+    manifest = config.run_dir / contents.MANIFEST
+    other = manifest.exists() and has_other_sources(manifest, data_settings(config))
+    return aside(None if other else config.run_dir)
 
 
 def _copy(run_dir: Path, folder: Path) -> None:

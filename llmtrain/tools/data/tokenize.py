@@ -36,6 +36,7 @@ from llmtrain.config.schema import (
 )
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import Manifest
+from llmtrain.data.sources.local import distinct
 from llmtrain.data.survey import check
 from llmtrain.data.token_cache.file import dtype_code
 from llmtrain.data.token_cache.source import describe_tokenizer
@@ -98,14 +99,7 @@ def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokeni
 
 def file_names(labels: Sequence[str]) -> tuple[str, ...]:
     """Return a different file name for each label, of letters, digits, dots and dashes."""
-    names: list[str] = []
-    for label in labels:
-        base = re.sub(r"[^\w.-]+", "-", label).strip("-._") or "source"
-        name, count = base, 2
-        while name in names:
-            name, count = f"{base}-{count}", count + 1
-        names.append(name)
-    return tuple(names)
+    return distinct(re.sub(r"[^\w.-]+", "-", label).strip("-._") or "source" for label in labels)
 
 
 def _what_counts(config: Config) -> Config:

@@ -209,7 +209,12 @@ def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step:
     others = [i for i, line in enumerate(noted) if line["fingerprint"] != manifest.fingerprint]
     # The step was saved with data or settings that were replaced later.
     if others and others[-1] >= count:
-        raise _changed_since(step, noted[others[-1]]["step"])
+        expected = (
+            f"a step after {noted[others[-1]]['step']}: up to there the run had other data or "
+            "settings, which checkpoint.accept_changes let it replace, and its manifest.json knows "
+            "the new ones"
+        )
+        raise UserError(Problem("--step", step, expected))
     if state.fingerprint != manifest.fingerprint:
         state = carry_over(state, manifest)
     return replace(state, next_block=position * blocks_per_step)
@@ -240,19 +245,9 @@ def _standing(
     return standing
 
 
-def _changed_since(step: int, last: int) -> UserError:
-    expected = (
-        f"a step after {last}: up to there the run had other data or settings, which "
-        "checkpoint.accept_changes let it replace, and its manifest.json knows the new ones"
-    )
-    return UserError(Problem("--step", step, expected))
-
-
 def _check_data(manifest: Manifest, tokenizer: Tokenizer) -> None:
-    problems = [
-        *differing_tokenizer(manifest, tokenizer),
-        *map(_with_way_out, changed_files(manifest)),
-    ]
+    problems = differing_tokenizer(manifest, tokenizer)
+    problems += map(_with_way_out, changed_files(manifest))
     if problems:
         raise UserError(*problems)
 
@@ -273,15 +268,8 @@ def _replay(
     digests: dict[int, int] = {}
     kept: list[tuple[int, Block]] = []
     wanted = {step, _checking(start, step)}
-    blocks = replay(
-        manifest,
-        tokenizer,
-        reader,
-        cursors=state.cursors,
-        next_block=state.next_block,
-        first=(step - 1) * size,
-        stop=max(wanted) * size,
-    )
+    first, stop = (step - 1) * size, max(wanted) * size
+    blocks = replay(manifest, tokenizer, reader, state, first, stop)
     for number in range(step, max(wanted) + 1):
         numbered = [next(blocks) for _ in range(size)]
         if number in wanted:

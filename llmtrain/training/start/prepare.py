@@ -63,7 +63,7 @@ def prepare(
     _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
-        lanes = manifests.glance(run_dir / MANIFEST).lanes
+        lanes = manifests.glance(run_dir / MANIFEST)["lanes"]
     found = survey(data_settings(config), processes, run_dir, lanes, stop)
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
@@ -106,9 +106,9 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
 
     Returns [] if one is not: the check that follows on every rank refuses it.
     """
-    known = manifests.glance(run_dir / MANIFEST)
+    made_with = manifests.glance(run_dir / MANIFEST)["made_with"]
     settings = data_settings(config)
-    keys = [change.key for change in changes(known.made_with, settings.values)]
+    keys = [change.key for change in changes(made_with, settings.values)]
     try:
         keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
     except UserError as error:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from helpers.config import written
+from helpers.rings import diagonal
 
 from llmtrain.cli.escapes import columns
 from llmtrain.cli.plan_view import show_plan
@@ -38,8 +39,9 @@ def rows(text, name):
     return [line for line in text.splitlines() if line[2:].split()[:1] == [name]]
 
 
-@pytest.mark.parametrize("asked", [HERE, (8, 8, 80.0, None), (1, 1, 24.0, 64.0)])
-@pytest.mark.parametrize("text", [SMALL, LARGE])
+@pytest.mark.parametrize(
+    ("asked", "text"), diagonal([HERE, (8, 8, 80.0, None), (1, 1, 24.0, 64.0)], [SMALL, LARGE])
+)
 def test_no_line_is_wider_than_80_columns_or_has_control_characters(tmp_path, capsys, asked, text):
     _, out, _ = shown(tmp_path, capsys, asked, text=text)
     assert max(columns(line) for line in out.splitlines()) <= 80

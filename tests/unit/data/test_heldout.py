@@ -212,7 +212,7 @@ def own(config, place, tmp_path, reading=None):
 
 def test_with_evaluation_sources_nothing_is_held_out_of_the_others(place):
     found = survey(data_settings(with_evaluation(place, place / "b.parquet")), 1)
-    assert found.own_evaluation
+    assert freeze(found, open_tokenizer(place / "tokenizer")).own_evaluation
     assert [(source.heldout_units, source.threshold) for source in found.sources] == [((), 0)]
 
 

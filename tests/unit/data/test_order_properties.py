@@ -137,7 +137,7 @@ def state_after(manifest, state, batches, next_block):
     merged = merge_cursors(
         state.cursors, parts, first_block=state.next_block, next_block=next_block
     )
-    after = state.after(next_block, merged, 0, {})
+    after = replace(state, next_block=next_block, cursors=merged, stream_digest=0, counts={})
     return DataState.from_json(json.loads(json.dumps(after.to_json())))
 
 

@@ -22,10 +22,15 @@ def manifests(tmp_path_factory):
     ]
 
 
+def after(state, next_block, cursors, stream_digest, counts):
+    moved = {"cursors": cursors, "stream_digest": stream_digest, "counts": counts}
+    return replace(state, next_block=next_block, **moved)
+
+
 def test_a_state_comes_back_from_json_as_it_was(manifests):
     cursors = np.arange(24 * 4).reshape(24, 1, 4)
     counts = {"a": {"dropped": 3, "replaced": 1}}
-    state = DataState.fresh(manifests[0]).after(480, cursors, 2**64 - 1, counts)
+    state = after(DataState.fresh(manifests[0]), 480, cursors, 2**64 - 1, counts)
     again = DataState.from_json(json.loads(json.dumps(state.to_json())))
     assert again.to_json() == state.to_json()
     assert np.array_equal(again.cursors, cursors)
@@ -42,7 +47,7 @@ def test_a_state_is_at_most_1_kb_and_24_bytes_a_lane_and_source(manifests, lanes
     cursors = np.tile([12, 41025, 999, 4096], (lanes, sources, 1))
     met = {"dropped": 12345, "replaced": 1234, "heldout": 123456, "left_over_tokens": 12345}
     counts = dict.fromkeys(manifest.labels, met)
-    state = DataState.fresh(manifest).after(10**9, cursors, 2**64 - 1, counts)
+    state = after(DataState.fresh(manifest), 10**9, cursors, 2**64 - 1, counts)
     text = json.dumps(state.to_json(), separators=(",", ":"))
     assert len(text) <= 1024 + 24 * lanes * sources
 
@@ -74,7 +79,7 @@ def test_what_accept_changes_names_is_no_mismatch(manifests):
 
 def test_other_blocks_of_the_same_order_begin_each_lanes_document_again(manifests):
     cursors = np.tile([1, 2, 3, 4], (24, 1, 1))
-    state = DataState.fresh(manifests[0]).after(48, cursors, 1, {})
+    state = after(DataState.fresh(manifests[0]), 48, cursors, 1, {})
     longer = replace(manifests[0], seq_len=32)
     again = carry_over(state, longer)
     assert (again.cursors == [1, 2, 3, 0]).all()
@@ -83,7 +88,7 @@ def test_other_blocks_of_the_same_order_begin_each_lanes_document_again(manifest
 
 def test_another_order_begins_at_its_beginning(manifests):
     cursors = np.tile([1, 2, 3, 4], (24, 1, 1))
-    state = DataState.fresh(manifests[0]).after(48, cursors, 1, {"a": {"dropped": 1}})
+    state = after(DataState.fresh(manifests[0]), 48, cursors, 1, {"a": {"dropped": 1}})
     again = carry_over(state, manifests[1])
     assert not again.cursors.any()
     assert (again.next_block, again.counts) == (48, {"a": {"dropped": 1}})

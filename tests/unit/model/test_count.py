@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.rings import diagonal
 from helpers.saved_bytes import saved_bytes
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -69,9 +70,9 @@ def total(described: Any, seq_len: int, arithmetic: str, checkpointing: str = "n
     return saved.blocks + saved.once
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    ("name", "arithmetic", "checkpointing"), diagonal(CONFIGS, ARITHMETICS, ["none", "full"])
+)
 def test_the_count_is_what_a_real_forward_saves_to_the_byte(
     name: str, arithmetic: str, checkpointing: str
 ) -> None:

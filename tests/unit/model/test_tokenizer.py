@@ -1,8 +1,10 @@
 """The run's tokenizer: what transformers saves is what the data room opens."""
 
+import json
 from pathlib import Path
 
 import pytest
+from helpers.corpus import write_tokenizer
 from transformers import AutoTokenizer
 
 from llmtrain.data.tokens.tokenizer import open_tokenizer
@@ -60,3 +62,12 @@ def test_a_tokenizer_nested_without_end_is_refused(tmp_path, read):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"model\.tokenizer"):
         read(tmp_path)
+
+
+def test_a_models_config_that_cannot_be_read_beside_the_tokenizer_is_one_message(tmp_path):
+    folder = write_tokenizer(tmp_path / "model")
+    fields = {"model_type": "llama", "vocab_size": None}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"config\.json .*'vocab_size'.*None") as refused:
+        special_tokens(folder)
+    assert refused.value.problems[0].key == "model.tokenizer"

@@ -1,5 +1,6 @@
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -48,19 +49,10 @@ def manifest_of(place, packing):
 
 
 def replayed(manifest, place, *, first=0, stop=BLOCKS, cursors=None, next_block=0):
-    if cursors is None:
-        cursors = DataState.fresh(manifest).cursors
-    return list(
-        replay(
-            manifest,
-            open_tokenizer(place / "tokenizer"),
-            Reader(Reading(60)),
-            cursors=cursors,
-            next_block=next_block,
-            first=first,
-            stop=stop,
-        )
-    )
+    state = replace(DataState.fresh(manifest), next_block=next_block)
+    state = state if cursors is None else replace(state, cursors=cursors)
+    tokenizer = open_tokenizer(place / "tokenizer")
+    return list(replay(manifest, tokenizer, Reader(Reading(60)), state, first, stop))
 
 
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
@@ -158,8 +150,7 @@ def test_only_the_lanes_that_are_asked_for_are_walked(place):
     manifest = manifest_of(place, "concat")
     reader = Reader(Reading(60))
     tokenizer = open_tokenizer(place / "tokenizer")
-    cursors = DataState.fresh(manifest).cursors
-    list(replay(manifest, tokenizer, reader, cursors=cursors, next_block=0, first=3, stop=4))
+    list(replay(manifest, tokenizer, reader, DataState.fresh(manifest), first=3, stop=4))
     assert reader.units.reads == 1
 
 

@@ -125,7 +125,7 @@ def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path):
 
 
 def test_a_disk_that_takes_no_record_ends_the_run(tmp_path):
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(RunError, match="cannot write"):
         Skipped(tmp_path / "missing" / FILE_NAME).add([(PART, "x")])
 
 

@@ -137,8 +137,8 @@ def test_a_name_that_is_not_utf_8_is_refused(tree, name):
 
 def test_a_suffix_chooses_format_and_compression():
     assert file_format("a.parquet") == ("parquet", None)
-    assert file_format("a.b.jsonl.zst") == ("jsonl", "zst")
-    assert file_format("A.JSON.GZ") == ("jsonl", "gz")
+    assert file_format("a.b.jsonl.zst") == ("jsonl", "zstd")
+    assert file_format("A.JSON.GZ") == ("jsonl", "gzip")
     assert file_format("a.txt") == ("text", None)
     for name in ("a.parquet.gz", "a.csv", "a.gz", "a", "parquet"):
         assert file_format(name) is None

@@ -295,7 +295,7 @@ def test_whole_documents_are_packed_from_a_cache_too(place):
         while cursor.epoch == 0:
             (block,) = lane_blocks(manifest, place, index, 1, cursor)
             for span in block.spans:
-                units = units_of(len(source.units), manifest.seed, 0, span.epoch, index, 3)
+                units = units_of(manifest, 0, span.epoch, index)
                 u = int(units[span.unit])
                 unit = source.units[u]
                 key = mix(manifest.seed, 2, 0, span.epoch, u)

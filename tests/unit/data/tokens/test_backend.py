@@ -46,7 +46,7 @@ def test_tiktoken_is_taken_where_the_ids_are_equal(small, log):
     assert "tiktoken: ids equal those of tokenizers on 20 documents" in log.text
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3", marks=pytest.mark.wide)])
 def test_real_byte_level_tokenizers_get_tiktoken(tmp_path, name):
     directory = vocabularies.saved(name, tmp_path)
     texts = [

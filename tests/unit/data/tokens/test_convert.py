@@ -4,6 +4,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from helpers import corpus, vocabularies
+from helpers.rings import diagonal
 from helpers.vocabularies import description, edited, library_ids
 
 from llmtrain.data.tokens.convert import byte_symbols, convert, find_unreached, obstacles
@@ -135,8 +136,9 @@ def test_the_same_ids_as_the_library_on_awkward_texts(convertible):
         assert converted.encode_part(text).tolist() == library_ids(convertible, text), repr(text)
 
 
-@pytest.mark.parametrize("language", ["20140304.en", "20210520.vi"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+@pytest.mark.parametrize(
+    ("language", "name"), diagonal(["20140304.en", "20210520.vi"], ["gpt2", "qwen3"])
+)
 def test_the_same_ids_as_the_library_on_real_documents(real, name, language):
     directory = real(name)
     texts = vocabularies.real_texts(language, 300)

@@ -5,6 +5,7 @@ import numpy as np
 import psutil
 import pytest
 from helpers import corpus, vocabularies
+from helpers.rings import diagonal
 from helpers.vocabularies import library_ids, shared, word_pieces
 
 from llmtrain.data.tokens.probe_texts import PROBES
@@ -151,8 +152,9 @@ def test_long_texts_are_cut_where_a_word_begins():
     assert split_long("", 10) == [""]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("unit", ["river under moss ", "river\nunder\nmoss. "])
+@pytest.mark.parametrize(
+    ("backend", "unit"), diagonal(BACKENDS, ["river under moss ", "river\nunder\nmoss. "])
+)
 def test_a_document_of_more_than_a_mi_characters_has_the_ids_of_the_whole(small, backend, unit):
     tokenizer = open_tokenizer(small, backend)
     text = unit * 70_000

@@ -60,10 +60,10 @@ def planned(described: Any, micro: int, seq_len: int, arithmetic: str, checkpoin
         pytest.param("llama 1B", "fp32", "selective", marks=pytest.mark.slow),
         ("llama 1B, 5 blocks", "fp32", "selective"),
         pytest.param("llama 8B", "autocast", "none", marks=pytest.mark.slow),
-        ("llama 8B, 5 blocks", "autocast", "none"),
+        pytest.param("llama 8B, 5 blocks", "autocast", "none", marks=pytest.mark.wide),
         ("few words", "fp32", "full"),
-        ("few words", "autocast", "none"),
-        ("few words", "autocast", "selective"),
+        pytest.param("few words", "autocast", "none", marks=pytest.mark.wide),
+        pytest.param("few words", "autocast", "selective", marks=pytest.mark.wide),
     ],
 )
 def test_the_plan_is_the_peak_of_two_steps(name: str, arithmetic: str, checkpointing: str) -> None:

@@ -192,7 +192,7 @@ def test_a_run_directory_is_looked_at_without_changing_it(place, tmp_path):
     prepare(config, run_dir, 6, None)  # as for six processes: other lanes than alone
     (run_dir / "skipped-units.jsonl").write_text("")
     before = {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in run_dir.rglob("*")}
-    lanes = manifests.glance(run_dir / "manifest.json").lanes
+    lanes = manifests.glance(run_dir / "manifest.json")["lanes"]
     assert inspect(config, blocks=0).lanes == lanes
     after = {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in run_dir.rglob("*")}
     assert after == before
@@ -239,7 +239,7 @@ def test_data_of_a_run_that_was_moved_is_looked_at_as_the_run_has_it(place, tmp_
     prepare(config_of(place, run_dir), run_dir, 6, None)  # as for six processes
     shutil.copytree(place, tmp_path / "moved")
     moved = config_of(tmp_path / "moved", run_dir)
-    lanes = manifests.glance(run_dir / "manifest.json").lanes
+    lanes = manifests.glance(run_dir / "manifest.json")["lanes"]
     assert inspect(moved, blocks=0).lanes == lanes
     with pytest.raises(UserError, match=r"data\.seq_len = 64"):
         inspect(config_of(tmp_path / "moved", run_dir, "data.seq_len=64"))
