@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmtrain.config.load import load_config
     from llmtrain.config.schema import Config
-    from llmtrain.errors import Problem, RunError, UserError
+    from llmtrain.errors import RunError, UserError
     from llmtrain.tools.data.stream import open_stream
     from llmtrain.tools.plan import plan
     from llmtrain.training.ending import Result
@@ -46,6 +46,7 @@ def train(config: Config) -> Result:
     and SIGUSR1 ask for a stop that all ranks agree on (only in the main thread).
     Raises UserError for what a person can correct, RunError for a failure of the machine.
     """
+    from llmtrain import faults
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment
     from llmtrain.errors import Problem, UserError
@@ -55,7 +56,10 @@ def train(config: Config) -> Result:
     problems = check(config)
     if config.run.dir is None:
         problems.append(Problem("run.dir", None, "a directory; load_config fills it in"))
-    problems += _take_up_faults()
+    try:
+        faults.install(os.environ)
+    except ValueError as error:
+        problems.append(Problem(faults.VARIABLE, str(error), faults.GRAMMAR))
     if problems:
         raise UserError(*problems)
     check_environment(os.environ, config.distributed, config.training)
@@ -71,18 +75,6 @@ def train(config: Config) -> Result:
             return run(config)
         except StoppedEarlyError as stopped:
             return Result(config.run_dir, "stopped", 0, stopped.reason, stopped.step)
-
-
-def _take_up_faults() -> list[Problem]:
-    """Install the faults of LLMTRAIN_FAULTS. Return a problem if the variable is not valid."""
-    from llmtrain import faults
-    from llmtrain.errors import Problem
-
-    try:
-        faults.install(os.environ)
-    except ValueError as error:
-        return [Problem(faults.VARIABLE, str(error), faults.GRAMMAR)]
-    return []
 
 
 def __getattr__(name: str) -> Any:

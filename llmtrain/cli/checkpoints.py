@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.cli.escapes import show
 from llmtrain.cli.options import AsJson, ConfigFile, Overrides
 from llmtrain.cli.progress import ProgressLine
+from llmtrain.distributed.plan.remedies import gib
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -43,7 +45,6 @@ _MEANS = {
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
 def list_(run: Run, as_json: AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.look import look
 
     found = look(run)
@@ -59,7 +60,6 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.look import verify as look
 
     found, tell = [], _progress()
@@ -87,7 +87,6 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.prune import prune as clear
 
     tell = _progress()
@@ -114,7 +113,6 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.checkpoints.rehearse import rehearse as prove
 
     def tell(text: str) -> None:
@@ -135,7 +133,7 @@ def listing(found: Listing) -> Iterator[str]:
     for row in found.rows:
         valid = {None: "", True: "yes", False: "no"}[row.valid]
         loss = "" if row.loss is None else f"{row.loss:.4f}"
-        size = _bytes(row.bytes)
+        size = gib(row.bytes)
         line = f"{row.name:<{name}}{size:>{_SIZE}}{loss:>{_LOSS}}  {valid:<7}{_why(row, found)}"
         yield line.rstrip()
         for wrong in row.wrong or ():
@@ -147,7 +145,7 @@ def verification(one: Verified) -> Iterator[str]:
     state = "damaged" if one.problems else "ok"
     if one.other_format:
         state = "another format"
-    yield f"{one.name:<16}{state:<8} {_bytes(one.bytes)} in {one.seconds:.1f} s"
+    yield f"{one.name:<16}{state:<8} {gib(one.bytes)} in {one.seconds:.1f} s"
     for problem in one.problems:
         if one.other_format:
             yield f"    {problem.value}; this needs {problem.expected}"
@@ -161,7 +159,7 @@ def pruning(found: Pruned) -> Iterator[str]:
     for word, rows in (("goes", found.goes), ("stays", found.stays)):
         for row in rows:
             why = ", ".join((*row.kept, *([] if row.kind == "complete" else [row.kind])))
-            yield f"{word:<7}{row.name:<30}{_bytes(row.bytes):>{_SIZE}}  {why}".rstrip()
+            yield f"{word:<7}{row.name:<30}{gib(row.bytes):>{_SIZE}}  {why}".rstrip()
             yield from (f"    {wrong}" for wrong in row.wrong or () if row.kind == "unreadable")
     if found.lost:
         yield "warning: no checkpoint of this run is valid; what was renamed stays"
@@ -169,9 +167,9 @@ def pruning(found: Pruned) -> Iterator[str]:
     if not found.goes:
         yield "nothing to delete"
     elif found.deleted:
-        yield f"deleted {count}, {_bytes(found.bytes)}"
+        yield f"deleted {count}, {gib(found.bytes)}"
     else:
-        yield f"would delete {count}, {_bytes(found.bytes)}; --yes deletes"
+        yield f"would delete {count}, {gib(found.bytes)}; --yes deletes"
 
 
 def rehearsal(found: Rehearsal) -> Iterator[str]:
@@ -203,12 +201,6 @@ def _why(row: Row, found: Listing) -> str:
     return ", ".join(row.kept) or "not kept: goes after the next save, or by prune"
 
 
-def _bytes(count: int) -> str:
-    from llmtrain.distributed.plan.remedies import gib
-
-    return gib(count)
-
-
 def _progress() -> Callable[[str, int, int], None]:
     """Return a function that shows the progress of a large checkpoint; size 0 clears the line."""
     line = ProgressLine(wait=True)
@@ -217,6 +209,6 @@ def _progress() -> Callable[[str, int, int], None]:
         if not size:
             line.clear()
         elif size >= _LARGE_BYTES and line.is_due():
-            line.show(f"{name}: {_bytes(done)} of {_bytes(size)}")
+            line.show(f"{name}: {gib(done)} of {gib(size)}")
 
     return tell

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.cli.escapes import show
 from llmtrain.cli.options import AsJson, ConfigFile, Overrides
 from llmtrain.cli.progress import ProgressLine
+from llmtrain.processes import cores
 
 if TYPE_CHECKING:
     from llmtrain.tools.data.repack import Repacked
@@ -45,7 +46,6 @@ def inspect(
 ) -> None:
     """Look at a config's data, before a run or beside one."""
     from llmtrain.cli.data_views import inspection
-    from llmtrain.cli.escapes import show
     from llmtrain.config.load import load_config
 
     loaded = load_config(config, overrides or [])
@@ -68,7 +68,6 @@ def which(
 ) -> None:
     """Name the documents of a step of a run."""
     from llmtrain.cli.data_views import step_documents
-    from llmtrain.cli.escapes import show
     from llmtrain.tools.data.which import which as find
 
     found = find(run, step, overrides=overrides or [], text=text)
@@ -87,7 +86,6 @@ def tokenize(
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
     with _interruptible():
         from llmtrain.config.load import load_config
-        from llmtrain.processes import cores
 
         loaded = load_config(config, overrides or [])
         from llmtrain.tools.data.tokenize import tokenize as write  # imports torch
@@ -112,7 +110,6 @@ def repack(
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
     with _interruptible():
-        from llmtrain.processes import cores
         from llmtrain.tools.data.repack import repack as write
 
         result = write(path, out, row_group_mb, text_column, jobs or cores(), told)
@@ -123,7 +120,7 @@ def repack(
 def _interruptible() -> Iterator[None]:
     """Let SIGINT and SIGTERM end the command with one line and code 75; complete files stay."""
     signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, _interrupt) for number in signals]
+    before = [signal.signal(number, signal.default_int_handler) for number in signals]
     try:
         yield
     except KeyboardInterrupt:
@@ -134,10 +131,6 @@ def _interruptible() -> Iterator[None]:
         raise typer.Exit(75) from None
     for number, old in zip(signals, before, strict=True):
         signal.signal(number, old)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int], None]:
@@ -160,8 +153,6 @@ def _show(result: Tokenized | Repacked, as_json: bool, out: Path) -> None:
     if as_json:
         print(json.dumps(values))
         return
-    from llmtrain.cli.escapes import show
-
     show(str(out / name) for name in result.files)
     facts = [f"{value:,} {key}" for key, value in values.items() if isinstance(value, int)]
     print(f"{', '.join(facts)} in {result.seconds:.1f} s")

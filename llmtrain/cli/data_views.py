@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,20 +22,15 @@ INDENT = "    "
 def inspection(found: Inspection) -> Iterator[str]:
     """Yield counts, lengths and blocks. A number after ~ is an estimate."""
     count = len(found.sources)
-    rough = _mark(found.estimated)
     measured = f"in the first {found.measured_blocks:,} blocks"
     yield f"data      {count} source{'s' * (count > 1)}, {found.lanes} lanes"
-    yield (
-        f"tokens    {rough('tokens_per_byte')}{found.tokens_per_byte:.3f} a byte, "
-        f"tokenized by {found.backend}"
-    )
+    tokens = f"{_mark('tokens_per_byte', found)}{found.tokens_per_byte:.3f}"
+    yield f"tokens    {tokens} a byte, tokenized by {found.backend}"
     yield f"blocks    {found.seq_len:,} tokens, {found.packing}"
-    yield f"epoch     {rough('steps_per_epoch')}{found.steps_per_epoch:,} steps"
-    yield f"padding   {rough('padding')}{found.padding:.1%} of the tokens {measured}"
-    yield (
-        f"cut       {rough('documents_cut')}{found.documents_cut:.1%} of the "
-        f"{found.measured_documents:,} documents {measured}"
-    )
+    yield f"epoch     {_mark('steps_per_epoch', found)}{found.steps_per_epoch:,} steps"
+    yield f"padding   {_mark('padding', found)}{found.padding:.1%} of the tokens {measured}"
+    cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
+    yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
     for source in found.sources:
         yield ""
         yield from _source(source)
@@ -46,32 +41,28 @@ def inspection(found: Inspection) -> Iterator[str]:
         yield from _block(block)
 
 
-def _mark(names: Sequence[str]) -> Callable[[str], str]:
-    """Return a function from the name of a value to the mark before it: ~ for an estimate."""
-    return lambda name: "~" if name in names else ""
+def _mark(name: str, of: Inspection | SourceFacts) -> str:
+    """Return the mark before a value: ~ for an estimate."""
+    return "~" * (name in of.estimated)
 
 
 def _source(source: SourceFacts) -> Iterator[str]:
-    rough = _mark(source.estimated)
     name = clip(harmless(source.name), 40)
     yield f"source {name}: {source.files:,} files, {source.units:,} units"
     if source.revision:
         yield f"{INDENT}revision {source.revision}"
     if source.estimated:
         yield f"{INDENT}~ estimated from {source.looked_at:,} documents"
-    facts = [
-        ("documents", f"{rough('documents')}{source.documents:,}"),
-        ("held out", f"{rough('heldout')}{source.heldout:,}"),
-        ("dropped", f"{rough('dropped')}{source.dropped:,}"),
-        ("replaced", f"{rough('replaced')}{source.replaced:,}"),
-        ("bytes", f"{rough('bytes')}{source.bytes:,}"),
-        ("tokens", f"{rough('tokens')}{source.tokens:,}"),
-        ("duplicates", f"{source.duplicates:,} of {source.looked_at:,}"),
-        ("epochs", f"{rough('epochs')}{source.epochs:,.2f} in the run"),
+    counts = ("documents", "heldout", "dropped", "replaced", "bytes", "tokens")
+    facts = {name: f"{getattr(source, name):,}" for name in counts}
+    facts["duplicates"] = f"{source.duplicates:,} of {source.looked_at:,}"
+    facts["epochs"] = f"{source.epochs:,.2f} in the run"
+    cells = [
+        f"{name.replace('heldout', 'held out'):<11}{_mark(name, source) + fact:<24}"
+        for name, fact in facts.items()
     ]
-    for at in range(0, len(facts), 2):
-        pairs = [f"{label:<11}{value:<24}" for label, value in facts[at : at + 2]]
-        yield (INDENT + " ".join(pairs)).rstrip()
+    for left, right in zip(cells[::2], cells[1::2], strict=True):
+        yield f"{INDENT}{left} {right}".rstrip()
 
 
 def _lengths(buckets: Sequence[Bucket], estimated: bool) -> Iterator[str]:
@@ -146,23 +137,17 @@ def _check(found: StepDocuments) -> str:
 
 def _row(document: Found) -> tuple[str, ...]:
     place = f"{document.file} " + (f"{document.group}:" if document.group is not None else "")
-    return tuple(
-        map(
-            harmless,
-            (
-                f"{document.g}",
-                f"{document.span[0]}:{document.span[1]}",
-                document.source,
-                document.id or "-",
-                document.title or document.url or f"{place}{document.at}",
-            ),
-        )
+    cells = (
+        f"{document.g}",
+        f"{document.span[0]}:{document.span[1]}",
+        document.source,
+        document.id or "-",
+        document.title or document.url or f"{place}{document.at}",
     )
+    return tuple(map(harmless, cells))
 
 
 def _in_columns(row: Sequence[str], widths: Sequence[int]) -> str:
     cells = [clip(cell, width) for cell, width in zip(row, widths, strict=True)]
-    padded = [
-        cell + " " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
+    gaps = [" " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join(cell + gap for cell, gap in zip(cells, gaps, strict=True)).rstrip()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
-    from llmtrain.tools.doctor.doctor import Check
+    from llmtrain.tools.doctor.case import Verdict
 
 _STATE, _NAME = 9, 13  # columns
 _COLOURS = {"ok": "32", "warning": "33", "error": "31"}
@@ -35,7 +36,7 @@ def show(
     as_json: bool,
 ) -> int:
     """Run the checks, print each one as soon as it is finished, and return the exit code."""
-    from llmtrain.tools.doctor.doctor import Diagnosis, doctor
+    from llmtrain.tools.doctor.doctor import doctor
 
     line = ProgressLine(wait=False)
 
@@ -43,36 +44,33 @@ def show(
         if line.moves:
             line.show(clip(f"looking at {name} …", WIDTH - 1))
 
-    checks = []
-    for check in doctor(config, overrides, accelerate, skip, told=tell):
-        checks.append(check)
+    checks = {}
+    for name, check in doctor(config, overrides, accelerate, skip, told=tell):
+        checks[name] = check
         line.clear()
         if not as_json:
             # Keeps the escapes of the colours; `lines` has already replaced all others.
-            print_lines(lines(check, colours=_in_colours()), keep="\033")
-    diagnosis = Diagnosis(tuple(checks))
-    print_lines([json.dumps(diagnosis.to_json()) if as_json else summary(checks)])
-    return 2 if diagnosis.failed else 0
+            print_lines(lines(name, check, colours=_in_colours()), keep="\033")
+    found = {"checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
+    states = [check.state for check in checks.values()]
+    print_lines([json.dumps(found) if as_json else summary(states)])
+    return 2 if "error" in states else 0
 
 
-def lines(check: Check, *, colours: bool) -> Iterator[str]:
+def lines(name: str, check: Verdict, *, colours: bool) -> Iterator[str]:
     """Yield the lines of one check: what was found, and below it what to do."""
-    indent = _STATE + _NAME
-    name = f"{check.name:<{_NAME}}"
-    state = f"{check.state:<{_STATE}}"
+    state, indent = f"{check.state:<{_STATE}}", " " * (_STATE + _NAME)
     if colours:
         state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
-    first, *more = wrap(harmless(check.found), WIDTH - indent)
-    yield f"{state}{name}{first}".rstrip()
-    yield from (f"{'':{indent}}{line}" for line in more)
+    first, *more = wrap(harmless(check.found), WIDTH - len(indent))
     if check.remedy:
-        advice = wrap(f"try: {harmless(check.remedy)}", WIDTH - indent)
-        yield from (f"{'':{indent}}{line}" for line in advice)
+        more += wrap(f"try: {harmless(check.remedy)}", WIDTH - len(indent))
+    yield f"{state}{name:<{_NAME}}{first}".rstrip()
+    yield from (indent + line for line in more)
 
 
-def summary(checks: Iterable[Check]) -> str:
+def summary(states: Sequence[str]) -> str:
     """Return the last line, with the numbers of errors and warnings."""
-    states = [check.state for check in checks]
     parts = [
         f"{states.count(state)} {state}{'s' * (states.count(state) > 1)}"
         for state in ("error", "warning")

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from llmtrain.cli import checkpoints, data
 from llmtrain.cli.escapes import LogLine
-from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.options import AccelerateFile, AsJson, ConfigFile, Overrides
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -83,10 +83,7 @@ def doctor(
         str | None, typer.Argument(metavar="CONFIG", help="A YAML file; without: the machine.")
     ] = None,
     overrides: Overrides = None,
-    accelerate: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The config of accelerate to launch with."),
-    ] = None,
+    accelerate: AccelerateFile = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave a check out; repeatable.")
     ] = None,
@@ -129,10 +126,7 @@ def plan(
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    accelerate: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Start accelerate launch with this file."),
-    ] = None,
+    accelerate: AccelerateFile = None,
     processes: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Start accelerate launch with N processes."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,5 +11,9 @@ ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file."
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+]
+AccelerateFile = Annotated[
+    Path | None,
+    typer.Option("--accelerate", metavar="FILE", help="The accelerate config to launch with."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

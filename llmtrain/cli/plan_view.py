@@ -54,7 +54,8 @@ def show_plan(
         print(f"error: {found.choice.reason}", file=sys.stderr)
         return UserError.exit_code
     if write is not None:
-        print(written(write, launch_file(found, write)), file=sys.stderr)
+        notes = ", in place of the file that was there" * launch_file(found, write)
+        print(f"{'written':<{_LABEL}}{write}{notes}", file=sys.stderr)
     return 0
 
 
@@ -73,27 +74,18 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield from _rates(found)
 
 
-def written(path: Path, replaced: bool) -> str:
-    """Return the line that reports the file of `--write`."""
-    notes = ", in place of the file that was there" if replaced else ""
-    return f"{'written':<{_LABEL}}{path}{notes}"
-
-
 def _request(found: Plan) -> Iterator[str]:
     shape, hardware, work = found.shape, found.hardware, found.work
     trained = "" if shape.trainable == shape.count else f", {_count(shape.trainable)} trained"
     yield f"{'model':<{_LABEL}}{_count(shape.count)} parameters{trained}"
     nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
-    kind = "processes on the CPU" if hardware.cpu else "devices"
-    if hardware.devices_per_node == 1:
-        kind = "process on the CPU" if hardware.cpu else "device"
+    several = hardware.devices_per_node > 1
+    kind = f"process{'es' * several} on the CPU" if hardware.cpu else f"device{'s' * several}"
     each = f"{hardware.device_bytes / 2**30:.1f} GiB"
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
-    yield from _label(
-        "work",
-        f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step, {work.precision}",
-    )
+    blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
+    yield from _label("work", f"{blocks}, {work.precision}")
 
 
 def _memory(found: Plan) -> Iterator[str]:
@@ -104,13 +96,11 @@ def _memory(found: Plan) -> Iterator[str]:
     most = max(one.total_bytes - one.parts["reserve"] for one in plans)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     yield f"{unit:<{_NAME}}" + "".join(f"{word:>8}" for word in [*_PARTS.values(), "total"])
+    unknown = UNCOUNTED if found.uncounted else ()
     for one in found.choice.candidates:
-        numbers = [*(one.memory.parts[part] for part in _PARTS), one.memory.total_bytes]
-        shown = [f"{number / size:.1f}" for number in numbers]
-        if found.uncounted:
-            names = [*_PARTS, "total"]
-            shown = ["?" if n in UNCOUNTED else s for n, s in zip(names, shown, strict=True)]
-            shown[-1] = f">{shown[-1]}"
+        parts = one.memory.parts
+        shown = ["?" if part in unknown else f"{parts[part] / size:.1f}" for part in _PARTS]
+        shown.append(f"{'>' if unknown else ''}{one.memory.total_bytes / size:.1f}")
         yield _mark(found, one) + "".join(f"{word:>8}" for word in shown)
 
 
@@ -126,9 +116,9 @@ def _layouts(found: Plan) -> Iterator[str]:
             + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
             + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {fits if one.fits else 'no'}"
         )
-    misses = [one for one in found.choice.candidates if not one.fits]
-    for one in misses:
-        yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
+    for one in found.choice.candidates:
+        if not one.fits:
+            yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
 
 
 def _mark(found: Plan, one: Candidate) -> str:
@@ -171,9 +161,8 @@ def _speeds(found: Plan) -> Iterator[str]:
         return
     assumed = f", as of an {found.hardware.device}" if found.assumed else ""
     yield from _label("speed", f"on paper{assumed}, at this global batch, where it fits")
-    yield f"{'devices':>17}{'nodes':>7}{'accum':>7}" + "".join(
-        f"{word:>12}" for word in ("tokens/s", "a device", "efficiency")
-    )
+    rates = f"{'tokens/s':>12}{'a device':>12}{'efficiency':>12}"
+    yield f"{'devices':>17}{'nodes':>7}{'accum':>7}{rates}"
     for one in found.speeds:
         each = one.tokens_per_second / one.devices
         yield (
@@ -192,9 +181,9 @@ def _rates(found: Plan) -> Iterator[str]:
 
 def _label(label: str, text: str) -> Iterator[str]:
     """Yield the label and the text after it; further lines of the text are indented."""
-    lines: Sequence[str] = list(wrap(text, WIDTH - _LABEL))
-    for number, line in enumerate(lines):
-        yield f"{label if number == 0 else '':<{_LABEL}}{line}"
+    for line in wrap(text, WIDTH - _LABEL):
+        yield f"{label:<{_LABEL}}{line}"
+        label = ""
 
 
 def _count(number: int) -> str:

@@ -31,7 +31,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         import llmtrain
         from llmtrain.config.binding import bind
         from llmtrain.config.load import load_checked, load_config
-        from llmtrain.rundir import contents
+        from llmtrain.rundir import contents, failures
         from llmtrain.training.start import preflight
         from llmtrain.training.stop.signals import install
 
@@ -47,7 +47,8 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
         own = bind(config).digest
-        _end_again(run_dir, own)
+        if mark := failures.refused_before(run_dir, own):  # an earlier attempt of this launcher
+            raise PeerError(mark.reason, mark.code, mark.rank)
         digest = own
         result = llmtrain.train(config)
         code, message = result.exit_code, _report(result.run_dir)
@@ -60,15 +61,6 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
             # When one rank ends, the launcher ends the others: let rank 0 print its message first.
             time.sleep(_RANK_0_SPEAKS_SECONDS)
     _leave(code, message)
-
-
-def _end_again(run_dir: Path, digest: str) -> None:
-    """Raise the same error again if an earlier attempt of this launcher refused this config."""
-    from llmtrain.rundir import failures
-
-    mark = failures.refused_before(run_dir, digest)
-    if mark is not None:
-        raise PeerError(mark.reason, mark.code, mark.rank)
 
 
 def _mark(run_dir: Path, digest: str, error: Exception) -> None:

@@ -9,7 +9,6 @@ lines of steps that were lost. Each start line has the step that the run went ba
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +23,13 @@ MAX_BUCKETS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that was committed. kept: whether it is still in the run directory."""
-
-    line: Line
-    kept: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Tables:
     """The content of a run's files. Lines are those of `metrics.jsonl`, in the order of steps.
 
     events and starts are those of all starts; the rest is the final history.
 
     steps: number of steps of the whole run; None if it is not known
+    checkpoints: each with one field more, `kept`: whether it is still in the run directory
     end: the `end` line of the last start; None while it runs
     """
 
@@ -49,7 +41,7 @@ class Tables:
     train: tuple[Line, ...]
     evaluations: tuple[Line, ...]
     samples: tuple[Line, ...]
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[Line, ...]
     events: tuple[Line, ...]
     end: Line | None
     wall_seconds: float
@@ -75,26 +67,25 @@ def collect(run_dir: Path) -> Tables:
     """Read a run directory. Raises UserError if it has no `metrics.jsonl`."""
     path = run_dir / contents.METRICS
     if not path.is_file():
-        problem = Problem(
-            "RUN",
-            run_dir,
-            f"a run directory, with {contents.METRICS} in it",
-            "give the directory that the config names as run.dir",
-        )
-        raise UserError(problem)
-    lines = record.record(run_dir)
-    config = _text(run_dir / contents.CONFIG)
-    history = final_history(lines)
+        expected = f"a run directory, with {contents.METRICS} in it"
+        remedy = "give the directory that the config names as run.dir"
+        raise UserError(Problem("RUN", run_dir, expected, remedy))
+    lines, text = record.record(run_dir), run_dir / contents.CONFIG
+    config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
+    history, starts = final_history(lines), _of("start", lines)
     return Tables(
         name=run_dir.resolve().name,
         status=status.read_status(run_dir),
         config=config,
-        steps=_steps(lines, config),
-        starts=_of("start", lines),
+        steps=starts[-1].get("steps") if starts else None,  # `training.steps` may change
+        starts=starts,
         train=_of("train", history),
         evaluations=_of("eval", history),
         samples=_of("sample", history),
-        checkpoints=_checkpoints(run_dir, _of("checkpoint", history)),
+        checkpoints=tuple(
+            {**line, "kept": (run_dir / contents.CHECKPOINTS / str(line.get("name"))).is_dir()}
+            for line in _of("checkpoint", history)
+        ),
         events=tuple(event for event in _of("event", lines) if not _is_of_resident_memory(event)),
         end=_end(lines),
         wall_seconds=lines[-1]["time"] - lines[0]["time"] if lines else 0.0,
@@ -162,32 +153,3 @@ def _end(lines: Sequence[Line]) -> Line | None:
     """Return the `end` line of the last start, if it has one."""
     last = [line for line in lines if line["kind"] in ("start", "end")][-1:]
     return last[0] if last and last[0]["kind"] == "end" else None
-
-
-def _checkpoints(run_dir: Path, lines: Sequence[Line]) -> tuple[Checkpoint, ...]:
-    root = run_dir / contents.CHECKPOINTS
-    return tuple(Checkpoint(line, (root / str(line.get("name"))).is_dir()) for line in lines)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _steps(lines: list[dict[str, Any]], config: str) -> int | None:
-    """Return the steps of the whole run, from the last start: `training.steps` may change."""
-    import yaml
-
-    for line in reversed(lines):
-        if line["kind"] == "start" and isinstance(line.get("steps"), int):
-            return int(line["steps"])
-    try:
-        value = yaml.safe_load(config)["training"]["steps"]
-    except (yaml.YAMLError, KeyError, TypeError):
-        return None  # the config was written by hand or is damaged: the report leaves it out
-    return value if isinstance(value, int) else None
-
-
-def compact(value: object) -> str:
-    """Format a value of an event's detail as one short line."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 500 else text[:499] + "…"

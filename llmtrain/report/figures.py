@@ -47,25 +47,18 @@ class Plan:
     from_zero: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What the page embeds: one Bokeh document, and for each figure the id of its root in it."""
-
-    document: Mapping[str, Any]
-    roots: Mapping[str, str]
-
-
 def plan_figures(tables: Tables) -> list[Plan]:
-    """Return the figures for which the run has numbers."""
+    """Return the figures, and of each the curves, for which the run has numbers."""
 
-    def curve(name: str, lines: tuple[Line, ...] = tables.train) -> Curve:
-        return thin(column(lines, name))
+    def curve(name: str, label: str, colour: str, lines: tuple[Line, ...]) -> tuple[Series, ...]:
+        points = column(lines, name)
+        return (Series(label, colour, thin(points)),) if points else ()
 
     def plan(name: str, title: str, unit: str, label: str, colour: str) -> Plan:
-        return Plan(name, title, unit, (Series(label, colour, curve(name)),))
+        return Plan(name, title, unit, curve(name, label, colour, tables.train))
 
-    heldout = Series("held-out", _ORANGE, curve("loss", tables.evaluations))
-    losses = (Series("training", _BLUE, curve("loss")), heldout)
+    losses = curve("loss", "training", _BLUE, tables.train)
+    losses += curve("loss", "held-out", _ORANGE, tables.evaluations)
     speed = "tokens per second"
     plans = [
         Plan("loss", "Loss", "nats per token", losses, from_zero=False),
@@ -73,17 +66,18 @@ def plan_figures(tables: Tables) -> list[Plan]:
         plan("grad_norm", "Gradient norm, before clipping", "", "gradient norm", _PURPLE),
         plan("tokens_per_second", "Tokens per second", speed, speed, _BLUE),
     ]
-    return [plan for plan in plans if any(series.curve.steps for series in plan.series)]
+    return [plan for plan in plans if plan.series]
 
 
-def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
-    """Draw the figures; a dashed line marks the step from which a later start resumed."""
+def draw(plans: list[Plan], restarts: tuple[int, ...]) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """Draw the figures; a dashed line marks the step from which a later start resumed.
+
+    Returns what the page embeds: one Bokeh document, and for each figure the id of its root in it.
+    """
     from bokeh.document import Document
     from bokeh.models import Range1d
 
-    last = max(
-        (series.curve.steps[-1] for plan in plans for series in _with_numbers(plan)), default=1
-    )
+    last = max((series.curve.steps[-1] for plan in plans for series in plan.series), default=1)
     # A little wider than the run, so that the marks at its ends are not cut off.
     edges = (-0.01 * max(1, last), 1.01 * max(1, last))
     steps = Range1d(*edges, bounds=edges)
@@ -92,15 +86,11 @@ def draw(plans: list[Plan], restarts: tuple[int, ...]) -> Drawn:
         figure = _figure(plan, steps, restarts)
         document.add_root(figure)
         roots[plan.name] = figure.id
-    return Drawn(document.to_json(deferred=False), roots)
-
-
-def _with_numbers(plan: Plan) -> list[Series]:
-    return [series for series in plan.series if series.curve.steps]
+    return document.to_json(deferred=False), roots
 
 
 def _figure(plan: Plan, steps: Range1d, restarts: tuple[int, ...]) -> Figure:
-    from bokeh.models import DataRange1d, NumeralTickFormatter
+    from bokeh.models import DataRange1d, NumeralTickFormatter, Span
     from bokeh.plotting import figure
 
     drawn = figure(
@@ -118,11 +108,13 @@ def _figure(plan: Plan, steps: Range1d, restarts: tuple[int, ...]) -> Figure:
     )
     drawn.toolbar.logo = None
     drawn.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    top = max(max(series.curve.high) for series in _with_numbers(plan))
+    top = max(max(series.curve.high) for series in plan.series)
     drawn.yaxis.formatter = _tick_formatter(top)
-    for series in _with_numbers(plan):
-        _add_series(drawn, series, legend=len(_with_numbers(plan)) > 1)
-    _add_restarts(drawn, restarts)
+    for series in plan.series:
+        _add_series(drawn, series, legend=len(plan.series) > 1)
+    for step in restarts:
+        mark = Span(location=step, dimension="height", line_color=_GREY, line_dash="dashed")
+        drawn.add_layout(mark)
     _colour(drawn)
     return drawn
 
@@ -146,15 +138,6 @@ def _add_series(drawn: Figure, series: Series, *, legend: bool) -> None:
     if curve.thinned:
         tips.append(("from … to", "@low{0.[0000]} … @high{0.[0000]}"))
     drawn.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline"))
-
-
-def _add_restarts(drawn: Figure, restarts: tuple[int, ...]) -> None:
-    from bokeh.models import Span
-
-    for step in restarts:
-        drawn.add_layout(
-            Span(location=step, dimension="height", line_color=_GREY, line_dash="dashed")
-        )
 
 
 def _colour(drawn: Figure) -> None:

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 from llmtrain import durable
 from llmtrain.errors import Problem, UserError
 from llmtrain.metrics.progress import duration
-from llmtrain.report.collect import Line, Tables, collect, column, compact, thin
-from llmtrain.report.figures import Drawn, Plan, draw, plan_figures
+from llmtrain.report.collect import Line, Tables, collect, column, thin
+from llmtrain.report.figures import Plan, draw, plan_figures
 from llmtrain.rundir import contents
 
+_HELD_OUT = {"held-out loss": "loss", "bits per byte": "bits_per_byte", "perplexity": "perplexity"}
 _TABLE_ROWS = 60
 _SAMPLES = 40
 _EVENTS = 200
@@ -61,11 +62,11 @@ def render(tables: Tables) -> str:
 
     plans = plan_figures(tables)
     restarts = tuple(start["step"] for start in tables.starts[1:])
-    drawn = draw(plans, restarts)
+    document, roots = draw(plans, restarts)
     scripts = [_bokeh(), _START] if plans else []
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"duration": duration, "compact": compact, "clip": _clip}
+    environment.globals |= {"duration": duration, "compact": _compact, "clip": _clip}
     environment.filters |= {"number": number, "count": count, "size": size, "when": when}
     # Only BokehJS, `_START` and the JSON, which has no angle brackets, are not escaped.
     return environment.from_string(template).render(
@@ -74,12 +75,12 @@ def render(tables: Tables) -> str:
         verdict=verdict(tables),
         warnings=warnings(tables),
         cards=cards(tables),
-        figures={plan.name: _figure(plan, drawn) for plan in plans},
+        figures={plan.name: _figure(plan, roots[plan.name]) for plan in plans},
         restarts=restarts,
         samples=_newest(tables.samples, _SAMPLES),
         events=_newest(tables.events, _EVENTS),
         config=_clip(tables.config, _CONFIG_CHARACTERS),
-        data=Markup(_json(drawn)),
+        data=Markup(_json(document, roots)),
         scripts=[Markup(script) for script in scripts],
         policy=_policy(scripts),
     )
@@ -129,20 +130,20 @@ def _waiting_share(tables: Tables) -> float:
     """
     first = {start["step"] + 1 for start in tables.starts}
     lines = [line for line in tables.train if line["step"] not in first]
-    return _total(lines, "span_wait_seconds") / max(1e-9, _total(lines, "span_seconds"))
+    waited, whole = (
+        sum(value for _, value in column(lines, name))
+        for name in ("span_wait_seconds", "span_seconds")
+    )
+    return waited / max(1e-9, whole)
 
 
 def cards(tables: Tables) -> list[tuple[str, str]]:
     """Return the key figures: a name and a value each."""
-    found: list[tuple[str, str]] = []
-
-    def add(name: str, lines: Iterable[Line], key: str, unit: str = "") -> None:
-        if values := column(tuple(lines), key):
-            found.append((name, f"{number(values[-1][1])}{unit}"))
-
-    add("held-out loss", tables.evaluations, "loss")
-    add("bits per byte", tables.evaluations, "bits_per_byte")
-    add("perplexity", tables.evaluations, "perplexity")
+    found = [
+        (name, number(values[-1][1]))
+        for name, key in _HELD_OUT.items()
+        if (values := column(tables.evaluations, key))
+    ]
     if tokens := column(tables.train, "tokens"):
         found.append(("tokens", _short(tokens[-1][1])))
     if speeds := sorted(value for _, value in column(tables.train, "tokens_per_second")):
@@ -161,17 +162,14 @@ def _state(tables: Tables) -> str:
     last = max([known.get("step") or 0, *(line["step"] for line in tables.train[-1:])])
     where = f"step {count(last)}" + (f" of {count(tables.steps)}" if tables.steps else "")
     reason = f" ({_clip(str(known['reason']), 500)})" if known.get("reason") else ""
-    match known.get("state"):
-        case "finished":
-            return f"Finished at {where}{reason}."
-        case "stopped":
-            return f"Stopped at {where}{reason}. The same command resumes the run."
-        case "failed":
-            return f"Failed at {where} with exit code {known.get('exit_code')}{reason}."
-        case "running":
-            return f"Running, or ended without writing its end: the last line is of {where}."
-        case _:
-            return f"The run directory has no status; the last line is of {where}."
+    sentences = {
+        "finished": f"Finished at {where}{reason}.",
+        "stopped": f"Stopped at {where}{reason}. The same command resumes the run.",
+        "failed": f"Failed at {where} with exit code {known.get('exit_code')}{reason}.",
+        "running": f"Running, or ended without writing its end: the last line is of {where}.",
+    }
+    without = f"The run directory has no status; the last line is of {where}."
+    return sentences.get(str(known.get("state")), without)
 
 
 def number(value: object) -> str:
@@ -207,19 +205,14 @@ def when(value: object) -> str:
     return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _figure(plan: Plan, drawn: Drawn) -> dict[str, Any]:
+def _figure(plan: Plan, root: str) -> dict[str, Any]:
     """Return what the template needs for a figure: ids and titles, and its numbers as tables."""
-    tables = []
-    for series in plan.series:
-        if series.curve.steps:
-            shown = thin(series.curve.points, _TABLE_ROWS)
-            tables.append((series.label, shown.points))
     return {
         "id": f"figure-{plan.name}",
         "title": plan.title,
         "unit": plan.unit,
-        "root": drawn.roots[plan.name],
-        "tables": tables,
+        "root": root,
+        "tables": [(one.label, thin(one.curve.points, _TABLE_ROWS).points) for one in plan.series],
     }
 
 
@@ -231,10 +224,10 @@ def _bokeh() -> str:
     return script
 
 
-def _json(drawn: Drawn) -> str:
+def _json(document: Mapping[str, Any], roots: Mapping[str, str]) -> str:
     """Encode as JSON that can end neither a script element nor a line of JavaScript."""
-    roots = {root: f"figure-{name}" for name, root in drawn.roots.items()}
-    text = json.dumps({"document": drawn.document, "roots": roots}, separators=(",", ":"))
+    places = {root: f"figure-{name}" for name, root in roots.items()}
+    text = json.dumps({"document": document, "roots": places}, separators=(",", ":"))
     return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 
 
@@ -253,13 +246,15 @@ def _newest(lines: tuple[Line, ...], most: int) -> Mapping[str, Any]:
     return {"lines": lines[::-1][:most], "left_out": max(0, len(lines) - most)}
 
 
+def _compact(value: object) -> str:
+    """Format a value of an event's detail as one short line."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return _clip(text, 500)
+
+
 def _clip(text: object, characters: int = _TEXT_CHARACTERS) -> str:
     whole = str(text)
     return whole if len(whole) <= characters else whole[:characters] + " …"
-
-
-def _total(lines: Iterable[Line], name: str) -> float:
-    return sum(value for _, value in column(tuple(lines), name))
 
 
 def _plural(how_many: int, one: str, more: str) -> str:

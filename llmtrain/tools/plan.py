@@ -7,7 +7,7 @@ plan names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,16 +126,6 @@ class Plan:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Values that replace those of this machine; None = this machine's value."""
-
-    devices: int | None
-    nodes: int | None
-    device_gib: float | None
-    host_gib: float | None
-
-
 def plan(
     config: Config,
     devices: int | None = None,
@@ -154,12 +144,19 @@ def plan(
     Raises UserError for a config that cannot be planned. If the run fits nowhere, the Plan has
     `chosen` None.
     """
-    asked = _Asked(devices, nodes, device_memory_gb, host_memory_gb)
-    if problems := [*check(config), *_problems(asked)]:
+    counts = {"devices": devices, "nodes": nodes}
+    sizes = {"device-memory-gb": device_memory_gb, "host-memory-gb": host_memory_gb}
+    if problems := [*check(config), *_problems(counts, sizes)]:
         raise UserError(*problems)
 
-    hardware = _hardware(config, asked)
-    if problems := [*check_batch(config.training, hardware.devices), *_mesh(config, hardware)]:
+    hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
+    if host_memory_gb is not None:
+        hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
+    problems = [*check_batch(config.training, hardware.devices)]
+    if config.distributed.strategy == "hsdp":
+        mesh = (hardware.nodes, hardware.devices_per_node)
+        problems += one_sided("distributed.strategy", mesh, "hsdp")
+    if problems:
         raise UserError(*problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
@@ -187,7 +184,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
         hardware=hardware,
         assumed=assumed,
         checkpoint_bytes=size,
-        disk_bytes=size * _checkpoints_at_once(config, steps),
+        disk_bytes=size * most_at_once(Policy.of(config.checkpoint), steps or 0),
         steps=steps,
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
@@ -247,38 +244,26 @@ def _row(one: Candidate, chosen: bool) -> dict[str, Any]:
     }
 
 
-def _problems(asked: _Asked) -> Iterator[Problem]:
-    for name, count in (("devices", asked.devices), ("nodes", asked.nodes)):
+def _problems(
+    counts: Mapping[str, int | None], sizes: Mapping[str, float | None]
+) -> Iterator[Problem]:
+    for name, count in counts.items():
         if count is not None and count < 1:
             yield Problem(f"--{name}", count, "a whole number ≥ 1")
-    for name, size in (("device", asked.device_gib), ("host", asked.host_gib)):
+    for name, size in sizes.items():
         if size is not None and not 0 < size < _MOST_GIB:
-            yield Problem(f"--{name}-memory-gb", size, "a number of GiB above 0")
+            yield Problem(f"--{name}", size, "a number of GiB above 0")
 
 
-def _mesh(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    if config.distributed.strategy == "hsdp":
-        mesh = (hardware.nodes, hardware.devices_per_node)
-        yield from one_sided("distributed.strategy", mesh, "hsdp")
-
-
-def _hardware(config: Config, asked: _Asked) -> Hardware:
-    """Return this machine's hardware, with the values that were asked for in place of its own."""
-    local, nodes = asked.devices or _devices_here(), asked.nodes or 1
-    here = planning.this_machine(config, {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)})
-    hardware = replace(here, nodes=nodes)
-    if asked.device_gib is not None:
-        size, name = int(asked.device_gib * 2**30), device_by_memory(asked.device_gib)
-        hardware = Hardware(size, None, local, nodes, name)
-    if asked.host_gib is not None:
-        hardware = replace(hardware, host_bytes=int(asked.host_gib * 2**30))
-    return hardware
-
-
-def _devices_here() -> int:
+def _hardware(config: Config, devices: int | None, nodes: int, gib_each: float | None) -> Hardware:
+    """Return this machine's hardware, or that of devices with the memory that was asked for."""
     import torch
 
-    return 1 if on_cpu() else torch.cuda.device_count()
+    local = devices or (1 if on_cpu() else torch.cuda.device_count())
+    if gib_each is not None:
+        return Hardware(int(gib_each * 2**30), None, local, nodes, device_by_memory(gib_each))
+    sizes = {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)}
+    return replace(planning.this_machine(config, sizes), nodes=nodes)
 
 
 def _precision(config: Config, hardware: Hardware) -> str:
@@ -287,12 +272,6 @@ def _precision(config: Config, hardware: Hardware) -> str:
     if asked == "auto" and hardware.cpu == on_cpu():
         return resolve_precision(asked)[0]
     return "bf16" if asked == "auto" else asked
-
-
-def _checkpoints_at_once(config: Config, steps: int | None) -> int:
-    """Return the most checkpoints that exist at the same time."""
-    keep = config.checkpoint
-    return most_at_once(Policy.of(keep), steps or 0)
 
 
 def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
@@ -318,17 +297,16 @@ def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -
             yield Speed(local * nodes, nodes, spread.accumulation, rate, share)
 
 
-def _sizes(hardware: Hardware) -> Iterator[tuple[int, int]]:
-    """Yield (devices of a node, nodes): 1, 2, 4 … devices of one node, then 1, 2, 4 … nodes."""
-    local = 1
-    while local < hardware.devices_per_node:
-        yield local, 1
-        local *= 2
-    nodes = 1
-    while nodes < hardware.nodes:
-        yield hardware.devices_per_node, nodes
-        nodes *= 2
-    yield hardware.devices_per_node, hardware.nodes
+def _sizes(hardware: Hardware) -> list[tuple[int, int]]:
+    """Return (devices of a node, nodes): 1, 2, 4 … devices of one node, then 1, 2, 4 … nodes."""
+    local, nodes = hardware.devices_per_node, hardware.nodes
+    fewer, on_fewer = [(size, 1) for size in _doubling(local)], _doubling(nodes)
+    return [*fewer, *((local, size) for size in on_fewer), (local, nodes)]
+
+
+def _doubling(end: int) -> list[int]:
+    """Return 1, 2, 4 … below `end`."""
+    return [1 << bit for bit in range((end - 1).bit_length())]
 
 
 def _rates(config: Config) -> Iterator[Rate]:

@@ -19,11 +19,12 @@ _ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_
 
 def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
     """Return the values for `accelerate launch`. precision: bf16 or fp32."""
-    alone = hardware.devices == 1 and strategy == "ddp"
+    engine = family(strategy)
+    alone = hardware.devices == 1 and engine == "ddp"
     kind = {"ddp": "NO" if alone else "MULTI_GPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind[family(strategy)],
+        "distributed_type": kind[engine],
         "use_cpu": hardware.cpu,
         "num_machines": hardware.nodes,
         "num_processes": hardware.devices,
@@ -31,10 +32,24 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str
         "main_training_function": "main",
     }
     values |= _machines(hardware, alone=alone)
-    if family(strategy) == "fsdp":
-        values["fsdp_config"] = _fsdp(strategy)
-    if family(strategy) == "zero":
-        values["deepspeed_config"] = _deepspeed(strategy, hardware)
+    if engine == "fsdp":
+        values["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            **STRATEGIES["fsdp"][strategy],
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_activation_checkpointing": False,
+        }
+    if engine == "zero":
+        several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
+        values["deepspeed_config"] = several | {
+            **STRATEGIES["zero"][strategy],
+            "zero3_init_flag": False,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
     if strategy == "hsdp":
         values["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": hardware.nodes,
@@ -76,25 +91,3 @@ def _machines(hardware: Hardware, *, alone: bool) -> dict[str, Any]:
         return gpus | meeting | {"rdzv_backend": "c10d", "same_network": False}
     port = {} if hardware.cpu or alone else {"main_process_port": 0}
     return {"machine_rank": 0} | gpus | port
-
-
-def _fsdp(strategy: str) -> dict[str, Any]:
-    return {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": True,
-        **STRATEGIES["fsdp"][strategy],
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-        "fsdp_activation_checkpointing": False,
-    }
-
-
-def _deepspeed(strategy: str, hardware: Hardware) -> dict[str, Any]:
-    several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
-    return several | {
-        **STRATEGIES["zero"][strategy],
-        "zero3_init_flag": False,
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-    }

@@ -31,9 +31,8 @@ def case(
         config = loaded(folder, f"run.dir={folder / 'run'}", *overrides, text=text)
     file = None
     if launch is not None:
-        processes = launch.get("num_processes", 2)
-        on_cpu = launch.get("use_cpu", True)
-        file = LaunchFile(Path("accelerate.yaml"), processes, on_cpu, "no", launch)
+        values = {"use_cpu": True, **launch}
+        file = LaunchFile(Path("accelerate.yaml"), values.get("num_processes", 2), values)
     own = {**os.environ, **(env or {})}
     wall = time.time() - clock_was_set_by  # noqa: TID251  # a time stamp
     return Case(config, file, own, wall, time.monotonic())

@@ -13,7 +13,8 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,10 +206,9 @@ def policy_of(run_dir: Path) -> Policy:
 
 
 def _known_policy(run_dir: Path | None) -> Policy | None:
-    try:
+    with suppress(UserError):
         return policy_of(run_dir) if run_dir else None
-    except UserError:
-        return None
+    return None
 
 
 def listing(place: Place, policy: Policy | None) -> Listing:
@@ -220,22 +220,17 @@ def listing(place: Place, policy: Policy | None) -> Listing:
     except OSError as error:
         raise _no_answer(place.root, error) from error
     losses = {row.step: row.loss for row in rows if _is_ours(row) and row.step is not None}
-    kept: Mapping[int, tuple[str, ...]] = {}
-    if policy is not None:
-        kept = retention.reasons(losses, policy, resumed_from)
+    kept = retention.reasons(losses, policy, resumed_from) if policy else {}
     rows = [
         replace(row, kept=kept.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
     ]
-    return Listing(place.root, run_id, resumed_from, policy, tuple(sorted(rows, key=_by_step)))
+    rows.sort(key=lambda row: (row.step is None, row.step or 0, row.name))
+    return Listing(place.root, run_id, resumed_from, policy, tuple(rows))
 
 
 def _is_ours(row: Row) -> bool:
     """Whether retention considers it: a complete checkpoint of the run, not a link."""
     return row.kind == COMPLETE and LINK not in row.kept
-
-
-def _by_step(row: Row) -> tuple[bool, int, str]:
-    return row.step is None, row.step or 0, row.name
 
 
 def _row(path: Path, run_id: str | None) -> Row | None:
@@ -278,10 +273,9 @@ def _why_quarantined(path: Path) -> tuple[str, ...]:
 
 
 def _loss(path: Path) -> float | None:
-    try:
+    with suppress(form.DamagedError):  # the row has this damage under `wrong`
         return retention.loss_in(form.state(path))
-    except form.DamagedError:
-        return None  # the row has this damage under `wrong`
+    return None
 
 
 def _bytes(path: Path) -> int:
@@ -289,10 +283,8 @@ def _bytes(path: Path) -> int:
     total = 0
     for folder, _, files in os.walk(path):
         for name in files:
-            try:
+            with suppress(FileNotFoundError):
                 total += (Path(folder) / name).lstat().st_size
-            except FileNotFoundError:
-                continue
     return total
 
 
@@ -302,20 +294,16 @@ def run_id_of(place: Place) -> str | None:
     if known:
         return str(known)
     for name in form.complete_names(place.root):
-        try:
+        with suppress(form.DamagedError, form.OtherFormatError):
             return form.load(place.root / name).run_id
-        except (form.DamagedError, form.OtherFormatError):
-            continue
     return None
 
 
 def _resumed_from(run_dir: Path | None) -> str | None:
     """Return the name of the checkpoint that the last start resumed, if any."""
-    if run_dir is None:
-        return None
-    lines = record.record(run_dir)
-    starts = [line.get("resumed_from") for line in lines if line.get("kind") == "start"]
-    return str(starts[-1]) if starts and starts[-1] else None
+    lines = record.record(run_dir) if run_dir else []
+    starts = [line for line in lines if line["kind"] == "start"]
+    return starts[-1].get("resumed_from") if starts else None
 
 
 def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:

@@ -9,7 +9,7 @@ deleted.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,11 @@ def prune(
     place = place_of(path)
     if place.run_dir is None or place.only is not None:
         raise UserError(Problem("RUN", path, "a run directory: its config says what is kept"))
-    if keep_last is not None and keep_last < _LEAST_KEPT:
-        expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
-        raise UserError(Problem("--keep-last", keep_last, expected))
     policy = policy_of(place.run_dir)
     if keep_last is not None:
+        if keep_last < _LEAST_KEPT:
+            expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
+            raise UserError(Problem("--keep-last", keep_last, expected))
         policy = replace(policy, keep_last=keep_last)
     lock = RunLock(place.run_dir, run_id_of(place) or "")
     if not yes:
@@ -107,7 +107,9 @@ def prune(
         found = listing(place, policy)
         plan = _plan(found, set_aside)
         if plan.goes:
-            _refuse(_wrong_inside(found, plan.stays, told))
+            stays = [row.name for row in plan.stays if row.kind == COMPLETE]
+            verified = verify_each(found.root, stays, told)  # every byte
+            _refuse((one.name, [f"{p.key}: {p.value}" for p in one.problems]) for one in verified)
             _delete(found, plan.goes)
     return replace(plan, deleted=True)
 
@@ -115,25 +117,11 @@ def prune(
 def _plan(found: Listing, set_aside: bool) -> Pruned:
     """Decide what is deleted. Raises UserError if the sizes of one to keep are wrong."""
     valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
-    goes = tuple(row for row in found.rows if _goes(row, set_aside and valid))
+    kinds = (COMPLETE, *LEFT_OVER, *(SET_ASIDE if set_aside and valid else ()))
+    goes = tuple(row for row in found.rows if not row.kept and row.kind in kinds)
     stays = tuple(row for row in found.rows if row not in goes)
     _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
     return Pruned(goes, stays, deleted=False)
-
-
-def _goes(row: Row, set_aside: bool) -> bool:
-    if row.kept:
-        return False
-    return row.kind == COMPLETE or row.kind in LEFT_OVER or (set_aside and row.kind in SET_ASIDE)
-
-
-def _wrong_inside(
-    found: Listing, stays: Sequence[Row], told: Told
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Verify every byte of the run's checkpoints to keep; yield each name with its problems."""
-    names = [row.name for row in stays if row.kind == COMPLETE]
-    for one in verify_each(found.root, names, told):
-        yield one.name, tuple(f"{problem.key}: {problem.value}" for problem in one.problems)
 
 
 def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
@@ -156,9 +144,8 @@ def _delete(found: Listing, goes: Sequence[Row]) -> None:
     for row in goes:
         if row.kind in SET_ASIDE:
             shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below
-    there = form.names(found.root)
     planned = {row.name for row in goes}
-    left = [name for name in there if name in planned or name.startswith(".trash-")]
+    left = [one for one in form.names(found.root) if one in planned or one.startswith(".trash-")]
     if left:
         raise RunError(
             f"could not delete {', '.join(left)} in {found.root}",

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
-from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems
+from llmtrain.tools.launch.launch import has_gpu, launch, launch_problems
 
 KILL_AT = 6
 TOLERANCE = 1e-5  # of a loss, where sums are computed in another order
@@ -100,8 +100,7 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain checkpoints rehearse --json` prints."""
-        folder = None if self.folder is None else str(self.folder)
-        rest = {"folder": folder, "seconds": round(self.seconds, 3)}
+        rest = {"folder": self.folder and str(self.folder), "seconds": round(self.seconds, 3)}
         found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
         return {key: record.finite(value) for key, value in found.items()}
 
@@ -136,9 +135,11 @@ def rehearse(
     _check(kill_at, (first, world_size), (second, again))
     shared += _short(config, kill_at)
     fault = {faults.VARIABLE: f"loop.micro@step={kill_at}=kill"}
-    with _folder(config) as place:
-        straight, killed = place.folder / "straight", place.folder / "killed"
-        start = partial(_start, place, config_file)
+    folder = _make_folder(config)
+    with ExitStack() as later:
+        later.callback(shutil.rmtree, folder)
+        straight, killed = folder / "straight", folder / "killed"
+        start = partial(_start, later, config_file)
         told(f"{kill_at + 2} steps straight, {_words(world_size)}")
         start("straight", straight, shared, world_size, {})
         told(f"the same, killed in step {kill_at}")
@@ -146,8 +147,9 @@ def rehearse(
         told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")
         start("resumed", killed, [*shared, *other], again, {})
         compared = compare(straight, killed)
-        place.keep = bool(compared.differences)
-    kept = place.folder if place.keep else None
+        if compared.differences:
+            later.pop_all()  # the folder stays
+    kept = folder if compared.differences else None
     return Rehearsal(compared, kill_at, kept, time.perf_counter() - begun)
 
 
@@ -168,7 +170,7 @@ def compare(straight: Path, killed: Path) -> Compared:
     files: tuple[str, ...] = ()
     if (one.strategy, one.world_size) == (other.strategy, other.world_size):
         left, right = _last(straight), _last(killed)
-        files = tuple(sorted({path.name for path in _tensors(left)}))
+        files = tuple(_tensors(left))
         differences += _other_bytes(left, right)
     return Compared(
         straight=one,
@@ -193,8 +195,7 @@ def _processes(config: Config) -> int:
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
     """Raise UserError with every problem for which a launch of these configs would be refused."""
-    env = dict(os.environ)
-    found = [one for config, size in launches for one in launch_problems(config, size, env)]
+    found = [one for config, size in launches for one in launch_problems(config, size, os.environ)]
     problems = list(dict.fromkeys(found))
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"
@@ -205,7 +206,6 @@ def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
 
 def _short(config: Config, kill_at: int) -> list[str]:
     """Return the overrides of a rehearsal: few steps, a save before the kill, no trackers."""
-    documents = min(_DOCUMENTS, config.evaluation.max_documents)
     return [
         f"training.steps={kill_at + 2}",
         "training.epochs=null",
@@ -215,35 +215,21 @@ def _short(config: Config, kill_at: int) -> list[str]:
         "checkpoint.stop_after=null",
         "checkpoint.resume=auto",
         f"evaluation.every_steps={kill_at + 2}",
-        f"evaluation.max_documents={documents}",
+        f"evaluation.max_documents={min(_DOCUMENTS, config.evaluation.max_documents)}",
         "evaluation.prompts=[]",
         "logging.every_steps=1",
         "logging.trackers=[]",
     ]
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The directory of a rehearsal, and whether it stays."""
-
-    folder: Path
-    keep: bool = False
-
-
-@contextmanager
-def _folder(config: Config) -> Iterator[_Kept]:
-    """Make a directory on the disk of the run directory; delete it later, unless `keep` is set."""
+def _make_folder(config: Config) -> Path:
+    """Make a directory on the disk of the run directory."""
     beside = _beside(config.run_dir.absolute())
     try:
-        place = _Kept(Path(tempfile.mkdtemp(prefix="rehearsal-", dir=beside)))
+        return Path(tempfile.mkdtemp(prefix="rehearsal-", dir=beside))
     except OSError as error:
         expected = f"a place that can be written ({error.strerror}: {beside})"
         raise UserError(Problem("run.dir", config.run.dir, expected)) from error
-    try:
-        yield place
-    finally:
-        if not place.keep:
-            shutil.rmtree(place.folder)
 
 
 def _beside(run_dir: Path) -> Path:
@@ -254,7 +240,7 @@ def _beside(run_dir: Path) -> Path:
 
 
 def _start(
-    place: _Kept,
+    later: ExitStack,
     config_file: str,
     name: str,
     run_dir: Path,
@@ -262,48 +248,44 @@ def _start(
     size: int,
     fault: dict[str, str],
 ) -> None:
-    """Start one run, and write its output to a log file in the folder.
+    """Start one run, and write its output to a log file beside its directory.
 
-    It must reach the last step, or with a fault be killed. After Ctrl-C the ranks save and exit
-    normally, or the launcher ends before it has ranks; then there is nothing to compare, and
+    later: deletes all of it, unless it is to be looked at
+
+    The run must reach the last step, or with a fault be killed. After Ctrl-C the ranks save and
+    exit normally, or the launcher ends before it has ranks; then there is nothing to compare, and
     RunError is raised.
     """
     env = {key: text for key, text in os.environ.items() if key != faults.VARIABLE} | fault
     overrides = [*overrides, f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
-    with (place.folder / f"{name}.log").open("wb") as log:
-        ended = launch(config_file, overrides, processes=size, env=env, output=log)
+    log = run_dir.with_name(f"{name}.log")
+    with log.open("wb") as output:
+        ended = launch(config_file, overrides, processes=size, env=env, output=output)
     state = read_status(run_dir).get("state")
     if ended.asked_to_stop or state == "stopped":
         raise RunError("the rehearsal was stopped", RESTARTABLE, "the same command starts again")
-    as_meant = (
-        ended.exit_code == RESTARTABLE if fault else (ended.exit_code, state) == (0, "finished")
-    )
-    if not as_meant:
-        raise _failure(place, name, ended)
-
-
-def _failure(place: _Kept, name: str, ended: Ended) -> RunError:
-    place.keep = True
-    log = place.folder / f"{name}.log"
+    code = ended.exit_code
+    as_meant = code == RESTARTABLE if fault else (code, state) == (0, "finished")
+    if as_meant:
+        return
+    later.pop_all()  # the folder stays
     tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     said = ended.message or "\n".join(tail)
-    message = f"the {name} run of the rehearsal ended with code {ended.exit_code}\n{said}"
-    return RunError(message, ended.exit_code or 1, f"see {log}; {place.folder} was kept")
+    message = f"the {name} run of the rehearsal ended with code {code}\n{said}"
+    raise RunError(message, code or 1, f"see {log}; {log.parent} was kept")
 
 
 def _last_start(run_dir: Path) -> Launched:
     """Return what the last start of a run recorded about itself."""
-    lines = record.record(run_dir)
-    last = [line for line in lines if line["kind"] == "start"][-1]
+    *_, last = (line for line in record.record(run_dir) if line["kind"] == "start")
     return Launched(last["strategy"], last["world_size"], last["resumed_from"])
 
 
 def _numbers(run_dir: Path) -> dict[int, tuple[str, float | None]]:
     """Return step → (batch digest, loss if it is finite); the last of a step trained twice."""
-    lines = record.record(run_dir)
     return {
         line["step"]: (line["batch_digest"], line["loss"])
-        for line in lines
+        for line in record.record(run_dir)
         if line["kind"] == "train"
     }
 
@@ -333,19 +315,19 @@ def _last(run_dir: Path) -> Path:
     return root / form.complete_names(root)[0]
 
 
-def _tensors(checkpoint: Path) -> list[Path]:
-    return sorted(checkpoint.glob(f"*{form.TENSORS}"))
+def _tensors(checkpoint: Path) -> list[str]:
+    """Return the names of the weight and optimizer files."""
+    return sorted(path.name for path in checkpoint.glob(f"*{form.TENSORS}"))
 
 
 def _other_bytes(left: Path, right: Path) -> Iterator[str]:
     """Yield how the weight and optimizer files of two checkpoints differ."""
     if left.name != right.name:
         yield f"the last checkpoints are {left.name} and {right.name}"
-    for name in sorted({path.name for path in [*_tensors(left), *_tensors(right)]}):
-        if not (left / name).is_file() or not (right / name).is_file():
-            yield f"{name} is in one of the checkpoints {left.name}"
-        elif not filecmp.cmp(left / name, right / name, shallow=False):
-            yield f"{name} of {left.name} has other bytes"
+    names = sorted({*_tensors(left), *_tensors(right)})
+    _, other, in_one = filecmp.cmpfiles(left, right, names, shallow=False)
+    yield from (f"{name} is in one of the checkpoints {left.name}" for name in in_one)
+    yield from (f"{name} of {left.name} has other bytes" for name in other)
 
 
 def _some(steps: Iterable[int]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from llmtrain.config.schema import Config
 from llmtrain.distributed.launch.named import named_strategy
@@ -13,8 +13,7 @@ from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.tools.launch.file import LaunchFile
 
 T = TypeVar("T")
-State = Literal["ok", "warning", "error"]
-_RANKS: tuple[State, ...] = ("ok", "warning", "error")
+State = Literal["ok", "warning", "error"]  # from the best to the worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Verdict:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """The run that is to be started, and the time at which the doctor began.
 
@@ -84,35 +83,34 @@ def error(found: str, remedy: str) -> Verdict:
     return Verdict("error", found, remedy)
 
 
-def refusal(problems: Iterable[Problem], where: str = "") -> Verdict:
+def refusal(problems: Sequence[Problem], where: str = "") -> Verdict:
     """Return an error with the problems that a start would report, in one line.
 
     where: what the problems are in, such as a file
     """
-    listed = list(problems)
-    found = "; ".join(_in_a_line(problem) for problem in listed)
-    found = f"{where}: {found}" if where else found
-    remedies = dict.fromkeys(problem.remedy for problem in listed if problem.remedy)
-    return error(found, "; ".join(remedies) or "change it as expected")
+    found = "; ".join(_in_a_line(problem) for problem in problems)
+    remedies = dict.fromkeys(problem.remedy for problem in problems if problem.remedy)
+    remedy = "; ".join(remedies) or "change it as expected"
+    return error(f"{where}: {found}" if where else found, remedy)
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, Verdict | None]:
+def attempt(work: Callable[[], T]) -> T | Verdict:
     """Run a check; return its result, or the verdict on why it failed. Raises nothing."""
     try:
-        return work(), None
+        return work()
     except UserError as wrong:
-        return None, refusal(wrong.problems, wrong.where)
+        return refusal(wrong.problems, wrong.where)
     except RunError as failed:
-        return None, error(str(failed.args[0]), failed.remedy)
+        return error(str(failed.args[0]), failed.remedy)
     except Exception as broken:  # a check that fails must not prevent the others
         found = f"the look at it failed: {type(broken).__name__}: {broken}"
-        return None, error(found, "correct what it names, or leave it out: --skip NAME")
+        return error(found, "correct what it names, or leave it out: --skip NAME")
 
 
 def join(verdicts: Iterable[Verdict]) -> Verdict:
     """Combine several verdicts on one thing; the worst state is that of the result."""
     listed = list(verdicts)
-    state = max((one.state for one in listed), key=_RANKS.index)
+    state = max((one.state for one in listed), key=get_args(State).index)
     found = "; ".join(one.found for one in listed if one.found)
     return Verdict(state, found, "; ".join(one.remedy for one in listed if one.remedy))
 

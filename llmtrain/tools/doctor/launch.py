@@ -9,7 +9,6 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 from llmtrain.distributed.launch.environment import (
@@ -28,15 +27,13 @@ _HELLO = b"hello"
 
 def environment(case: Case) -> Verdict:
     """Check for variables that a launcher left behind, or that contradict the config."""
-    if "LOCAL_RANK" in case.env and world_size(case.env) > 1:
-        rank, size = case.env.get("RANK"), world_size(case.env)
+    if "LOCAL_RANK" in case.env and (size := world_size(case.env)) > 1:
         found = (
-            f"RANK = {rank}, WORLD_SIZE = {size}: a launcher started this, or left its variables "
-            f"behind, and llmtrain train would wait for {awaited(case.env)}"
+            f"RANK = {case.env.get('RANK')}, WORLD_SIZE = {size}: a launcher started this, or left "
+            f"its variables behind, and llmtrain train would wait for {awaited(case.env)}"
         )
         names = " ".join(launcher_variables(case.env))
-        remedy = f"unset {names}; under a launcher: start llmtrain doctor by itself"
-        return error(found, remedy)
+        return error(found, f"unset {names}; under a launcher: start llmtrain doctor by itself")
     if "LOCAL_RANK" in case.env:
         found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
         return warning(found, "start llmtrain doctor by itself, once on each machine")
@@ -74,13 +71,13 @@ def rendezvous(case: Case) -> Verdict:
 
 def _free_port() -> Verdict:
     """Bind a free port of this machine and send some bytes through it."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(_REACH_SECONDS)
         port = server.getsockname()[1]
-        with closing(socket.create_connection(("127.0.0.1", port), _REACH_SECONDS)) as client:
+        with socket.create_connection(("127.0.0.1", port), _REACH_SECONDS) as client:
             client.sendall(_HELLO)
             heard, _ = server.accept()
-            with closing(heard):
+            with heard:
                 heard.settimeout(_REACH_SECONDS)
                 if heard.recv(len(_HELLO)) != _HELLO:
                     found = f"port {port} of 127.0.0.1 does not say what was sent"
@@ -131,7 +128,7 @@ def _port(host: str, address: str, port: int, case: Case) -> Verdict:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if port == 0:
         return ok(f"{host}: any free port")
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((address, port))

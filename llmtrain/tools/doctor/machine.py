@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import re
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING
 
 from llmtrain import processes
 from llmtrain.checkpoint.retention import size
-from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
+from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED, family
 from llmtrain.metrics.trackers import check_installed
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning
-from llmtrain.tools.doctor.place import room
 from llmtrain.tools.launch.launch import has_gpu
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 _PRODUCT = {"cpu": 512, "cuda": 4096}
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED_MEMORY = 1 << 30
-_LEAST_FILES = 1024
-_LEAST_PROCESSES = 1024
+_LEAST_LIMIT = 1024  # open files, processes
 _COMPILE_SECONDS = 60
 _OFFLOAD = "zero3_offload"
 _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int> v; return 0; }\n"
@@ -53,9 +51,13 @@ def devices(case: Case) -> Verdict:
     import torch
 
     if count := gpus(case):
-        looked = [(index, *attempt(functools.partial(_gpu, index))) for index in range(count)]
-        broken = [error(f"GPU {k}: {one.found}", one.remedy) for k, _, one in looked if one]
-        return join([*_by_kind([gpu for _, gpu, _ in looked if gpu], case), *broken])
+        looked = [attempt(functools.partial(_gpu, index)) for index in range(count)]
+        broken = [
+            error(f"GPU {index}: {one.found}", one.remedy)
+            for index, one in enumerate(looked)
+            if isinstance(one, Verdict)
+        ]
+        return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], case), *broken])
     cores = processes.cores()
     found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
     if has_gpu(case.env):
@@ -126,15 +128,10 @@ def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
             yield warning(held, "see nvidia-smi, or choose others by CUDA_VISIBLE_DEVICES")
         if case.config and case.config.training.precision == "bf16" and not gpu.bf16:
             yield error(f"GPU {gpu.index} does not compute in bf16", "training.precision=fp32")
-    yield from _enough(case, len(found))
-
-
-def _enough(case: Case, there: int) -> Iterator[Verdict]:
-    """Yield an error if processes of the launch file on this machine have no GPU of their own."""
-    here = case.processes // case.machines
-    if case.launch and here > there:
-        found = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
-        yield error(found, f"num_processes: {there * case.machines}, or use_cpu: true")
+    here, there = case.processes // case.machines, len(found)
+    if case.launch and here > there:  # each process of the launch file needs a GPU of its own
+        more = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
+        yield error(more, f"num_processes: {there * case.machines}, or use_cpu: true")
 
 
 def _speeds(device: torch.device) -> str:
@@ -177,32 +174,31 @@ def memory(_case: Case) -> Verdict:
 def limits(case: Case) -> Verdict:
     """Check the limits of this session: open files, processes and shared memory."""
     verdicts = [
-        _limit(resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 65536"),
-        _limit(resource.RLIMIT_NPROC, "processes and threads", _LEAST_PROCESSES, "ulimit -u 65536"),
+        _limit(resource.RLIMIT_NOFILE, "open files", "ulimit -n 65536"),
+        _limit(resource.RLIMIT_NPROC, "processes and threads", "ulimit -u 65536"),
     ]
     if gpus(case) > 1 and SHARED_MEMORY.is_dir():
-        free = room(SHARED_MEMORY)
+        free = shutil.disk_usage(SHARED_MEMORY).free
         found = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
         verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))
     return join(verdicts)
 
 
-def _limit(which: int, what: str, least: int, remedy: str) -> Verdict:
+def _limit(which: int, what: str, remedy: str) -> Verdict:
     soft, _ = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY:
         return ok(f"{what}: unlimited")
     found = f"{what}: {soft:,}"
-    return ok(found) if soft >= least else warning(found, remedy)
+    return ok(found) if soft >= _LEAST_LIMIT else warning(found, remedy)
 
 
 def versions(case: Case) -> Verdict:
     """Check the libraries against the tested releases, and for the packages of the trackers."""
     if case.config:
         check_installed(case.config.logging.trackers)
-    python = ".".join(map(str, sys.version_info[:3]))
     looked = [_version(name, wanted, case) for name, wanted in requirements().items()]
-    return join([ok(f"Python {python}"), *looked])
+    return join([ok(f"Python {platform.python_version()}"), *looked])
 
 
 def requirements() -> dict[str, str]:
@@ -222,7 +218,12 @@ def _version(name: str, requirement: str, case: Case) -> Verdict:
     try:
         there = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return _missing(name, case)
+        if name != "deepspeed":
+            return error(f"no {name}", f"pip install {name}")
+        if family(case.strategy) != "zero":
+            return ok("no deepspeed (only the zero strategies need it)")
+        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
+        return error(found, INSTALL_DEEPSPEED)
     found = f"{name} {there}"
     if _release(there) < _release(release):
         return error(f"{found} (needs {release})", f"pip install '{name}>={release}'")
@@ -231,15 +232,6 @@ def _version(name: str, requirement: str, case: Case) -> Verdict:
     found = f"{found} (tried with {release} only)"
     remedy = f"pip install '{name}=={release}.*', as in constraints.txt"
     return error(found, remedy) if "<" in requirement else warning(found, remedy)
-
-
-def _missing(name: str, case: Case) -> Verdict:
-    if name != "deepspeed":
-        return error(f"no {name}", f"pip install {name}")
-    if case.strategy.startswith("zero"):
-        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
-        return error(found, INSTALL_DEEPSPEED)
-    return ok("no deepspeed (only the zero strategies need it)")
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -292,20 +284,17 @@ def _without_compiler() -> list[str]:
 
 def extensions(case: Case) -> Verdict:
     """Check for left-over locks among torch's extensions: each blocks every later build."""
+    from torch.utils import cpp_extension
+
     from llmtrain.distributed.engines.zero import stale_locks
 
-    left = [lock for folder in _directories(case) for lock in stale_locks(folder, case.env)]
+    own = case.env.get("TORCH_EXTENSIONS_DIR")  # by default one for each Python and torch
+    default = Path(cpp_extension.get_default_build_root())
+    folders = [Path(own)] if own else sorted(default.glob("*"))
+    left = [lock for folder in folders for lock in stale_locks(folder, case.env)]
     if not left:
         return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
     found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
     return (error if _builds(case) else warning)(found, remedy)
-
-
-def _directories(case: Case) -> list[Path]:
-    """Return the directories of extensions; by default there is one for each Python and torch."""
-    from torch.utils import cpp_extension
-
-    own = case.env.get("TORCH_EXTENSIONS_DIR")
-    return [Path(own)] if own else sorted(Path(cpp_extension.get_default_build_root()).glob("*"))

@@ -9,7 +9,6 @@ from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config
-    from llmtrain.tools.plan import Plan
 
 
 def plan(case: Case) -> Verdict:
@@ -28,7 +27,15 @@ def plan(case: Case) -> Verdict:
     if found.uncounted:
         remedy = "watch the first step; training.micro_batch_size=1 if memory runs out"
         return warning(f"{found.choice.reason}; {found.chosen.layout.strategy} is taken", remedy)
-    return ok(_words(found))
+    layout, hardware = found.chosen.layout, found.hardware
+    kind = "process" if hardware.cpu else "device"
+    count = f"{hardware.devices} {kind}{'es' * hardware.cpu if hardware.devices > 1 else ''}"
+    return ok(
+        f"{layout.strategy} on {count}, micro-batch {layout.micro_batch_size} × "
+        f"{layout.accumulation}, activation checkpointing {layout.activation_checkpointing}: "
+        f"{size(found.chosen.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
+        f"{size(found.disk_bytes)} of checkpoints at most"
+    )
 
 
 def _as_launched(case: Case) -> Config:
@@ -38,17 +45,3 @@ def _as_launched(case: Case) -> Config:
         return case.config
     changed = case.config.distributed.model_copy(update={"strategy": case.strategy})
     return case.config.model_copy(update={"distributed": changed})
-
-
-def _words(found: Plan) -> str:
-    chosen, hardware = found.chosen, found.hardware
-    assert chosen is not None
-    layout = chosen.layout
-    kind = "process" if hardware.cpu else "device"
-    count = f"{hardware.devices} {kind}{'es' * hardware.cpu if hardware.devices > 1 else ''}"
-    return (
-        f"{layout.strategy} on {count}, micro-batch {layout.micro_batch_size} × "
-        f"{layout.accumulation}, activation checkpointing {layout.activation_checkpointing}: "
-        f"{size(chosen.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
-        f"{size(found.disk_bytes)} of checkpoints at most"
-    )

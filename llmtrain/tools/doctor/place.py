@@ -17,8 +17,7 @@ from pathlib import Path
 
 from llmtrain import durable
 from llmtrain.checkpoint import filesystem
-from llmtrain.config.binding import bind, changes
-from llmtrain.config.binding import refusals as not_accepted
+from llmtrain.config.binding import bind, changes, refusals
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents, lock
@@ -51,8 +50,6 @@ except OSError as error:
 def directory(case: Case) -> Verdict:
     """Check the type of the file system, and that write, fsync, rename and lock work."""
     place = existing(case.run_dir)
-    if case.run_dir.exists() and not case.run_dir.is_dir():
-        return error(f"{case.run_dir} is a file", "run.dir=DIR, another one")
     if not place.is_dir():
         return error(f"{place} is a file, not a directory", "run.dir=DIR, elsewhere")
     system = filesystem.kind(place)
@@ -70,31 +67,22 @@ def existing(path: Path) -> Path:
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
-def room(place: Path) -> int:
-    """Return the number of bytes that are free for this user."""
-    disk = os.statvfs(place)
-    return disk.f_bavail * disk.f_frsize
-
-
 def _kind(system: str, place: Path, case: Case) -> Verdict:
+    """Check whether the directory stays, and whether all machines share it.
+
+    Rank 0 writes what the others read.
+    """
+    forgets, machines = _FORGETFUL.get(system), case.machines
     found = f"{place} on {system or 'a file system of unknown type'}"
-    if system in _FORGETFUL:
-        found += f" ({_FORGETFUL[system]})"
-    if case.machines > 1:
-        return _check_shared(system, found, case)
-    if system in _FORGETFUL:
-        return warning(found, "run.dir=DIR on a disk that stays")
-    return ok(found)
-
-
-def _check_shared(system: str, found: str, case: Case) -> Verdict:
-    """Check whether all machines can share the directory: rank 0 writes what the others read."""
+    found += f" ({forgets})" if forgets else ""
+    if machines == 1:
+        return warning(found, "run.dir=DIR on a disk that stays") if forgets else ok(found)
     if _SHARED.fullmatch(system):
-        return ok(f"{found}, which {case.machines} machines can share")
-    remedy = f"run.dir=DIR on a file system that all {case.machines} machines mount (NFS, Lustre …)"
-    if system in _LOCAL | _FORGETFUL.keys():
-        return error(f"{found}: this machine's own, not shared by {case.machines}", remedy)
-    return warning(f"{found}: whether {case.machines} machines share it is not known", remedy)
+        return ok(f"{found}, which {machines} machines can share")
+    remedy = f"run.dir=DIR on a file system that all {machines} machines mount (NFS, Lustre …)"
+    if forgets or system in _LOCAL:
+        return error(f"{found}: this machine's own, not shared by {machines}", remedy)
+    return warning(f"{found}: whether {machines} machines share it is not known", remedy)
 
 
 def _probes(folder: Path) -> Iterator[Verdict]:
@@ -148,7 +136,7 @@ def _run_there(case: Case) -> Iterator[Verdict]:
     if began.is_file() and record.is_file():
         found_changes = changes(bind(load_config(began)).binding, bind(case.config).binding)
         accepted = case.config.checkpoint.accept_changes
-        if problems := not_accepted(found_changes, accepted, f"with which {case.run_dir} began"):
+        if problems := refusals(found_changes, accepted, f"with which {case.run_dir} began"):
             yield refusal(problems)
         else:
             yield ok("a run of this config began in it: it would be resumed")
@@ -157,24 +145,17 @@ def _run_there(case: Case) -> Iterator[Verdict]:
 def clocks(case: Case) -> Verdict:
     """Compare this machine's clocks with each other and with the run directory's file system."""
     drift = time.time() - case.wall - (time.monotonic() - case.steady)  # noqa: TID251  # compared with a time stamp
-    verdicts = [_date(case.wall), _drift(drift)]
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(case.wall))
+    verdicts = [ok(date), ok("no jump during this look")]
+    if case.wall < _OLDEST:
+        found = f"the date is {date}: certificates of the Hub are refused"
+        verdicts[0] = error(found, "set the clock")
+    if abs(drift) > _MOST_DRIFT:
+        found = f"the clock was set by {drift:+.1f} s during this look"
+        verdicts[1] = warning(found, "see that one service alone sets it (chrony or ntpd)")
     if case.config is not None:
         verdicts.append(_skew(existing(case.run_dir)))
     return join(verdicts)
-
-
-def _date(now: float) -> Verdict:
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    if now < _OLDEST:
-        return error(f"the date is {date}: certificates of the Hub are refused", "set the clock")
-    return ok(date)
-
-
-def _drift(seconds: float) -> Verdict:
-    if abs(seconds) > _MOST_DRIFT:
-        found = f"the clock was set by {seconds:+.1f} s during this look"
-        return warning(found, "see that one service alone sets it (chrony or ntpd)")
-    return ok("no jump during this look")
 
 
 def _skew(place: Path) -> Verdict:

@@ -79,8 +79,8 @@ def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: 
     return ok(f"{RANKS} processes of this machine ({backend}) sum {rate:,.0f} MB/s")
 
 
-def rank(number: int, port: int, backend: str, allowed_seconds: float) -> float:
-    """Sum as one of the two processes; return the median time of a sum in seconds.
+def main() -> None:
+    """Sum as one of the two processes, print the median time of a sum in seconds, and exit.
 
     Raises RuntimeError for a wrong sum.
     """
@@ -88,11 +88,12 @@ def rank(number: int, port: int, backend: str, allowed_seconds: float) -> float:
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-    timeout = timedelta(seconds=allowed_seconds)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    device = torch.device("cuda", number) if backend == "nccl" else torch.device("cpu")
-    dist.init_process_group(backend, store=store, rank=number, world_size=RANKS, timeout=timeout)
-    vector = torch.full((BYTES // 4,), float(number + 1), device=device)
+    number, port, backend, allowed_seconds = sys.argv[1:]
+    timeout, rank = timedelta(seconds=float(allowed_seconds)), int(number)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    vector = torch.full((BYTES // 4,), float(rank + 1), device=device)
     dist.all_reduce(vector)
     expected = sum(range(1, RANKS + 1))
     if vector[0].item() != expected or vector[-1].item() != expected:
@@ -103,14 +104,7 @@ def rank(number: int, port: int, backend: str, allowed_seconds: float) -> float:
         dist.all_reduce(vector)
         vector[0].item()  # waits for the device
         took.append(time.perf_counter() - start)
-    return statistics.median(took)
-
-
-def main() -> None:
-    """Run as one of the two processes: read the arguments, print the seconds and exit."""
-    number, port, backend, allowed = sys.argv[1:]
-    seconds = rank(int(number), int(port), backend, float(allowed))
-    sys.stdout.write(f"{_ANSWER}{seconds}\n")
+    sys.stdout.write(f"{_ANSWER}{statistics.median(took)}\n")
     sys.stdout.flush()
     os._exit(0)
 

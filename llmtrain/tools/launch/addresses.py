@@ -9,45 +9,31 @@ right answers.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 
 from llmtrain.errors import Problem, UserError
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Settings by which a launcher finds the other machines.
-
-    options: for `accelerate launch`
-    env: variables for it and its ranks
-    """
-
-    options: tuple[str, ...]
-    env: dict[str, str]
-
-
-def meeting(backend: str, first: str) -> Meeting:
+def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
     """Return the settings for machines to meet at the machine whose address is `first`.
+
+    The settings are options for `accelerate launch`, and variables for it and its ranks.
 
     backend: c10d or static
 
     Raises UserError if this machine has no route to that address.
     """
     # accelerate 1.15 ignores `rdzv_backend` in its file and uses its default, static.
-    options = ("--rdzv_backend", backend)
+    options = ["--rdzv_backend", backend]
     if backend != "c10d":
-        return Meeting(options, {})
+        return options, {}
     own, theirs = _addresses(first)
     here = own == theirs
-    return Meeting(
-        (*options, "--rdzv_conf", f"is_host={int(here)}"),
-        {
-            "PET_LOCAL_ADDR": first if here else own,
-            # torch 2.13 keeps the addresses of ranks for the next attempt of --max_restarts, and
-            # some ranks then connect to dead ones.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        },
-    )
+    return [*options, "--rdzv_conf", f"is_host={int(here)}"], {
+        "PET_LOCAL_ADDR": first if here else own,
+        # torch 2.13 keeps the addresses of ranks for the next attempt of --max_restarts, and
+        # some ranks then connect to dead ones.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
 
 
 def _addresses(first: str) -> tuple[str, str]:

@@ -6,8 +6,8 @@ a rendezvous that no other process joins. So the file is checked before anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config.schema import Config
@@ -29,15 +29,17 @@ class LaunchFile:
 
     path: None = not written yet
     processes: on all machines together
-    precision: accelerate's `mixed_precision`
     values: of the file
     """
 
     path: Path | None
     processes: int
-    on_cpu: bool
-    precision: str
     values: Mapping[str, object]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks use no GPU."""
+        return self.values.get("use_cpu") is True
 
     @property
     def machines(self) -> int:
@@ -54,27 +56,6 @@ class LaunchFile:
     def environment(self) -> dict[str, str]:
         """The relevant variables that the launcher sets for a rank because of this file."""
         return variables_of(self.values, self.processes)
-
-    @property
-    def has_port(self) -> bool:
-        """Whether the file names the port at which ranks meet."""
-        return self.values.get("main_process_port") is not None
-
-    def written_to(self, path: Path, write: Callable[[object], str]) -> LaunchFile:
-        """Write a file of accelerate with these settings; return the LaunchFile of that file."""
-        values = {
-            "compute_environment": "LOCAL_MACHINE",
-            # MULTI_CPU would start only one process. MULTI_GPU also works with one process; it
-            # uses torch's launcher, which passes signals on, as accelerate's own does not.
-            "distributed_type": "MULTI_GPU",
-            "use_cpu": self.on_cpu,
-            "num_machines": 1,
-            "machine_rank": 0,
-            "num_processes": self.processes,
-            "mixed_precision": self.precision,
-        }
-        path.write_text(write(values), encoding="utf-8")
-        return replace(self, path=path, values=values)
 
 
 def read_launch_file(path: Path, processes: int | None, config: Config | None = None) -> LaunchFile:
@@ -98,8 +79,7 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
             problems += contradictions(env, config.distributed, config.training)
     if problems or not isinstance(asked, int):
         raise UserError(*problems, where=str(path))
-    precision = str(values.get("mixed_precision", "no"))
-    return LaunchFile(path, asked, values.get("use_cpu") is True, precision, values)
+    return LaunchFile(path, asked, values)
 
 
 def _values(path: Path) -> dict[str, object]:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -35,12 +35,14 @@ from llmtrain.distributed.launch.environment import (
     launcher_problems,
 )
 from llmtrain.distributed.launch.named import unsupported_problems, with_variables
+from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
+from llmtrain.tools.plan_file import launch_values
 from llmtrain.training.start.preflight import rules_of_a_launch
 from llmtrain.training.stop.signals import LAUNCHED
 
@@ -82,21 +84,26 @@ def launch(
     _refuse_nested(env)
     config = load_checked(config_file, overrides, rules_of_a_launch(config_file, processes))
     file = _launch_file(accelerate_file, processes, env, config)
-    run_dir = Path(config.run.dir or "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
-            file = file.written_to(Path(folder) / "accelerate.yaml", write)
+            written = Path(folder) / "accelerate.yaml"
+            written.write_text(write(file.values), encoding="utf-8")
+            file = replace(file, path=written)
         mark = Path(folder) / "ended"
         env[LAUNCHED] = str(mark)
         if file.on_cpu:
             # torch's launcher does not set these, and sharding looks for devices.
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        options: tuple[str, ...] = ()
+        options: list[str] = []
         if file.machines > 1:
-            met = meeting(file.rendezvous, str(file.values["main_process_ip"]))
-            options, env = met.options, {**met.env, **env}
-        command = _command(file, options, config_file, overrides)
-        return run_launcher(command, env, mark, run_dir, output)
+            options, met = meeting(file.rendezvous, str(file.values["main_process_ip"]))
+            env = {**met, **env}
+        elif file.values.get("main_process_port") is None:
+            options = ["--main_process_port", "0"]  # any free one, so two runs do not share one
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher += ["--config_file", str(file.path), "--num_processes", str(file.processes)]
+        command = [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
+        return run_launcher(command, env, mark, config.run_dir, output)
 
 
 def _refuse_nested(env: Mapping[str, str]) -> None:
@@ -114,13 +121,17 @@ def _launch_file(
     """Return the file, or the settings to write to one. Raises UserError with every problem."""
     if problems := launcher_problems(env):
         raise UserError(*problems, where="the launch")
-    if path is not None:
-        file = read_launch_file(path, processes, config)
-        _check_deepspeed(file)
-        return file
-    file = _of_this_machine(processes or 1, env, config)
-    if problems := _wrong_with(file, env, config):
-        raise UserError(*problems, where=f"the launch of {file.processes} processes")
+    if path is None:
+        count = processes or 1
+        if problems := launch_problems(config, count, env):
+            raise UserError(*problems, where=f"the launch of {count} processes")
+        return _of_this_machine(count, env, config)
+    file = read_launch_file(path, processes, config)
+    # The launcher imports DeepSpeed before there are ranks.
+    if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
+        expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
+        remedy = f"{INSTALL_DEEPSPEED}, or accelerate_configs/fsdp2.yaml"
+        raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
     return file
 
 
@@ -128,12 +139,14 @@ def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> l
     """Return why a start of this many processes here would be refused; nothing is started."""
     if problems := launcher_problems(env):
         return problems
-    found = _wrong_with(_of_this_machine(processes, env, config), env, config)
+    told = _of_this_machine(processes, env, config).environment
+    there, exported = {**env, **told}, {name: env[name] for name in env.keys() - told.keys()}
+    wrong = contradictions(there, config.distributed, config.training)
+    found = [*with_variables([*unsupported_problems(there, processes), *wrong], exported)]
     strategy = config.distributed.strategy
     if family(strategy) == "zero" and find_spec("deepspeed") is None:
         expected = "fsdp2 or ddp: the package deepspeed is not installed"
-        remedy = INSTALL_DEEPSPEED
-        found.append(Problem("distributed.strategy", strategy, expected, remedy))
+        found.append(Problem("distributed.strategy", strategy, expected, INSTALL_DEEPSPEED))
     return found
 
 
@@ -141,24 +154,11 @@ def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> 
     """Return the settings of a start without a file of accelerate."""
     on_cpu = not has_gpu(env)
     fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
-    return LaunchFile(None, processes, on_cpu, "no" if fp32 else "bf16", {})
-
-
-def _wrong_with(file: LaunchFile, env: Mapping[str, str], config: Config) -> list[Problem]:
-    told = file.environment
-    there = {**env, **told}
-    wrong = contradictions(there, config.distributed, config.training)
-    found = [*unsupported_problems(there, file.processes), *wrong]
-    exported = {name: value for name, value in env.items() if name not in told}
-    return list(with_variables(found, exported))
-
-
-def _check_deepspeed(file: LaunchFile) -> None:
-    """Raise UserError if DeepSpeed is missing: the launcher imports it before there are ranks."""
-    if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
-        expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
-        remedy = f"{INSTALL_DEEPSPEED}, or accelerate_configs/fsdp2.yaml"
-        raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
+    here = Hardware(0, None, processes, 1, cpu=on_cpu)
+    values = launch_values("ddp", here, "fp32" if fp32 else "bf16")
+    # MULTI_CPU would start only one process. MULTI_GPU also works with one process; it uses
+    # torch's launcher, which passes signals on, as accelerate's own does not.
+    return LaunchFile(None, processes, values | {"distributed_type": "MULTI_GPU"})
 
 
 def has_gpu(env: Mapping[str, str]) -> bool:
@@ -167,17 +167,6 @@ def has_gpu(env: Mapping[str, str]) -> bool:
     asked_cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
     there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     return there and not hidden and not asked_cpu
-
-
-def _command(
-    file: LaunchFile, meeting_options: Sequence[str], config_file: str, overrides: Sequence[str]
-) -> list[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    options = ["--config_file", str(file.path), "--num_processes", str(file.processes)]
-    if file.machines == 1 and not file.has_port:
-        options += ["--main_process_port", "0"]  # any free one, so two runs do not share one
-    options += meeting_options
-    return [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
 
 
 def run_launcher(
@@ -195,7 +184,7 @@ def run_launcher(
     with passing_signals_on() as forward:
         # In a session of its own, so that Ctrl-C reaches the launcher only once, through this
         # process, and not from the terminal as well.
-        child = subprocess.Popen(
+        forward.child = subprocess.Popen(
             command,
             env=env,
             start_new_session=True,
@@ -203,16 +192,19 @@ def run_launcher(
             stdout=output,
             stderr=output,
         )
-        forward.child = child
         forward.tell()
-        launcher = child.wait()
+        launcher = forward.child.wait()
         _wait_for_ranks(mark, others)
     left, asked_to_stop = found(mark), forward.asked is not None
     if left is not None:
         return Ended(*left, asked_to_stop)
     changed = identity(run_dir) != before
     code = _exit_code(run_dir if changed else None, launcher, asked_to_stop)
-    return Ended(code, _silent(run_dir) if code else "", asked_to_stop)
+    message = (
+        "error: rank 0 ended without a word; the lines above say what is known\n"
+        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
+    )
+    return Ended(code, message if code else "", asked_to_stop)
 
 
 class Forward:
@@ -233,19 +225,18 @@ class Forward:
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         # USR1 would kill torch's launcher and orphan its ranks; TERM asks for the same stop.
-        interrupt = number == signal.SIGINT
-        self.asked = signal.SIGINT if interrupt else signal.SIGTERM
+        self.asked = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         self.tell()
 
     def tell(self) -> None:
         """Pass the signal on, if one was received and there is a child."""
         if self.child is None or self.asked is None:
             return
-        if not self._to_group:
-            self.child.send_signal(self.asked)
-            return
         with contextlib.suppress(ProcessLookupError):  # all of it has ended
-            os.killpg(self.child.pid, self.asked)
+            if self._to_group:
+                os.killpg(self.child.pid, self.asked)
+            else:
+                self.child.send_signal(self.asked)
 
 
 @contextmanager
@@ -258,9 +249,7 @@ def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
     this process meanwhile.
     """
     forward = Forward(to_group=to_group)
-    old = {}
-    for number in processes.stop_signals():
-        old[number] = signal.signal(number, forward)
+    old = {number: signal.signal(number, forward) for number in processes.stop_signals()}
     processes.adopt_orphans(True)  # ranks of a launcher that was killed become our children
     try:
         yield forward
@@ -296,11 +285,10 @@ def children() -> set[int]:
 
 def identity(run_dir: Path) -> tuple[int, int] | None:
     """Return a value that changes whenever `status.json` is written; None if it does not exist."""
-    try:
+    with contextlib.suppress(OSError):
         found = (run_dir / STATUS).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:
@@ -315,10 +303,3 @@ def _exit_code(run_dir: Path | None, launcher: int, stopped: bool) -> int:
     if stopped and launcher < 0:
         return 0  # asked to stop before there was a rank
     return launcher if launcher in _CODES else 1
-
-
-def _silent(run_dir: Path) -> str:
-    return (
-        "error: rank 0 ended without a word; the lines above say what is known\n"
-        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
-    )

@@ -25,6 +25,8 @@ _FSDP1 = (
 def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]:
     """Return the relevant variables that accelerate sets in the environment of a rank.
 
+    It writes booleans in lower case, and leaves out nulls.
+
     values: of the file
     processes: on all machines together
     """
@@ -38,7 +40,10 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
     for name, section in SECTIONS.items():
         found = _section(values, name)
         if found if section.kind is None else values.get("distributed_type") == section.kind:
-            env |= {section.switch: "true", **_variables(found, section.variables)}
+            env[section.switch] = "true"
+            for key, value in found.items():
+                if value is not None and (variable := section.variables.get(key)):
+                    env[variable] = str(value).lower() if isinstance(value, bool) else str(value)
     if compiler := _section(values, "dynamo_config").get("dynamo_backend"):
         env["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
     return env
@@ -89,18 +94,7 @@ def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
     found = values.get(name)
     if not isinstance(found, dict):
         return {}
-    section = cast(dict[object, object], found)
-    prefix = "fsdp_" if name == "fsdp_config" else ""
-    return {
-        text if text.startswith(prefix[:-1]) else prefix + text: value
-        for text, value in ((str(key), value) for key, value in section.items())
-    }
-
-
-def _variables(section: Mapping[str, object], keys: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the variables as accelerate sets them: booleans in lower case, nulls left out."""
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for key, value in section.items()
-        if (name := keys.get(key)) is not None and value is not None
-    }
+    section = {str(key): value for key, value in cast(dict[object, object], found).items()}
+    if name != "fsdp_config":
+        return section
+    return {k if k.startswith("fsdp") else f"fsdp_{k}": value for k, value in section.items()}

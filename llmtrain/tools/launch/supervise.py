@@ -137,7 +137,8 @@ def supervise(
     """
     from llmtrain.tools.launch.launch import passing_signals_on
 
-    patience = patience or Patience(leave=_grace(os.environ) + 30.0)
+    grace = os.environ.get(GRACE, "")  # before torch's launcher kills its ranks
+    patience = patience or Patience(leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
     run_dir = checked_run_dir(command, run_dir)
     RunLock(run_dir, "").check()
     known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
@@ -152,7 +153,9 @@ def supervise(
             ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
             say(hide(ended))
             if decision.restart:
-                _until(lambda: forward.asked is not None, _spread(decision.seconds))
+                # Varied by ±20 %, so that runs ended by one fault do not restart together.
+                spread = 0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32
+                _until(lambda: forward.asked is not None, decision.seconds * spread)
             if not decision.restart or forward.asked is not None:
                 return Supervised(decision.code, number, outcome.reason)
             tries = decision.tries
@@ -296,10 +299,9 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
 def _has_rank(process: psutil.Process) -> bool:
     import psutil
 
-    try:
+    with contextlib.suppress(psutil.Error):  # it has ended since, or is somebody else's
         return "RANK" in process.environ()
-    except psutil.Error:  # it has ended since, or is somebody else's
-        return False
+    return False
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -311,20 +313,9 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _spread(seconds: float) -> float:
-    """Vary a time by ±20 % at random, so that runs ended by one fault do not restart together."""
-    return seconds * (0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32)
-
-
 def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
     """Return the names of all complete checkpoints."""
     return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
-
-
-def _grace(environ: Mapping[str, str]) -> float:
-    """Return the seconds that torch's launcher gives its ranks before it kills them."""
-    said = environ.get(GRACE, "")
-    return float(said) if said.isdigit() else 30.0
 
 
 def _line(text: object) -> str:

@@ -9,7 +9,8 @@ from helpers.config import written
 
 from llmtrain.cli import doctor as module
 from llmtrain.cli.escapes import columns
-from llmtrain.tools.doctor.doctor import Check
+from llmtrain.tools.doctor import doctor as tool
+from llmtrain.tools.doctor.case import Verdict
 
 ROOT = Path(__file__).parents[3]
 FAST = ["--skip", "all-reduce", "--skip", "devices", "--skip", "compiler"]
@@ -75,11 +76,26 @@ def test_what_is_skipped_has_no_line():
     assert not names & {"all-reduce", "devices", "compiler", "rendezvous"}
 
 
-BAD = Check("disk", "error", "no room for \x1b[2J the run, " * 5, "free some")
+def test_a_diagnosis_is_json_with_the_four_fields_and_fails_by_an_error_alone(monkeypatch, capsys):
+    memory = ("memory", Verdict("warning", "little", "buy some"))
+    disk = ("disk", Verdict("error", "full", "make room"))
+    for checks, code in (((memory, disk), 2), ((memory,), 0)):
+        monkeypatch.setattr(tool, "doctor", lambda *given, checks=checks, **options: iter(checks))
+        assert module.show(None, [], None, [], as_json=True) == code
+        shown = json.loads(capsys.readouterr().out)
+        assert shown == {
+            "checks": [
+                {"name": "memory", "state": "warning", "found": "little", "remedy": "buy some"},
+                {"name": "disk", "state": "error", "found": "full", "remedy": "make room"},
+            ][: len(checks)]
+        }
+
+
+BAD = Verdict("error", "no room for \x1b[2J the run, " * 5, "free some")
 
 
 def test_a_line_is_harmless_and_its_remedy_stands_below():
-    shown = list(module.lines(BAD, colours=False))
+    shown = list(module.lines("disk", BAD, colours=False))
     assert shown[0].startswith("error    disk         no room")
     assert "\x1b" not in "".join(shown)
     assert shown[-1] == f"{'':22}try: free some"
@@ -93,7 +109,7 @@ def test_colours_are_for_terminals_without_no_color(monkeypatch):
     assert module._in_colours()
     monkeypatch.setenv("NO_COLOR", "1")
     assert not module._in_colours()
-    coloured = "".join(module.lines(BAD, colours=True))
+    coloured = "".join(module.lines("disk", BAD, colours=True))
     assert coloured.startswith("\x1b[31merror    \x1b[0m")
 
 
@@ -105,4 +121,4 @@ def test_colours_are_for_terminals_without_no_color(monkeypatch):
     ],
 )
 def test_the_last_line_counts(states, said):
-    assert module.summary([Check("x", state, "", "") for state in states]) == said
+    assert module.summary(states) == said

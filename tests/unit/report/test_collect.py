@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_after_its_end_has_no_end_yet(tmp_path):
 def test_a_checkpoint_that_retention_took_is_shown_as_removed(tmp_path):
     run = runs.write_run(tmp_path, runs.history())
     (run / "checkpoints" / "step-00000300").mkdir(parents=True)
-    kept = {checkpoint.line["step"]: checkpoint.kept for checkpoint in collect(run).checkpoints}
+    kept = {line["step"]: line["kept"] for line in collect(run).checkpoints}
     assert kept == {100: False, 200: False, 300: True}
 
 

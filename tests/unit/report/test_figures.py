@@ -29,16 +29,12 @@ def test_what_has_no_numbers_has_no_figure(tmp_path):
 
 
 def test_zooming_one_figure_zooms_all(tmp_path):
-    drawn = draw(planned(tmp_path, runs.history()), restarts=(100,))
-    ranges = {json.dumps(root["attributes"]["x_range"].get("id")) for root in roots(drawn)}
+    document, _ = draw(planned(tmp_path, runs.history()), restarts=(100,))
+    ranges = {json.dumps(root["attributes"]["x_range"].get("id")) for root in document["roots"]}
     assert len(ranges) == 1
 
 
 def test_a_restart_is_a_line_in_every_figure(tmp_path):
     plans = planned(tmp_path, runs.interrupted_history())
-    text = json.dumps(draw(plans, restarts=(100,)).document)
+    text = json.dumps(draw(plans, restarts=(100,))[0])
     assert text.count('"name": "Span"') == len(plans)
-
-
-def roots(drawn):
-    return drawn.document["roots"]

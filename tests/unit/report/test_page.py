@@ -105,7 +105,8 @@ def test_the_report_goes_where_it_is_asked_to(tmp_path):
 )
 def test_the_verdict_says_in_words_what_became_of_the_run(tmp_path, state, sentence):
     status = runs.status(state, exit_code=75)
-    run = runs.write_run(tmp_path, runs.history(), status, config="training: {steps: 300}")
+    start, *lines = runs.history()
+    run = runs.write_run(tmp_path, [start | {"steps": 300}, *lines], status)
     said = verdict(collect(run))
     assert said[0] == sentence
     assert said[1].startswith("The training loss went from 8.9")

@@ -49,7 +49,7 @@ def test_a_written_file_is_one_that_the_launcher_takes(tmp_path, strategy, devic
     assert read_launch_file(path, None).processes == devices
     assert write_launch_file(path, launch_values("ddp", gpus(2, 80), "fp32"))
     found = read_launch_file(path, None)
-    assert (found.processes, found.precision) == (2, "no")
+    assert (found.processes, found.values["mixed_precision"]) == (2, "no")
 
 
 def test_a_file_for_several_nodes_says_how_to_start_it(tmp_path):

@@ -92,7 +92,7 @@ def test_a_machine_without_ports_is_an_error(monkeypatch):
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    _, broken = attempt(lambda: launches.rendezvous(case()))
+    broken = attempt(lambda: launches.rendezvous(case()))
     assert broken.state == "error"
     assert "Cannot assign requested address" in broken.found
 

@@ -1,6 +1,7 @@
 import os
 import re
 import resource
+import shutil
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -123,7 +124,8 @@ def test_a_run_on_a_cpu_uses_no_gpu(monkeypatch):
 
 def test_little_shared_memory_for_several_gpus_is_a_warning(monkeypatch):
     pretended(monkeypatch, gpu(0), gpu(1))
-    monkeypatch.setattr(machine, "room", lambda place: 64 << 20)
+    used = shutil.disk_usage("/")._replace(free=64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: used)
     looked = machine.limits(case())
     assert looked.state == "warning"
     assert "--shm-size" in looked.remedy
@@ -231,8 +233,6 @@ def test_a_tracker_that_is_not_installed_is_an_error(tmp_path, monkeypatch):
 
 
 def test_the_compiler_of_this_machine_compiles():
-    import shutil
-
     if not (shutil.which("c++") and shutil.which("ninja")):
         pytest.skip("no compiler or ninja here")
     looked = machine.compiler(case())

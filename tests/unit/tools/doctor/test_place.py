@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,9 @@ def test_a_clock_that_is_set_meanwhile_is_a_warning():
 
 
 def test_a_date_before_this_code_is_an_error():
-    assert place._date(0.0).state == "error"
+    looked = place.clocks(replace(case(), wall=0.0))
+    assert looked.state == "error"
+    assert "the date is 1970-01-01" in looked.found
 
 
 @pytest.mark.launches

@@ -1,4 +1,3 @@
-import functools
 import json
 import os
 import subprocess
@@ -13,13 +12,10 @@ from helpers.hub import ID, SHA, serving, stand_in
 from llmtrain.distributed.engines.state import bytes_of
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.doctor import sources
-from llmtrain.tools.doctor.case import attempt
 
 
-def described(made):
-    return functools.partial(
-        attempt, functools.partial(sources.describe, made.config, made.run_dir)
-    )
+def spec_of(made):
+    return sources.describe(made)[1]
 
 
 def from_hub(*overrides: str) -> list[str]:
@@ -93,41 +89,41 @@ def test_what_the_data_warns_of_is_a_warning_of_the_line(tmp_path):
 
 
 def test_the_tokenizer_fits_the_model(tmp_path):
-    looked = sources.model(described(case(tmp_path, text=SMALL)))
+    looked = sources.model(case(tmp_path, text=SMALL))
     assert looked.state == "ok"
     assert "2,048 rows; a tokenizer of 2,048 entries" in looked.found
 
 
 def test_a_vocabulary_that_is_too_small_is_an_error_with_the_number(tmp_path):
     made = case(tmp_path, "model.config.vocab_size=100", text=SMALL)
-    looked = sources.model(described(made))
+    looked = sources.model(made)
     assert looked.state == "error"
     assert "vocab_size = 100" in looked.found
     assert looked.remedy.startswith("2048")
-    assert sources.disk(made, described(made)).state == "warning"
+    assert sources.disk(made).state == "warning"
 
 
 def test_a_model_that_ends_texts_otherwise_is_a_warning(tmp_path):
     made = case(tmp_path, "model.config.eos_token_id=5", text=SMALL)
-    looked = sources.model(described(made))
+    looked = sources.model(made)
     assert looked.state == "warning"
     assert "ends texts with 0, the model with 5" in looked.found
 
 
 def test_a_tokenizer_that_the_run_trains_is_known_by_its_size(tmp_path):
-    looked = sources.model(described(case(tmp_path, "model.tokenizer={train: 300}", text=SMALL)))
+    looked = sources.model(case(tmp_path, "model.tokenizer={train: 300}", text=SMALL))
     assert looked.state == "ok"
     assert "300 rows; a tokenizer of 300 entries, trained at the start" in looked.found
 
 
 def test_a_pattern_that_freezes_nothing_is_an_error(tmp_path):
-    looked = sources.model(described(case(tmp_path, "model.freeze=[nothing]", text=SMALL)))
+    looked = sources.model(case(tmp_path, "model.freeze=[nothing]", text=SMALL))
     assert looked.state == "error"
     assert "model.freeze" in looked.found
 
 
 def test_a_tokenizer_that_is_nowhere_says_where_to_look(tmp_path, hub):
-    looked = sources.model(described(case(tmp_path, "model.tokenizer=nobody/none", text=SMALL)))
+    looked = sources.model(case(tmp_path, "model.tokenizer=nobody/none", text=SMALL))
     assert looked.state == "error"
     assert "HF_ENDPOINT" in looked.remedy
 
@@ -140,7 +136,7 @@ def test_a_run_that_began_has_its_tokenizer_whatever_the_hub_says(tmp_path, hub)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (asked.run_dir / "tokenizer" / name).write_bytes((sample / name).read_bytes())
     (asked.run_dir / "auto.json").write_text("{}")
-    looked = sources.model(described(asked))
+    looked = sources.model(asked)
     assert looked.state == "ok"
     assert "2,048 entries" in looked.found
 
@@ -148,9 +144,9 @@ def test_a_run_that_began_has_its_tokenizer_whatever_the_hub_says(tmp_path, hub)
 def test_a_model_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     import threading
 
-    monkeypatch.setattr(sources, "_describe", lambda config, run_dir: threading.Event().wait(30))
+    monkeypatch.setattr(sources, "_describe", lambda case: threading.Event().wait(30))
     with pytest.raises(RunError, match="no complete answer"):
-        sources.describe(case(tmp_path).config, tmp_path / "run", seconds=0.3)
+        sources.describe(case(tmp_path), seconds=0.3)
 
 
 # fp32 weights and two moments of: embedding and head 2,048 × 8 each, four attention matrices of
@@ -160,8 +156,8 @@ BYTES = 3 * 4 * (2 * 2048 * 8 + 4 * 64 + 3 * 128 + 3 * 8)
 
 def test_ux_19_the_bytes_that_a_run_will_write_are_those_of_its_tensors(tmp_path):
     made = case(tmp_path, text=SMALL)
-    assert bytes_of(described(made)()[0].spec) == BYTES
-    looked = sources.disk(made, described(made))
+    assert bytes_of(spec_of(made)) == BYTES
+    looked = sources.disk(made)
     assert looked.state == "ok"
     assert f"{BYTES / 1024:.4g} KiB a checkpoint" in looked.found
     # 3 newest, the best, the one being written and the one being deleted
@@ -170,7 +166,7 @@ def test_ux_19_the_bytes_that_a_run_will_write_are_those_of_its_tensors(tmp_path
 
 def test_frozen_parameters_have_no_moments_on_disk(tmp_path):
     frozen = "model.freeze=['*embed_tokens*']"
-    spec = described(case(tmp_path, frozen, text=SMALL))()[0].spec
+    spec = spec_of(case(tmp_path, frozen, text=SMALL))
     assert bytes_of(spec) == BYTES - 2 * 4 * 2048 * 8
 
 
@@ -185,7 +181,7 @@ def test_too_little_room_is_refused_with_what_is_needed(tmp_path, monkeypatch):
     made = case(tmp_path, text=SMALL)
     monkeypatch.setattr(os, "statvfs", statvfs)
     with pytest.raises(UserError, match="free for the checkpoints") as caught:
-        sources.disk(made, described(made))
+        sources.disk(made)
     assert str(6 * BYTES) in str(caught.value)
 
 
@@ -198,7 +194,7 @@ def test_a_real_disk_that_is_too_small_is_refused(tmp_path):
     try:
         made = case(tmp_path, f"run.dir={small / 'run'}", text=SMALL)
         with pytest.raises(UserError, match="free for the checkpoints"):
-            sources.disk(made, described(made))
+            sources.disk(made)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -212,7 +208,7 @@ def test_a_disk_without_inodes_is_refused(tmp_path):
     try:
         made = case(tmp_path, f"run.dir={small / 'run'}", text=SMALL)
         with pytest.raises(UserError, match="inodes"):
-            sources.disk(made, described(made))
+            sources.disk(made)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -220,32 +216,27 @@ def test_a_disk_without_inodes_is_refused(tmp_path):
 def test_epochs_leave_open_how_many_checkpoints_stay(tmp_path):
     text = SMALL.replace("steps: 10", "epochs: 2")
     made = case(tmp_path, "checkpoint.keep_every=500", text=text)
-    looked = sources.disk(made, described(made))
+    looked = sources.disk(made)
     assert looked.state == "warning"
     assert "for every 500 steps" in looked.remedy
-    assert sources.disk(case(tmp_path, text=text), described(made)).state == "ok"
-
-
-def test_a_deadline_is_over_when_its_time_is():
-    assert sources.Deadline(0.0).wait(5.0)
-    assert not sources.Deadline(60.0).wait(0.0)
-    assert sources.Deadline(0.05).wait()
+    assert sources.disk(case(tmp_path, text=text)).state == "ok"
 
 
 def test_a_local_model_directory_is_described(tmp_path):
     from llmtrain.model.build import model_config
     from llmtrain.model.shape import on_meta
+    from llmtrain.training.start.planning import own_tokens
 
     made = case(tmp_path, text=SMALL)
     (tmp_path / "model").mkdir()
-    tokens = described(made)()[0].tokens
+    tokens = own_tokens(made.config, made.run_dir)
     hf = model_config(made.config.model, tokens, 16)
     hf.save_pretrained(tmp_path / "model")
     sample = Path(resources.files("llmtrain.data.sample"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((sample / name).read_bytes())
     text = SMALL.replace(SMALL[: SMALL.index("data:")], f"model: {{from: {tmp_path / 'model'}}}\n")
-    looked = sources.model(described(case(tmp_path, text=text)))
+    looked = sources.model(case(tmp_path, text=text))
     assert looked.state == "ok", looked.found
     count = sum(p.numel() for p in on_meta(hf).parameters())
     assert f"{count:,} parameters" in looked.found

@@ -14,6 +14,7 @@ from helpers.config import written
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.tools.launch import launch as module
+from llmtrain.tools.launch.file import read_launch_file
 from llmtrain.tools.launch.last_words import found, leave
 from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems, run_launcher
 
@@ -183,6 +184,13 @@ def test_several_processes_on_cpus(tmp_path, started):
     assert started["env"]["CUDA_VISIBLE_DEVICES"] == ""
     assert Path(started["env"]["LLMTRAIN_LAUNCHED"]).is_absolute()
     assert started["run_dir"] == Path("runs/my")
+
+
+def test_a_written_file_is_what_was_asked_for(tmp_path, started):
+    launch(str(written(tmp_path)), processes=2, env={})
+    (tmp_path / "a.yaml").write_text(started["file"])
+    again = read_launch_file(tmp_path / "a.yaml", None)
+    assert (again.processes, again.on_cpu, again.values["mixed_precision"]) == (2, True, "no")
 
 
 @pytest.mark.parametrize(
