@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.errors import PeerError, exit_code_of, precedence
+from llmtrain.errors import PeerError, exit_code_of, explained, precedence
 from llmtrain.types import Failure, Ranks, Vote
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Gathering:
 
 def failure(rank: int, error: BaseException) -> Failure:
     """Describe an exception as the failed vote of a rank."""
+    error = explained(error)
     number = error.errno if isinstance(error, OSError) else None
     file = str(error.filename) if isinstance(error, OSError) and error.filename else None
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -205,28 +205,22 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int:
         """Number of this process, 0 … world_size − 1."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        ...
 
     def gather(self, body: bytes) -> list[bytes]:
         """Return every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
-        ...
 
     def broadcast(self, body: bytes) -> bytes:
         """Return rank 0's body on every rank; the others' argument is ignored."""
-        ...
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
         """Send this rank's error to all ranks and return theirs. Never raises a rank's error."""
-        ...
 
     def highest(self, value: int) -> int:
         """Return the largest number that any rank gives, on every rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

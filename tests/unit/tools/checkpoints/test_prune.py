@@ -156,7 +156,7 @@ def test_a_plan_leaves_the_lock_of_a_killed_run_to_its_next_start(run):
     assert names(prune(run).goes) == ["step-00000004"]
     assert (run / "lock").read_bytes() == before
     with RunLock(run, RUN) as lock:
-        assert lock.takeover.pid == os.getpid()
+        assert lock.takeover == "this process or an earlier one with the same number left it"
 
 
 def test_a_live_run_is_not_touched(run):
