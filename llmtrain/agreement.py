@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.errors import PeerError, exit_code_of, precedence
+from llmtrain.errors import PeerError, exit_code_of, explained, precedence
 from llmtrain.types import Failure, Ranks, Vote
 
 T = TypeVar("T")
@@ -42,8 +42,22 @@ class Alone:
         return value
 
 
+class Gathering:
+    """What `Ranks` that can gather and broadcast have in common."""
+
+    def vote(self: Ranks, error: BaseException | None, body: bytes = b"") -> Vote:
+        """Send this rank's error to all ranks and return theirs."""
+        return count_votes(self, error, body)
+
+    def highest(self: Ranks, value: int) -> int:
+        """Return the largest number that any rank gives, on every rank."""
+        heard = self.gather(b"%d" % value)
+        return int(self.broadcast(b"%d" % max(map(int, heard), default=0)))
+
+
 def failure(rank: int, error: BaseException) -> Failure:
     """Describe an exception as the failed vote of a rank."""
+    error = explained(error)
     number = error.errno if isinstance(error, OSError) else None
     file = str(error.filename) if isinstance(error, OSError) and error.filename else None
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

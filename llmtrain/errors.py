@@ -119,9 +119,25 @@ def needed_on_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
+def explained(error: BaseException) -> BaseException:
+    """Return a UserError for a device that ran out of memory, any other error as it is.
+
+    Torch's error is known by its name, since nothing here imports torch.
+    """
+    if type(error).__name__ != "OutOfMemoryError":
+        return error
+    said, _, _ = first_line(error).partition(" Including ")  # how torch divided the memory it has
+    remedy = (
+        "a smaller training.micro_batch_size, model.activation_checkpointing=full, or what "
+        "`llmtrain plan` proposes for this device"
+    )
+    return UserError(Problem("device memory", None, f"room for this run ({said})", remedy))
+
+
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that ends with this error: 1 for a defect."""
-    return error.exit_code if isinstance(error, UserError | RunError) else 1
+    known = explained(error)
+    return known.exit_code if isinstance(known, UserError | RunError) else 1
 
 
 def precedence(exit_code: int) -> int:

@@ -58,12 +58,29 @@ class Batch:
     ended: bool = False
 
 
+# Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
+DTYPES: Mapping[str, tuple[int, str]] = {
+    "F32": (4, "torch.float32"),
+    "BF16": (2, "torch.bfloat16"),
+    "F16": (2, "torch.float16"),
+    "I64": (8, "torch.int64"),
+    "I32": (4, "torch.int32"),
+    "U8": (1, "torch.uint8"),
+    "BOOL": (1, "torch.bool"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Dtype and shape of one tensor in a file. dtype: safetensors' name (F32, BF16, I64 …)."""
+    """Dtype and shape of one tensor in a file. dtype: one of `DTYPES`."""
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def tensor_bytes(tensor: TensorSpec) -> int:
+    """Return the size of one tensor."""
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
 
 
 # File name → tensor name → dtype and shape, in the order of the files. Equal on all ranks.
@@ -188,28 +205,22 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int:
         """Number of this process, 0 … world_size − 1."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        ...
 
     def gather(self, body: bytes) -> list[bytes]:
         """Return every rank's body at rank 0, in the order of ranks; an empty list elsewhere."""
-        ...
 
     def broadcast(self, body: bytes) -> bytes:
         """Return rank 0's body on every rank; the others' argument is ignored."""
-        ...
 
     def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
         """Send this rank's error to all ranks and return theirs. Never raises a rank's error."""
-        ...
 
     def highest(self, value: int) -> int:
         """Return the largest number that any rank gives, on every rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

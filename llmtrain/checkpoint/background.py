@@ -80,12 +80,16 @@ class Writer:
         self._copied.clear()
         with self._measure_wait():
             prepared = attempt(lambda: self._prepare(pieces, at_once))
-            if prepared.error is None and (copies := prepared.result()):
-                run = partial(self._run, begun, copies, at_once)
-                self._work = processes.begin(run, "checkpoint")
-            else:
-                self._copied.set()
-                self._work = _end_at_once(prepared.error)
+        if copies := next(iter(prepared.returned), None):
+            run = partial(self._run, begun, copies, at_once)
+            self._work = processes.begin(run, "checkpoint")
+            return
+        self._copied.set()
+        self._work = Future()  # there is nothing to write, or an error
+        if prepared.error:
+            self._work.set_exception(prepared.error)
+        else:
+            self._work.set_result({})
 
     def wait_snapshot(self) -> None:
         """Wait until the pieces may change: they are copied, or the save failed. Never raises."""
@@ -168,16 +172,6 @@ class Writer:
             yield
         finally:
             self._blocked += time.perf_counter() - began
-
-
-def _end_at_once(error: Exception | None) -> Future[Extents]:
-    """Return the result of a save that needs no thread: nothing to write, or an error."""
-    future: Future[Extents] = Future()
-    if error:
-        future.set_exception(error)
-    else:
-        future.set_result({})
-    return future
 
 
 def _copy(copy: _Copy) -> None:

@@ -11,8 +11,9 @@ renamed.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +25,15 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Manifest, OtherFormatError
 from llmtrain.errors import Problem, UserError
 
+Event = tuple[str, dict[str, str]]  # the name of an event, its details
+
 DAMAGED = ".damaged"
 SUPERSEDED = ".superseded"
+_EVENTS = {DAMAGED: "checkpoint_quarantined", SUPERSEDED: "checkpoint_superseded"}
 WHY = "why.txt"
 _SHOWN = 8  # names in a message
 _AUTO = "checkpoint.resume=auto resumes from the newest valid one"
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    """A checkpoint that was renamed: its old name, its new name, and why."""
-
-    name: str
-    now: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +49,11 @@ class Candidate:
     newer: tuple[str, ...] = ()
 
 
-def newest(root: Path, run_id: str | None, renamed: list[Renamed]) -> Candidate | None:
+def newest(root: Path, run_id: str | None, renamed: list[Event]) -> Candidate | None:
     """Return the newest candidate of a run, or None if it has no checkpoint. Rename damaged ones.
 
     run_id: None = of any run
-    renamed: gets what was renamed
+    renamed: gets the event of each checkpoint that was renamed
 
     Raises UserError for a checkpoint of another format, and if all checkpoints are damaged.
     """
@@ -81,36 +76,41 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
     """
     own = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
-        raise UserError(_absence(root, name, own))
+        there = f"there are {_list(own)}" if own else "which has no checkpoint"
+        raise _refusal(name, f"a checkpoint of this run; {name} is not in {root}, {there}", _AUTO)
     try:
         manifest, state = _outside(root / name)
     except DamagedError as error:
-        raise UserError(unusable(name, str(error))) from error
+        raise unusable(name, str(error)) from error
     if run_id not in (None, manifest.run_id):
-        raise UserError(_of_another_run(name, manifest.run_id, run_id))
+        expected = f"a checkpoint of this run ({run_id}); that one is of run {manifest.run_id}"
+        remedy = f"model.from=…/{name} in another run.dir takes its weights alone"
+        raise _refusal(name, expected, remedy)
     newer = tuple(one for one in own if (form.step_of(one) or 0) > manifest.step)
     if newer and not supersede:
-        raise UserError(_newer_exist(name, newer))
+        expected = f"the newest checkpoint of this run; newer are {_list(newer)}"
+        remedy = f"checkpoint.supersede=true renames those and deletes nothing, or {_AUTO}"
+        raise _refusal(name, expected, remedy)
     return Candidate(name, manifest, state, newer)
 
 
-def rename(root: Path, name: str, suffix: str, reason: str) -> Renamed:
-    """Append `suffix` to a checkpoint's name (then `-2`, `-3`, …) and write the reason into it."""
-    taken = set(form.names(root))
-    target, count = f"{name}{suffix}", 1
-    while target in taken:
-        count += 1
-        target = f"{name}{suffix}-{count}"
+def rename(root: Path, name: str, suffix: str, reason: str) -> Event:
+    """Append `suffix` to a checkpoint's name (then `-2`, `-3`, …) and write the reason into it.
+
+    Returns the event to report.
+    """
+    taken = form.names(root)
+    numbers = itertools.chain([""], (f"-{count}" for count in itertools.count(2)))
+    target = next(one for end in numbers if (one := f"{name}{suffix}{end}") not in taken)
     (root / name).rename(root / target)
     logger.warning("renamed %s to %s: %s", name, target, reason)
     durable.sync_directory(root)
-    if (root / target).is_symlink():  # its target may be intact under its own name
-        return Renamed(name, target, reason)
     try:
-        (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
+        if not (root / target).is_symlink():  # its target may be intact under its own name
+            (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
     except OSError as error:  # the new name is enough
         logger.warning("could not write into %s why it was renamed: %s", target, error)
-    return Renamed(name, target, reason)
+    return _EVENTS[suffix], {"checkpoint": name, "now": target, "reason": reason}
 
 
 def is_foreign(path: Path, run_id: str | None) -> bool:
@@ -129,10 +129,14 @@ def is_foreign(path: Path, run_id: str | None) -> bool:
     return owner != run_id
 
 
-def unusable(name: str, reason: str) -> Problem:
-    """Return the problem to report when the checkpoint that the config names is damaged."""
+def unusable(name: str, reason: str) -> UserError:
+    """Return the error to raise when the checkpoint that the config names is damaged."""
     remedy = f"repair it, name another one, or {_AUTO}"
-    return Problem("checkpoint.resume", name, f"a whole checkpoint; {reason}", remedy)
+    return _refusal(name, f"a whole checkpoint; {reason}", remedy)
+
+
+def _refusal(name: str, expected: str, remedy: str) -> UserError:
+    return UserError(Problem("checkpoint.resume", name, expected, remedy))
 
 
 @contextmanager
@@ -183,37 +187,18 @@ def _writer(path: Path) -> str | None:
     return str(versions["llmtrain"]) if isinstance(versions, dict) and versions else None
 
 
-def _absence(root: Path, name: str, own: list[str]) -> Problem:
-    there = f"there are {_list(own)}" if own else "which has no checkpoint"
-    expected = f"a checkpoint of this run; {name} is not in {root}, {there}"
-    return Problem("checkpoint.resume", name, expected, _AUTO)
-
-
-def _of_another_run(name: str, found: str, run_id: str | None) -> Problem:
-    expected = f"a checkpoint of this run ({run_id}); that one is of run {found}"
-    remedy = f"model.from=…/{name} in another run.dir takes its weights alone"
-    return Problem("checkpoint.resume", name, expected, remedy)
-
-
-def _newer_exist(name: str, newer: tuple[str, ...]) -> Problem:
-    expected = f"the newest checkpoint of this run; newer are {_list(newer)}"
-    remedy = f"checkpoint.supersede=true renames those and deletes nothing, or {_AUTO}"
-    return Problem("checkpoint.resume", name, expected, remedy)
-
-
 def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
     """Raise UserError if checkpoints of this run were renamed as damaged, when no other is left."""
-    lost = [
-        name
+    expected = "at least one valid checkpoint; nothing was deleted"
+    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
+    problems = [
+        Problem(str(root / name), _reason(root / name), expected, remedy)
         for name in form.names(root)
         if form.step_of(name.partition(DAMAGED)[0]) is not None
         and DAMAGED in name
         and not is_foreign(root / name, run_id)
     ]
-    expected = "at least one valid checkpoint; nothing was deleted"
-    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
-    if lost:
-        problems = [Problem(str(root / n), _reason(root / n), expected, remedy) for n in lost]
+    if problems:
         raise UserError(*problems)
 
 
@@ -225,6 +210,6 @@ def _reason(path: Path) -> str:
         return "renamed as damaged (`llmtrain checkpoints verify` says why)"
 
 
-def _list(names: list[str] | tuple[str, ...]) -> str:
+def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

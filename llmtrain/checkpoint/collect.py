@@ -38,10 +38,8 @@ def pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
 
     Collective; only rank 0 gets extents. An error of this rank is raised after the last exchange.
     """
-    failed: list[Exception] = []
     own = attempt(lambda: _by_name(begun, pieces))
-    if own.error:
-        failed.append(own.error)
+    failed = [own.error] if own.error else []
     blocks = _exchange(begun, {} if own.error else own.result(), ranks, failed)
     total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
     found = attempt(lambda: write.blocks(begun, blocks, total) if ranks.rank == 0 else {})

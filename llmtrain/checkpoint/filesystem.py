@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Literal
 
 from llmtrain import durable
 from llmtrain.errors import Problem, UserError
@@ -55,9 +54,10 @@ def kind(path: Path) -> str:
     found: dict[Path, str] = {}
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
-        found[Path(_unescape(before.split()[4]))] = after.split()[0]  # a later mount hides earlier
-    above = [mount for mount in found if place.is_relative_to(mount)]
-    return found[max(above, key=lambda mount: len(mount.parts))] if above else ""
+        # proc(5) writes a space as \040. A later mount hides earlier ones.
+        mount = re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), before.split()[4])
+        found[Path(mount)] = after.split()[0]
+    return next((found[one] for one in (place, *place.parents) if one in found), "")
 
 
 def network(path: Path) -> bool:
@@ -65,19 +65,10 @@ def network(path: Path) -> bool:
     return kind(path) in _NETWORK
 
 
-def _unescape(text: str) -> str:
-    r"""Decode a mount point: proc(5) writes a space as \040."""
-    return re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), text)
+def choose_writers(writers: str, family: str, nodes: int, network: bool) -> str:
+    """Return which ranks write, `rank0` or `all`: `writers` itself, or what `auto` means.
 
-
-def choose_writers(
-    writers: Literal["auto", "rank0", "all"],
-    family: Literal["ddp", "fsdp", "zero"],
-    nodes: int,
-    network: bool,
-) -> Literal["rank0", "all"]:
-    """Return which ranks write: `writers` itself, or what `auto` means for this run.
-
+    family: of the strategy, `ddp`, `fsdp` or `zero`
     network: whether the checkpoints are on a network file system
     """
     if writers != "auto":

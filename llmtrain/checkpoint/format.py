@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
-import math
 import re
 import stat
 from collections.abc import Iterable, Mapping
@@ -27,7 +25,9 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from llmtrain.safe_paths import unsafe_name
+from llmtrain.types import DTYPES as DTYPES
 from llmtrain.types import Spec, TensorSpec
+from llmtrain.types import tensor_bytes as tensor_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,19 +39,7 @@ MAX_FILES = 10_000
 MAX_JSON_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 
-# Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
-DTYPES: Mapping[str, tuple[int, str]] = {
-    "F32": (4, "torch.float32"),
-    "BF16": (2, "torch.bfloat16"),
-    "F16": (2, "torch.float16"),
-    "I64": (8, "torch.int64"),
-    "I32": (4, "torch.int32"),
-    "U8": (1, "torch.uint8"),
-    "BOOL": (1, "torch.bool"),
-}
-
 _NAME = re.compile(r"step-(\d{8,18})")
-logger = logging.getLogger(__name__)
 
 
 class DamagedError(Exception):
@@ -127,11 +115,6 @@ def step_of(name: str) -> int | None:
     found = _NAME.fullmatch(name)
     step = int(found[1]) if found else None
     return step if step is not None and directory_name(step) == name else None
-
-
-def tensor_bytes(tensor: TensorSpec) -> int:
-    """Return the size of one tensor."""
-    return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
 
 
 def header(part: Mapping[str, TensorSpec]) -> bytes:

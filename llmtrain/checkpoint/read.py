@@ -12,24 +12,25 @@ damage.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, heartbeat
 from llmtrain.agreement import attempt, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, check
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.candidates import Candidate, Renamed
+from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
 from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
 READ_BYTES = form.EXTENT_BYTES
@@ -47,10 +48,6 @@ class Found:
     state: dict[str, Any]
 
 
-def _log_nothing(_event: str, _detail: Mapping[str, object]) -> None:
-    """Ignore an event: for work that renames nothing."""
-
-
 def find(
     root: Path,
     run_id: str | None,
@@ -59,7 +56,7 @@ def find(
     resume: str = "auto",
     verify: Literal["full", "sizes"] = "full",
     supersede: bool = False,
-    log: Log = _log_nothing,
+    log: Log = lambda event, detail: None,
     patience: Patience = _PATIENCE,
 ) -> Found | None:
     """Find the newest valid checkpoint of a run in `root`, or the one that is named.
@@ -75,21 +72,20 @@ def find(
     name that cannot be used), RunError 74 if the disk does not answer, StoppedError if a stop was
     asked for.
     """
-    damage: str | None = None
-    offer: dict[str, Any] = {}
+    damaged: tuple[str, str] | None = None
     while True:
-        before = (offer["name"], damage) if damage else None
-        look = partial(_offer, root, run_id, resume, before, supersede=supersede)
-        offer = _from_rank_0(ranks, patience, log, look)
-        if offer["name"] is None:
+        look = partial(_offer, root, run_id, resume, damaged, supersede=supersede)
+        offer = _from_rank_0(ranks, patience, look, log)
+        if offer is None:
             return None
         path = root / offer["name"]
-        damage = _verify_together(path, offer["extents"], verify, ranks, patience)
-        if damage is None:
+        damage = _verify_together(path, offer["manifest"]["files"], verify, ranks, patience)
+        if not damage:
             break
+        damaged = path.name, damage
     if offer["newer"]:
-        make_way = partial(_make_way, root, offer["newer"], offer["name"])
-        _from_rank_0(ranks, patience, log, make_way)
+        make_way = partial(_make_way, root, offer["newer"], path.name)
+        _from_rank_0(ranks, patience, make_way, log)
     return Found(path, path.name, form.step_of(path.name) or 0, offer["state"])
 
 
@@ -121,17 +117,11 @@ def _wrong(
     path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
     """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
-    wrong: dict[str, DamagedError] = {}
+    checked = {name: _damage(check.file, path, name, manifest) for name in manifest.files}
+    wrong = {name: damage for name, damage in checked.items() if damage}
+    whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
+    parts = [(name, extent) for name, entry in whole for extent in entry.extents]
     with ThreadPoolExecutor(jobs) as pool:
-        for name in manifest.files:
-            if damage := _damage(check.file, path, name, manifest):
-                wrong[name] = damage
-        parts = [
-            (name, extent)
-            for name, entry in manifest.files.items()
-            if name not in wrong
-            for extent in entry.extents
-        ]
         found = pool.map(lambda part: _damage(check.extent, path, *part), parts)
         for (name, extent), damage in zip(parts, found, strict=True):
             told(extent.length)
@@ -155,7 +145,7 @@ def fill(
     Collective. Raises UserError if names, dtypes or shapes differ, RunError 74 if the disk does not
     answer, StoppedError if a stop was asked for (then only some pieces are filled).
     """
-    answer = _from_rank_0(ranks, patience, _log_nothing, partial(_find_tensors, found.path))
+    answer = _from_rank_0(ranks, patience, lambda _: _find_tensors(found.path))
     stored = {
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, dtype, shape) in answer.items()
@@ -175,44 +165,44 @@ def _offer(
     run_id: str | None,
     resume: str,
     damaged: tuple[str, str] | None,
-    renamed: list[Renamed],
+    renamed: list[Event],
     *,
     supersede: bool,
-) -> dict[str, Any]:
-    """Return the next candidate; called on rank 0.
+) -> dict[str, Any] | None:
+    """Return the fields of the next candidate, or None if there is none; called on rank 0.
 
     damaged: name of the candidate before, and what is wrong with it; None = there was none
     """
     faults.hit("load.scan", path=root)
     if resume != "auto":
         if damaged:
-            raise UserError(candidates.unusable(*damaged))
-        return _as_json(candidates.find_named(root, resume, run_id, supersede=supersede))
+            raise candidates.unusable(*damaged)
+        return asdict(candidates.find_named(root, resume, run_id, supersede=supersede))
     if damaged and (root / damaged[0]).exists():
         renamed.append(candidates.rename(root, damaged[0], candidates.DAMAGED, damaged[1]))
-    return _as_json(candidates.newest(root, run_id, renamed))
+    found = candidates.newest(root, run_id, renamed)
+    return asdict(found) if found else None
 
 
-def _make_way(root: Path, newer: list[str], used: str, renamed: list[Renamed]) -> dict[str, Any]:
+def _make_way(root: Path, newer: list[str], used: str, renamed: list[Event]) -> None:
     """Rename the checkpoints that are newer than the one to be used; called on rank 0."""
     reason = f"a start was told to resume from {used}"
     for name in newer:
         if (root / name).exists():
             renamed.append(candidates.rename(root, name, candidates.SUPERSEDED, reason))
-    return {}
 
 
 def _verify_together(
     path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
-) -> str | None:
-    """Verify a checkpoint, each rank its share of the extents. Return the damage found, or None.
+) -> str:
+    """Verify a checkpoint, each rank its share of the extents. Return the damage, "" for none.
 
     Raises RunError if the disk does not answer on some rank, StoppedError if a stop was asked for.
     """
     extents = [
         (name, Extent(*extent))
         for name in sorted(files)
-        for extent in files[name]
+        for extent in files[name]["extents"]
         if verify == "full" or not name.endswith(form.TENSORS)
     ]
 
@@ -221,10 +211,10 @@ def _verify_together(
             patience.retry(check.extent, path, name, extent)
 
     damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
-    return "; ".join(damage) or None
+    return "; ".join(damage)
 
 
-def _find_tensors(path: Path, _renamed: list[Renamed]) -> dict[str, Any]:
+def _find_tensors(path: Path) -> dict[str, Any]:
     """Return where each tensor of a checkpoint is, by name."""
     found: dict[str, Place] = {}
     for file in sorted(form.load(path).files):
@@ -241,8 +231,7 @@ def _find_tensors(path: Path, _renamed: list[Renamed]) -> dict[str, Any]:
 def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
     """Raise UserError for a checkpoint that has LoRA adapters instead of the model's weights."""
     files = sorted({place.file for place in stored.values()})
-    adapters = [file for file in files if file.startswith("adapter_")]
-    if adapters:
+    if adapters := [file for file in files if file.startswith("adapter_")]:
         expected = "the weights of the whole model, which this run trains"
         remedy = "the config that began that run, or another run.dir"
         value = f"LoRA adapters ({', '.join(adapters)})"
@@ -255,12 +244,13 @@ def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) ->
     there = {name: place.tensor for name, place in stored.items()}
     every = [*wanted, *(name for name in there if name not in wanted)]
     other = [name for name in every if there.get(name) != wanted.get(name)]
-    if other:
-        found_and_wanted = (
-            (name, _describe(there.get(name)), _describe(wanted.get(name))) for name in other[:5]
-        )
+    problems = [
+        Problem(name, _describe(there.get(name)), f"{_describe(wanted.get(name))}, as in the model")
+        for name in other[:5]
+    ]
+    if problems:
         raise UserError(
-            *(Problem(name, one, f"{two}, as in the model") for name, one, two in found_and_wanted),
+            *problems,
             where=f"{found.name}: {len(other)} of {len(every)} tensors are not those of the model; "
             "restore the model and optimizer sections of the config that began the run",
         )
@@ -271,26 +261,15 @@ def _describe(tensor: TensorSpec | None) -> str:
 
 
 def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> None:
-    """Read the bytes of one piece into its memory."""
-    item = form.DTYPES[place.tensor.dtype][0]
-    start = place.offset + piece.start * item
-    for offset, block in _memory(piece):
-        patience.retry(_read_into, path / place.file, start + offset, block)
-
-
-def _memory(piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    """Yield a piece's memory as (offset in bytes, block of at most 64 MiB) for the caller to fill.
-
-    For a piece on a device the block is a host buffer. It is copied to the device when the caller
-    asks for the next block.
-    """
+    """Read the bytes of one piece into its memory, on a device by way of a host buffer."""
     import torch
 
+    start = place.offset + piece.start * form.DTYPES[place.tensor.dtype][0]
     data = piece.data.detach().view(torch.uint8)
     for offset in range(0, data.numel(), READ_BYTES):
         block = data[offset : offset + READ_BYTES]
         host = block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
-        yield offset, host.numpy().data
+        patience.retry(_read_into, path / place.file, start + offset, host.numpy().data)
         if host is not block:
             block.copy_(host)
 
@@ -309,29 +288,26 @@ def _read_into(path: Path, offset: int, block: memoryview) -> None:
 
 
 def _from_rank_0(
-    ranks: Ranks, patience: Patience, log: Log, work: Callable[[list[Renamed]], dict[str, Any]]
-) -> dict[str, Any]:
+    ranks: Ranks,
+    patience: Patience,
+    work: Callable[[list[Event]], T],
+    log: Log = lambda event, detail: None,
+) -> T:
     """Do `work` on rank 0 and return its result, sent as JSON, on all ranks.
 
     If it fails, raise on all ranks.
 
-    work: appends what it renames to the list that is its argument
-    log: called for what was renamed, even if the work fails afterwards
+    work: appends an event for each checkpoint that it renames to the list that is its argument
+    log: called for these events, even if the work fails afterwards
     """
-    renamed: list[Renamed] = []
-    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else {})
-    said = from_rank_zero(ranks, lambda: ([asdict(one) for one in renamed], outcome.returned))
-    _tell(log, said[0])
+    renamed: list[Event] = []
+    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else None)
+    said: list[Any] = from_rank_zero(ranks, lambda: [renamed, outcome.returned])
+    for event, detail in said[0]:
+        log(event, detail)
     _vote(ranks, outcome.error, "the checkpoints")
-    answer: dict[str, Any] = said[1][0]
-    return answer
-
-
-def _tell(log: Log, renamed: list[dict[str, Any]]) -> None:
-    for one in (Renamed(**fields) for fields in renamed):
-        damaged = candidates.DAMAGED in one.now
-        event = "checkpoint_quarantined" if damaged else "checkpoint_superseded"
-        log(event, {"checkpoint": one.name, "now": one.now, "reason": one.reason})
+    result: T = said[1][0]
+    return result
 
 
 def _vote(
@@ -383,11 +359,3 @@ def _damage(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Da
 def _as_problem(path: Path, error: DamagedError) -> Problem:
     remedy = f"{path.name} is damaged: a run resumes from an older one"
     return Problem(error.file, error.reason, "what was written", remedy)
-
-
-def _as_json(candidate: Candidate | None) -> dict[str, Any]:
-    if candidate is None:
-        return {"name": None}
-    extents = {name: list(entry.extents) for name, entry in candidate.manifest.files.items()}
-    found = {"name": candidate.name, "state": candidate.state, "newer": list(candidate.newer)}
-    return {**found, "extents": extents}

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, what is deleted, and whether the disk has room for the rest.
+"""Which checkpoints are kept, and what is deleted.
 
 A checkpoint is deleted in three steps: rename to `.trash-300`, fsync the parent, delete. A kill in
 between leaves a name that is never read and that the next start deletes. The trap: only checkpoints
@@ -10,41 +10,19 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain import durable, faults, heartbeat
 from llmtrain.checkpoint import format as form
 from llmtrain.config.schema import CheckpointConfig
-from llmtrain.errors import Problem, UserError
 
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 _TRASH = re.compile(r"\.trash-.+")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Which checkpoints are kept.
-
-    keep_last: how many of the newest
-    keep_every: those whose step is a multiple of this number; 0 = none
-    keep_best: how many of those with the lowest held-out loss
-    """
-
-    keep_last: int
-    keep_every: int
-    keep_best: int
-
-    @staticmethod
-    def of(asked: CheckpointConfig) -> Policy:
-        """Return the policy that a config asks for."""
-        return Policy(asked.keep_last, asked.keep_every, asked.keep_best)
 
 
 def clean(root: Path) -> list[str]:
@@ -63,7 +41,7 @@ def remove_partials(root: Path) -> None:
             shutil.rmtree(root / name)
 
 
-def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> list[str]:
+def apply(root: Path, policy: CheckpointConfig, run_id: str, resumed_from: str | None) -> list[str]:
     """Delete what the policy does not keep. Returns the names. Called by rank 0 after a commit.
 
     resumed_from: name of the checkpoint that this start resumed from, or None; it is kept until two
@@ -74,7 +52,7 @@ def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> 
     own = {
         step: name
         for name in form.complete_names(root)
-        if (step := form.step_of(name)) is not None and _is_of_run(root / name, run_id)
+        if (step := form.step_of(name)) is not None and is_of_run(root / name, run_id)
     }
     losses = {step: _loss(root / name) for step, name in own.items()}
     kept = reasons(losses, policy, resumed_from)
@@ -86,7 +64,7 @@ def apply(root: Path, policy: Policy, run_id: str, resumed_from: str | None) -> 
 
 
 def reasons(
-    losses: Mapping[int, float | None], policy: Policy, resumed_from: str | None
+    losses: Mapping[int, float | None], policy: CheckpointConfig, resumed_from: str | None
 ) -> dict[int, tuple[str, ...]]:
     """Return why each checkpoint of a run is kept; `apply` deletes those without a reason.
 
@@ -123,67 +101,7 @@ def loss_in(state: Mapping[str, Any]) -> float | None:
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
-def space_needed(
-    root: Path, policy: Policy, steps: int, checkpoint_bytes: int, run_id: str | None = None
-) -> int:
-    """Return how many bytes must be free for the checkpoints of a run of `steps`.
-
-    It counts the checkpoints that the policy keeps, one being written and one being deleted. It
-    subtracts those of the run that exist already, and returns the bytes of at least one checkpoint.
-
-    run_id: None = subtract those of any run
-    """
-    return _missing(root, policy, steps, run_id) * checkpoint_bytes
-
-
-def most_at_once(policy: Policy, steps: int) -> int:
-    """Return how many checkpoints a run of `steps` can have at one time.
-
-    These are the ones that the policy keeps, one being written and one being deleted.
-    """
-    spaced = steps // policy.keep_every if policy.keep_every else 0
-    return policy.keep_last + policy.keep_best + spaced + 2
-
-
-def check_space(
-    root: Path,
-    policy: Policy,
-    steps: int,
-    checkpoint_bytes: int,
-    checkpoint_files: int,
-    run_id: str | None = None,
-) -> None:
-    """Raise UserError, with what is needed and what is free, if the disk has too little room.
-
-    Counts bytes and, if the file system has a limit, files. `root` need not exist yet.
-
-    run_id: as in `space_needed`
-    """
-    disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
-    missing, free = _missing(root, policy, steps, run_id), disk.f_bavail * disk.f_frsize
-    needed, files = missing * checkpoint_bytes, missing * (checkpoint_files + 2)
-    remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
-    problems = []
-    if free < needed:
-        expected = f"{size(needed)} free for the checkpoints that the run keeps, not {size(free)}"
-        problems.append(Problem("run.dir", root, f"{expected} ({needed} and {free} bytes)", remedy))
-    if disk.f_files and disk.f_favail < files:
-        expected = f"room for {files} files (inodes), not {disk.f_favail}"
-        problems.append(Problem("run.dir", root, expected, remedy))
-    if problems:
-        raise UserError(*problems)
-
-
-def size(count: float) -> str:
-    """Format a number of bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
-
-
-def _is_of_run(path: Path, run_id: str) -> bool:
+def is_of_run(path: Path, run_id: str) -> bool:
     """Whether an intact manifest names this run. Retention must not delete anything else."""
     try:
         return not path.is_symlink() and form.load(path).run_id == run_id
@@ -226,16 +144,3 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
         except OSError as error:
             logger.warning("could not delete %s: %s", name, error)
     return gone
-
-
-def _missing(root: Path, policy: Policy, steps: int, run_id: str | None) -> int:
-    """Return the number of checkpoints for which the run still needs room.
-
-    Checkpoints of another run are not subtracted: they will not be deleted for this one.
-    """
-    there = [
-        name
-        for name in form.complete_names(root)
-        if run_id is None or _is_of_run(root / name, run_id)
-    ]
-    return max(1, most_at_once(policy, steps) - len(there))

@@ -25,16 +25,6 @@ logger = logging.getLogger(__name__)
 class StoppedError(Exception):
     """A stop was asked for while a checkpoint was being read; its text is the reason."""
 
-    @property
-    def reason(self) -> str:
-        """The reason, as `stopping` returned it."""
-        return str(self.args[0])
-
-
-def never() -> str | None:
-    """Return None: no stop is asked for."""
-    return None
-
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -44,7 +34,7 @@ class Patience:
     wait: sleeps for a number of seconds
     """
 
-    stopping: Callable[[], str | None] = never
+    stopping: Callable[[], str | None] = lambda: None
     wait: Callable[[float], object] = time.sleep
 
     def retry(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

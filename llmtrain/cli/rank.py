@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmtrain.config import secrets
-from llmtrain.errors import PeerError, RunError, UserError, harmless
+from llmtrain.errors import PeerError, RunError, UserError, explained, harmless
 from llmtrain.tools.launch.last_words import leave
 
 _RANK_0_SPEAKS_SECONDS = 2.0
@@ -90,7 +90,7 @@ def _report(run_dir: Path) -> str:
     return ""
 
 
-def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
+def describe(error: BaseException, log: Path | None = None) -> tuple[int, str]:
     """Return the exit code of an error and its message, which may be empty.
 
     log: the log file of this process, if it has one
@@ -101,6 +101,7 @@ def describe(error: Exception, log: Path | None = None) -> tuple[int, str]:
     """
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
+    error = explained(error)
     if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
         return error.exit_code, "" if who else hide(f"error: {error}")
     if isinstance(error, RunError):

@@ -11,9 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llmtrain.agreement import count_votes
+from llmtrain.agreement import Gathering
 from llmtrain.errors import RESTARTABLE, RunError
-from llmtrain.types import Vote
 
 # Messages of gloo and NCCL when a peer is gone. They arrive as plain RuntimeErrors from any call.
 _LOST_PEER = (
@@ -32,7 +31,7 @@ _LOST_PEER = (
 )
 
 
-class Group:
+class Group(Gathering):
     """`Ranks` over a gloo process group."""
 
     def __init__(self, timeout: timedelta) -> None:
@@ -60,16 +59,6 @@ class Group:
         if int(size):
             dist.broadcast(data, src=0, group=self._group)
         return _bytes(data)
-
-    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Tell all ranks this rank's error and return theirs."""
-        return count_votes(self, error, body)
-
-    def highest(self, value: int) -> int:
-        """Return the largest number that any rank gives, on every rank."""
-        said = torch.tensor([value])
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-        return int(said)
 
 
 def _tensor(body: bytes) -> torch.Tensor:

@@ -50,13 +50,11 @@ def install(model: PreTrainedModel, seq_len: int, *, compare: bool = True) -> st
     Returns the name of the attention that the model uses now: `llmtrain`, or transformers' `sdpa`
     or `eager`, in which case the reason is logged.
     """
-    AttentionInterface.register(NAME, attention)
-    reason = _why_not(model, seq_len, compare=compare)
     own = backend(model)
-    if reason:
+    if reason := _why_not(model, seq_len, compare=compare):
         _log.info("attention: transformers' %s, as %s", own, reason)
         return own
-    model.set_attn_implementation(NAME)
+    use(model, NAME)
     return NAME
 
 
@@ -100,30 +98,27 @@ def attention(
     heads = query, key, value
     borders: Tensor | None = keywords.get("cu_seq_lens_q")
     longest = query.shape[2] if borders is None else int(keywords["max_length_q"])
-    _refuse(module, query, key, attention_mask, longest, keywords)
+    _refuse(module, heads, attention_mask, longest, keywords)
     if borders is None:
         out = _causal(heads, dropout, scaling)
         return out.transpose(1, 2).contiguous(), None
     if takes_varlen(query.device, _dtype(query), query.shape[-1], value.shape[-1], dropout):
-        return _varlen(heads, borders, longest, scaling), None
-    return _each_document(heads, borders, dropout, scaling), None
+        out = _varlen(heads, borders, longest, scaling)
+    else:
+        out = _each_document(heads, borders, dropout, scaling)
+    return out.view(query.shape[0], query.shape[2], query.shape[1], -1), None
 
 
 def _refuse(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    longest: int,
-    keywords: dict[str, Any],
+    module: nn.Module, heads: _Heads, mask: Tensor | None, longest: int, keywords: dict[str, Any]
 ) -> None:
     """Raise OtherAttentionError for every argument that is not known to have no effect."""
     causal = keywords.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise OtherAttentionError("it is not causal")
-    if attention_mask is not None:
+    if mask is not None:
         raise OtherAttentionError("it brings a mask of its own")
-    if query.shape[2] != key.shape[2]:
+    if heads[0].shape[2] != heads[1].shape[2]:
         raise OtherAttentionError("queries and keys differ in number")
     window = keywords.get("sliding_window")
     if window is not None and window < longest:
@@ -170,13 +165,12 @@ def _varlen(heads: _Heads, borders: Tensor, longest: int, scaling: float | None)
     query, key, _ = heads
     dtype = _dtype(query)  # autocast does not cast for this kernel
     q, k, v = (_in_a_row(one).to(dtype) for one in heads)
-    out = varlen_attn(
+    return varlen_attn(  # type: ignore[return-value]  # a tuple only where more is asked for
         *(q, k, v, borders, borders, longest, longest),
         scale=scaling,
         window_size=(-1, 0),  # causal: torch 2.13 has no argument of that name
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out.view(query.shape[0], query.shape[2], query.shape[1], -1)  # type: ignore[union-attr]
 
 
 def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: float | None) -> Tensor:
@@ -192,9 +186,7 @@ def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: floa
         for one in heads
     )
     outs = [_causal(document, dropout, scaling) for document in zip(q, k, v, strict=True)]
-    query = heads[0]
-    joined = torch.cat([out[0].transpose(0, 1) for out in outs])
-    return joined.view(query.shape[0], query.shape[2], query.shape[1], -1)
+    return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
 def _in_a_row(heads: Tensor) -> Tensor:

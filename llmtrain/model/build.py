@@ -22,7 +22,7 @@ from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.model import untrusted
 from llmtrain.model.freeze import freeze
-from llmtrain.model.shape import field, from_config, on_meta
+from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens
 
 
@@ -94,6 +94,7 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
 def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
     from safetensors import SafetensorError
 
+    model: PreTrainedModel
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -112,19 +113,17 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(report["unexpected_keys"]),
         "of another shape": [
-            f"{name}: {list(found)} in the files, {list(wanted)} by config.json"
-            for name, found, wanted in sorted(report["mismatched_keys"])
+            f"{name}: {list(stored)} in the files, {list(wanted)} by config.json"
+            for name, stored, wanted in sorted(report["mismatched_keys"])
         ],
     }
-    if any(wrong.values()):
-        named = "; ".join(
-            f"{len(names)} {what} ({', '.join(names[:3])})"
-            for what, names in wrong.items()
-            if names
-        )
-        raise UserError(Problem("model.from", path, f"every weight of the model; found {named}"))
-    loaded: PreTrainedModel = model
-    return loaded
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in wrong.items() if names
+    ]
+    if found:
+        expected = f"every weight of the model; found {'; '.join(found)}"
+        raise UserError(Problem("model.from", path, expected))
+    return model
 
 
 def resolve_revision(path: str, revision: str | None) -> str | None:
@@ -181,7 +180,7 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
         named = _refused_field(error, given, "model.config.")
         expected = f"fields that {model_type} accepts: {_in_a_line(error)}"
         raise UserError(named or Problem("model.config", None, expected)) from error
-    if "is_decoder" not in given and field(config, "is_decoder") is False:
+    if "is_decoder" not in given and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # for causal attention in BERT and similar models
     return config
 
@@ -190,8 +189,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     """Return the errors of transformers' config classes for fields that they do not accept."""
     from huggingface_hub.errors import StrictDataclassError
 
-    own = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-    return (StrictDataclassError, *own)
+    return (StrictDataclassError, OSError, *CANNOT_BUILD)
 
 
 def _refused_weights(error: Exception, path: str) -> Problem:
@@ -221,9 +219,9 @@ def _in_a_line(error: Exception) -> str:
 def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:
     known = {*config_class().to_dict(), *config_class.attribute_map} - {"auto_map"}
     problems = []
+    expected = f"a field of transformers' {config_class.__name__}"
     for key in sorted(set(given) - known):
         near = difflib.get_close_matches(key, sorted(known), n=1)
-        expected = f"a field of transformers' {config_class.__name__}"
         remedy = f"did you mean {near[0]}?" if near else ""
         problems.append(Problem(f"model.config.{key}", given[key], expected, remedy))
     raise_any(problems)
@@ -241,7 +239,7 @@ def _size_problems(config: Any, tokens: SpecialTokens, seq_len: int) -> Iterator
         expected = f"at least the tokenizer's {tokens.length:,} entries"
         remedy = f"{tokens.length}, or leave it out; or another model.tokenizer"
         yield Problem("model.config.vocab_size", text.vocab_size, expected, remedy)
-    longest = field(text, "max_position_embeddings")
+    longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
         expected = f"at most the model's max_position_embeddings {longest}"
         remedy = f"{longest}, or model.config.max_position_embeddings={seq_len} for a new model"

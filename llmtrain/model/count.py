@@ -24,6 +24,7 @@ the head and `recomputed` counts, not their sum.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -39,17 +40,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain.errors import first_line
 from llmtrain.model import attention, recompute
 from llmtrain.model import freeze as freezing
-from llmtrain.model.shape import blocks, from_config, on_meta
+from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-_MOST_KNOWN = 256
 _known: dict[tuple[object, ...], Saved] = {}  # counts by everything they depend on
 
 
@@ -73,28 +73,25 @@ def count_saved(
     Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
     match nothing.
 
-    A count takes about half a second. The last counts are cached, because a process that plans
-    several layouts of one model needs the same count several times.
+    A count takes about half a second. Counts are cached, because a process that plans several
+    layouts of one model needs the same count several times.
     """
+    described = json.dumps(model_config, default=_fields)
+    key = (described, seq_len, arithmetic, checkpointing, tuple(freeze))
     try:
-        key = (
-            type(model_config),
-            model_config._attn_implementation,
-            model_config.to_json_string(use_diff=False),
-            seq_len,
-            arithmetic,
-            checkpointing,
-            tuple(freeze),
-        )
         if key not in _known:
-            if len(_known) == _MOST_KNOWN:
-                del _known[next(iter(_known))]
             # building a model from a config changes its fields, so use a copy
             own = copy.deepcopy(model_config)
             _known[key] = _count(own, seq_len, arithmetic, checkpointing, freeze)
         return _known[key]
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError) as error:
+    except CANNOT_BUILD as error:
         raise CannotCountError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def _fields(value: object) -> object:
+    """Return the class of a config and all its fields, private ones too; of others the text."""
+    is_config = isinstance(value, PreTrainedConfig)
+    return [type(value).__name__, vars(value)] if is_config else repr(value)
 
 
 def _count(
@@ -236,19 +233,15 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        if operation is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
-            self._see_cast(result.untyped_storage())
+        is_cast = operation is torch.ops.aten._to_copy.default
+        if is_cast and args[0].untyped_storage()._cdata in self._weights:
+            storage = result.untyped_storage()
+            self._casts[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._casts.pop, storage._cdata)
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._weights
-
-    def _see_cast(self, storage: torch.UntypedStorage) -> None:
-        self._casts[storage._cdata] = storage.nbytes()
-        weakref.finalize(storage, self._casts.pop, storage._cdata)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -302,12 +295,8 @@ class _Accelerator(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            return _attention(*args, **given)
-        if function is F.dropout:
-            return _dropout(*args, **given)
-        return function(*args, **given)
+        own = {F.scaled_dot_product_attention: _attention, F.dropout: _dropout}
+        return own.get(function, function)(*args, **(kwargs or {}))
 
 
 def _attention(

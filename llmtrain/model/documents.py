@@ -32,8 +32,10 @@ def document_tensors(
     The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
     (n + 1,) int32, and max_length. Copies to CUDA do not wait for the device.
     """
-    first, lengths = _flat(starts, seq_len)
     total = len(starts) * seq_len
+    # The documents of the rows joined end to end.
+    first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
+    lengths = np.diff(first, append=total)
     positions = np.arange(total) - np.repeat(first, lengths)
     found: dict[str, Any] = {"position_ids": on(device, positions.reshape(len(starts), seq_len))}
     if name == NAME:
@@ -53,9 +55,3 @@ def on(device: torch.device, array: np.ndarray) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
-
-
-def _flat(starts: Sequence[np.ndarray], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts and lengths of the documents in the rows joined end to end."""
-    first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
-    return first, np.diff(first, append=len(starts) * seq_len)

@@ -10,19 +10,18 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers torch.ops.torch_attn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, UserError
 
 KEY = "model.activation_checkpointing"
-_KEPT = {
+_KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -34,7 +33,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.torch_attn._varlen_attn.default,  # attention of documents
-}
+]
 
 
 def apply(model: PreTrainedModel, checkpointing: str) -> None:
@@ -51,21 +50,8 @@ def apply(model: PreTrainedModel, checkpointing: str) -> None:
         raise UserError(Problem(KEY, checkpointing, expected))
     keywords: dict[str, Any] = {"use_reentrant": False}
     if checkpointing == "selective":
-        keywords["context_fn"] = _contexts
+        keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
     model.activation_checkpointing_enable(keywords)
     # transformers makes the embeddings' output require a gradient, which only reentrant
     # checkpoints need. Frozen first blocks would then keep activations that are never used.
     model.disable_input_require_grads()
-
-
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    pair: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    pair = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # no stub
-    return pair
-
-
-def _policy(
-    _context: object, operation: Callable[..., Any], *_arguments: Any, **_keywords: Any
-) -> CheckpointPolicy:
-    kept = operation in _KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

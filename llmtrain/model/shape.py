@@ -18,8 +18,8 @@ from llmtrain.errors import Problem, UserError, first_line
 from llmtrain.model import freeze as freezing
 from llmtrain.types import ModelShape, ParameterShape
 
-# The errors of transformers for a config with inconsistent values.
-_CANNOT_BUILD = (
+# The errors of transformers' models for a config with inconsistent values.
+CANNOT_BUILD = (
     RuntimeError,
     TypeError,
     ValueError,
@@ -53,7 +53,7 @@ def on_meta(model_config: Any) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return from_config(model_config)
-    except _CANNOT_BUILD as error:
+    except CANNOT_BUILD as error:
         raise UserError(_cannot_build(model_config, error)) from error
 
 
@@ -88,11 +88,6 @@ def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTra
     return model
 
 
-def field(model_config: Any, name: str) -> Any:
-    """Return a field that some architectures lack, by any of its names; None if it is missing."""
-    return getattr(model_config, name, None)
-
-
 def shape(model: PreTrainedModel) -> ModelShape:
     """Return the shape of a bare model, on any device."""
     described = model.config.get_text_config()
@@ -100,12 +95,13 @@ def shape(model: PreTrainedModel) -> ModelShape:
     of_block = {id(p): number for number, one in enumerate(repeated) for p in one.parameters()}
     cast = {id(module.weight) for module in model.modules() if isinstance(module, _CAST)}
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
+    width = 0 if embedding is None else embedding.shape[-1]
     return ModelShape(
         parameters=tuple(
             ParameterShape(tuple(p.shape), p.requires_grad, id(p) in cast, of_block.get(id(p)))
             for p in model.parameters()
         ),
-        hidden=field(described, "hidden_size") or (0 if embedding is None else embedding.shape[-1]),
+        hidden=getattr(described, "hidden_size", None) or width,
         vocabulary=described.vocab_size,
         embedding=0 if embedding is None else embedding.numel(),
         head=0 if head is None else head.numel(),
@@ -155,7 +151,7 @@ def _attention(described: Any) -> int:
     State-space layers and linear attention do not count.
     """
     count = described.num_hidden_layers
-    kinds = field(described, "layer_types") or ["attention"] * count
+    kinds = getattr(described, "layer_types", None) or ["attention"] * count
     return sum(
         _heads(layer)
         for layer, kind in zip(described.per_layer_config, kinds, strict=True)
@@ -164,7 +160,7 @@ def _attention(described: Any) -> int:
 
 
 def _heads(layer: Any) -> int:
-    heads, size = field(layer, "num_attention_heads"), field(layer, "head_dim")
+    heads, size = getattr(layer, "num_attention_heads", None), getattr(layer, "head_dim", None)
     if heads and size:
         return int(heads * size)
     return int(layer.hidden_size) if heads else 0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.errors import Problem, UserError, first_line
@@ -53,6 +52,8 @@ def special_tokens(path: str | Path) -> SpecialTokens:
 
 
 def _load(path: str, revision: str | None) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return AutoTokenizer.from_pretrained(
             path, revision=revision or "main", trust_remote_code=False

@@ -12,6 +12,7 @@ A message describes how to convert such files. The paths are checked because tra
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from typing import Any
 from llmtrain.config.model_fields import field_problems
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.safe_paths import unsafe_file, unsafe_name
+from llmtrain.types import DTYPES
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
 INDEX = "model.safetensors.index.json"
 _KEY = "model.from"
 _MAX_FILES = 10_000
 _MAX_JSON_BYTES = 64 << 20
-_DTYPES = {"F32", "BF16", "F16", "I64", "I32", "U8", "BOOL"}
-_TRUSTED = "only transformers' own code is run"
 _SAVE = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(DIR) writes safetensors"
 _CONVERT = f"convert it where you trust it: {_SAVE}; then model.from=DIR"
 _DCP = (
@@ -42,7 +42,10 @@ def check(path: str) -> None:
     """
     place = Path(path)
     if place.is_file():
-        raise UserError(_a_file(place))
+        expected, remedy = "a directory, or a model of the Hub", str(place.parent)
+        if place.suffix in PICKLED:
+            expected, remedy = "a model directory with safetensors, no pickled file", _CONVERT
+        raise UserError(Problem(_KEY, place, expected, remedy))
     if not place.is_dir():
         return
     try:
@@ -110,13 +113,12 @@ def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
         files = {str(file) for file in found["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return set(), [Problem(_KEY, place, f"an index that maps each weight to a file ({error})")]
-    wrong = [said for file in sorted(files) if (said := unsafe_name(file))]
-    wrong += [
-        f"{file} is not there"
-        for file in sorted(files)
-        if not unsafe_name(file) and not (place / file).exists()
-    ]
-    expected = f"an index whose files lie in the directory; in {INDEX} "
+
+    def wrong_with(file: str) -> str | None:
+        return unsafe_name(file) or (None if (place / file).exists() else f"{file} is not there")
+
+    wrong = [said for file in sorted(files) if (said := wrong_with(file))]
+    expected = f"an index that names files of the directory; in {INDEX} "
     problems = [Problem(_KEY, place, expected + said) for said in wrong[:5]]
     return set() if wrong else files, problems
 
@@ -141,7 +143,7 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
     except safetensors.SafetensorError as error:
         yield Problem(_KEY, place, f"a model directory with whole safetensors: {name}: {error}")
         return
-    for dtype in sorted(found - _DTYPES):
+    for dtype in sorted(found - DTYPES.keys()):
         expected = f"weights as numbers of 16 or 32 bits; {name} holds {dtype}"
         yield Problem(_KEY, place, expected, "the unquantised weights of that model")
 
@@ -152,16 +154,15 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
     found = json.loads(path.read_bytes(), object_pairs_hook=_once)
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no JSON object")  # ValueError, as json's own errors
+        raise ValueError(f"{path.name} is not a JSON object")  # ValueError, as json's own errors
     return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice} stands twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common()
+        raise ValueError(f"{name} occurs twice")
     return found
 
 
@@ -175,16 +176,11 @@ def _cache_of(place: Path) -> Path | None:
     return real.parent.parent if is_snapshot else None
 
 
-def _a_file(place: Path) -> Problem:
-    if place.suffix in PICKLED:
-        return Problem(_KEY, place, "a model directory with safetensors, no pickled file", _CONVERT)
-    return Problem(_KEY, place, "a directory, or a model of the Hub", f"{place.parent}")
-
-
 def _own_code(path: str, auto_map: object) -> Problem:
     named = ", ".join(sorted(map(str, auto_map))) if isinstance(auto_map, dict) else str(auto_map)
     expected = (
-        f"a model without code of its own: {_TRUSTED}; its config.json has auto_map ({named})"
+        "a model without code of its own: only transformers' own code is run; its config.json has "
+        f"auto_map ({named})"
     )
     remedy = "a model whose architecture transformers has, without auto_map in its config.json"
     return Problem(_KEY, path, expected, remedy)

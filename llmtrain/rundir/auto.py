@@ -19,9 +19,7 @@ class Auto:
     def __init__(self, run_dir: Path, launch: str) -> None:
         self._path = run_dir / AUTO
         self._launch = launch
-        known: dict[str, Any] = {}
-        if self._path.exists():
-            known = _read(self._path)
+        known = _read(self._path) if self._path.exists() else {}
         self.run: dict[str, Any] = known.get("run", {})
         self.launches: dict[str, dict[str, Any]] = known.get("launches", {})
 

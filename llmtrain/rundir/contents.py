@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain import durable
@@ -49,22 +48,16 @@ def check(run_dir: Path) -> None:
     Links are followed. Raises OSError if the disk does not answer.
     """
     remedy = "move it away, or set run.dir to another directory"
-    problems = [
-        Problem(str(path), None, f"{wanted}, or nothing of that name; it is {found}", remedy)
-        for path, wanted, found in _wrong(run_dir)
-    ]
+    problems = []
+    for folder, names, wanted in _KINDS:
+        there = sorted((run_dir / folder).iterdir()) if (run_dir / folder).is_dir() else []
+        for path in there:
+            found = _what(path) if re.fullmatch(names, path.name) else None
+            if found not in (wanted, None):
+                expected = f"{wanted}, or nothing of that name; it is {found}"
+                problems.append(Problem(str(path), None, expected, remedy))
     if problems:
         raise UserError(*problems)
-
-
-def _wrong(run_dir: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield each path of the wrong kind, the kind that it must have and the kind that it has."""
-    for folder, names, wanted in _KINDS:
-        if (run_dir / folder).is_dir():
-            for path in sorted((run_dir / folder).iterdir()):
-                found = _what(path) if re.fullmatch(names, path.name) else None
-                if found not in (wanted, None):
-                    yield path, wanted, str(found)
 
 
 def _what(path: Path) -> str | None:

@@ -57,6 +57,9 @@ class Mark:
     attempt: int
     config: str = ""
 
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.reason}"
+
     @property
     def is_cause(self) -> bool:
         """Whether the rank failed by itself, for a reason that a restart does not cure."""
@@ -85,7 +88,7 @@ def write(
 
 
 def leave(
-    run_dir: Path, rank: int, error: Exception, config: str, *, lost_peer: bool = False
+    run_dir: Path, rank: int, error: BaseException, config: str, *, lost_peer: bool = False
 ) -> None:
     """Write the mark of a rank that fails with `error`. config: digest of the config."""
     expected = isinstance(error, UserError | RunError)
@@ -124,20 +127,20 @@ def worst(marks: Iterable[Mark]) -> Mark | None:
 
 
 def outranking(
-    run_dir: Path,
-    world_size: int,
-    seconds: float = LOOK_SECONDS,
-    wait: Callable[[float], object] = time.sleep,
+    run_dir: Path, seconds: float = LOOK_SECONDS, wait: Callable[[float], object] = time.sleep
 ) -> Mark | None:
     """Return the mark of another rank of this start that explains why rank 0 has lost a peer.
 
     Looks repeatedly for `seconds`, or until it finds a cause.
     """
-    found = _others(run_dir, world_size)
-    for _ in range(_LOOKS):
-        if found is None or not found.is_cause:
+    found, world_size = None, int(os.environ.get("WORLD_SIZE", "1"))
+    for look in range(_LOOKS + 1):
+        if look:
             wait(seconds / _LOOKS)
-            found = _others(run_dir, world_size)
+        marks = (mark for mark in read(run_dir) if 0 < mark.rank < world_size)
+        found = worst(mark for mark in marks if _is_of_this_start(mark))
+        if found is not None and found.is_cause:
+            break
     return found
 
 
@@ -187,11 +190,6 @@ def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mar
     """Return the marks that are new or changed since `versions` returned `before`, by path."""
     changed = [path for path, version in versions(run_dir).items() if before.get(path) != version]
     return _read_all(sorted(changed))
-
-
-def _others(run_dir: Path, world_size: int) -> Mark | None:
-    marks = (mark for mark in read(run_dir) if 0 < mark.rank < world_size)
-    return worst(mark for mark in marks if _is_of_this_start(mark))
 
 
 def _path(run_dir: Path, rank: int) -> Path:

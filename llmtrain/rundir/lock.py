@@ -23,11 +23,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from llmtrain import durable, faults
@@ -38,8 +38,7 @@ from llmtrain.rundir.contents import LOCK
 BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.ENODEV)
 logger = logging.getLogger(__name__)
 
 
@@ -61,22 +60,13 @@ class Holder:
     since: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Takeover:
-    """The process that left a lock behind, and why it counts as ended."""
-
-    host: str
-    pid: int
-    reason: str
-
-
 class RunLock:
     """The lock of a run directory, for rank 0: `with RunLock(run_dir, run_id) as lock:`.
 
     Makes the directory if it does not exist. Entering raises UserError if another process holds the
     lock or the directory cannot be written, RunError if the disk fails.
 
-    takeover: the process whose lock was taken over, or None
+    takeover: why the process whose lock was taken over counts as ended; None if there was none
     lost: a description of the process that has the directory now; None while this process has it
     made_again: how often the file was removed and a new one was locked
     """
@@ -88,11 +78,14 @@ class RunLock:
         beat_seconds: float = BEAT_SECONDS,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.takeover: Takeover | None = None
+        self.takeover: str | None = None
         self.lost: str | None = None
         self.made_again = 0
         self._path = run_dir / LOCK
-        self._holder = Holder(socket.gethostname(), boot_id(), os.getpid(), None, run_id)
+        pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
+        self._holder = Holder(
+            socket.gethostname(), boot_id(), pid, start_time(pid), run_id, since=now
+        )
         self._beat_seconds = beat_seconds
         self._wait = wait
         self._end = threading.Event()
@@ -100,32 +93,26 @@ class RunLock:
 
     def check(self) -> None:
         """Raise what entering would raise, but do not change the file."""
-        try:
+        with writable(self._path.parent):
             descriptor = _open(self._path)
             try:
                 self._judge(descriptor)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise _unwritable(self._path.parent, error) from error
 
     def __enter__(self) -> Self:
-        try:
-            with durable.close_on_error(_open(self._path)) as self._descriptor:
-                self._take()
-                faults.hit("lock.taken", path=self._path)
-        except OSError as error:
-            raise _unwritable(self._path.parent, error) from error
+        with (
+            writable(self._path.parent),
+            durable.close_on_error(_open(self._path)) as self._descriptor,
+        ):
+            self.takeover = self._judge(self._descriptor)
+            self._write()
+            faults.hit("lock.taken", path=self._path)
         self._thread = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._end.set()
         self._thread.join()
         try:
@@ -135,17 +122,10 @@ class RunLock:
         finally:
             os.close(self._descriptor)
 
-    def _take(self) -> None:
-        """Take the lock, or raise UserError."""
-        self.takeover = self._judge(self._descriptor)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._holder = replace(self._holder, started=start_time(os.getpid()), since=now)
-        self._write()
+    def _judge(self, descriptor: int) -> str | None:
+        """Take the flock; return why the process that the file names counts as ended, or None.
 
-    def _judge(self, descriptor: int) -> Takeover | None:
-        """Take the flock and return whose lock this takes over, or None.
-
-        Raises UserError if the holder named in the file may be alive.
+        None: the file names none. Raises UserError if that process may be alive.
         """
         if not _flock(descriptor):
             raise _in_use(self._path, read(self._path))
@@ -155,7 +135,7 @@ class RunLock:
         reason = self._why_left(other)
         if reason is None:
             raise _in_use(self._path, other)
-        return Takeover(other.host, other.pid, reason)
+        return reason
 
     def _why_left(self, other: Holder) -> str | None:
         """Return why `other` counts as ended; None if it may be alive."""
@@ -279,24 +259,42 @@ def lives_here(holder: Holder) -> bool:
 def _open(path: Path) -> int:
     """Open the lock file, or make it. Raises OSError if the run directory cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    effective = os.access in os.supports_effective_ids
-    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=effective):
-        # An old lock file may be writable in a directory where no file can be made.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    # An old lock file may be writable in a directory where no file can be made.
+    probe = path.with_name(f".probe-{os.getpid()}")
+    probe.touch()
+    probe.unlink()
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _unwritable(run_dir: Path, error: OSError) -> UserError | RunError:
-    """Return the error of a lock that cannot be written."""
-    cause = f"{error.strerror}: {error.filename or run_dir}"
-    if error.errno in _REFUSED:
-        remedy = "change its permissions, or set run.dir to another directory"
-        expected = f"a directory that can be written ({cause})"
-        return UserError(Problem("run.dir", run_dir, expected, remedy))
-    if error.errno in _FULL:
-        expected = f"a disk with room ({cause})"
-        return UserError(Problem("run.dir", run_dir, expected, "free some, or use another"))
-    return RunError(f"could not lock the run directory ({cause})", DISK_FAILED, "check the disk")
+@contextmanager
+def writable(run_dir: Path) -> Iterator[None]:
+    """Turn an OSError in the block into UserError, or into RunError (74) if the disk fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FAILING:
+            where = f"{error.strerror}: {error.filename or run_dir}"
+            text = f"could not lock the run directory ({where})"
+            raise RunError(text, DISK_FAILED, "check the disk") from error
+        raise UserError(_unwritable(run_dir, error)) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> Problem:
+    cause = error.strerror or str(error)
+    parents = reversed(run_dir.absolute().parents)
+    above = [path for path in parents if not os.path.isdir(path)]  # noqa: PTH112  # never raises
+    expected = f"a directory that can be written ({cause})"
+    remedy = "change its permissions, or set run.dir to another directory"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        expected = f"a disk with room on it ({cause})"
+        remedy = "free some, or put run.dir on another disk"
+    elif above:  # the first of them is the cause
+        path = above[0]
+        expected = f"a directory that can be made; {path} is not one and cannot be made ({cause})"
+        remedy = "make it, or set run.dir to another place"
+    elif os.path.isfile(run_dir):  # noqa: PTH113  # never raises
+        expected, remedy = "a directory; there is a file of that name", "move it, or use another"
+    return Problem("run.dir", run_dir, expected, remedy)
 
 
 def _flock(descriptor: int) -> bool:

@@ -26,11 +26,10 @@ from llmtrain.errors import RunError, needed_on_disk
 from llmtrain.rundir.contents import METRICS
 
 _log = logging.getLogger(__name__)
-_TAIL_BYTES = 1 << 16
 
 
 class Lines:
-    """A context manager that appends lines to the `metrics.jsonl` of an existing run directory.
+    """Appends lines to the `metrics.jsonl` of an existing run directory.
 
     If the disk refuses a line, it is kept and written with the next one: a disk may be full only
     for a while, and a run continues until saves fail. `sync` raises instead.
@@ -102,12 +101,6 @@ class Lines:
         os.close(self._file)
         self._file = -1
 
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file that are JSON objects, oldest first; [] if there is no file.
@@ -115,12 +108,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     A torn last line is skipped, since a run may be writing it. Any other line that is not a JSON
     object (a power cut can leave zeros) is skipped with a warning that names it.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    lines.pop()  # what comes after the last newline: nothing, or a torn line
-    decoded = (_decode(line, number, path) for number, line in enumerate(lines, 1))
-    return [line for line in decoded if line is not None]
+    found: list[dict[str, Any]] = []
+    *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        else:
+            _log.warning("left out line %d of %s, which is no JSON object", number, path)
+    return found
 
 
 def record(run_dir: Path) -> list[dict[str, Any]]:
@@ -149,17 +148,6 @@ def _encode(fields: Mapping[str, object]) -> str:
     return json.dumps(finite(fields), allow_nan=False)
 
 
-def _decode(line: bytes, number: int, path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        return value
-    _log.warning("left out line %d of %s, which is no JSON object", number, path)
-    return None
-
-
 def _is_of_record(line: Mapping[str, object]) -> bool:
     time_stamp = isinstance(line.get("time"), int | float)
     return isinstance(line.get("kind"), str) and time_stamp and type(line.get("step")) is int
@@ -169,26 +157,9 @@ def _open(path: Path) -> int:
     """Open the file, or make it, for appending lines; remove a torn last line."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     with durable.close_on_error(file):
-        _end_torn_line(file, path)
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.ftruncate(file, end)
+            _log.info("removed a torn last line of %d bytes from %s", len(content) - end, path)
     return file
-
-
-def _end_torn_line(file: int, path: Path) -> None:
-    """Cut off what comes after the last newline."""
-    size = os.fstat(file).st_size
-    end = _last_newline(file, size)
-    if end < size:
-        os.ftruncate(file, end)
-        _log.info("removed a torn last line of %d bytes from %s", size - end, path)
-
-
-def _last_newline(file: int, size: int) -> int:
-    """Return the length of the file up to and including its last newline; 0 without one."""
-    end = size
-    while end > 0:
-        start = max(0, end - _TAIL_BYTES)
-        found = os.pread(file, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

@@ -8,9 +8,8 @@ run directory is deleted, the next save writes it again:
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from llmtrain import durable
 from llmtrain.rundir import contents
@@ -24,7 +23,6 @@ _NEEDED = (
     contents.HELDOUT,
     contents.MANIFEST,
 )
-_CHUNK_BYTES = 1 << 24
 
 
 class Originals:
@@ -32,10 +30,11 @@ class Originals:
 
     def __init__(self, run_dir: Path) -> None:
         """Open the files. Raises OSError."""
-        self._files: dict[Path, int] = {}
+        self._files: dict[Path, BinaryIO] = {}
         for name in _NEEDED:
-            for path in _files(run_dir / name):
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            for path in (run_dir / name, *sorted((run_dir / name).rglob("*"))):
+                if path.is_file():
+                    self._files[path] = path.open("rb")
 
     def restore(self) -> list[Path]:
         """Write deleted files again, with their directories. Returns their paths.
@@ -46,26 +45,12 @@ class Originals:
         missing = [path for path in self._files if durable.is_gone(path)]
         for path in missing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            durable.write(path, _content(self._files[path]))
+            self._files[path].seek(0)
+            durable.write(path, self._files[path].read())
         return missing
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            file.close()
         self._files.clear()
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a file, every file below it if it is a directory, else nothing."""
-    if path.is_dir():
-        yield from (inner for inner in sorted(path.rglob("*")) if inner.is_file())
-    elif path.exists():
-        yield path
-
-
-def _content(descriptor: int) -> bytes:
-    content = bytearray()
-    while chunk := os.pread(descriptor, _CHUNK_BYTES, len(content)):
-        content += chunk
-    return bytes(content)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.retention import Policy, most_at_once
+from llmtrain.checkpoint.room import most_at_once
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
@@ -154,7 +154,7 @@ def plan(
     problems = [*check_batch(config.training, hardware.devices)]
     if config.distributed.strategy == "hsdp":
         mesh = (hardware.nodes, hardware.devices_per_node)
-        problems += one_sided("distributed.strategy", mesh, "hsdp")
+        problems += one_sided("distributed.strategy", mesh)
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
@@ -182,7 +182,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
         hardware=hardware,
         assumed=assumed,
         checkpoint_bytes=size,
-        disk_bytes=size * most_at_once(Policy.of(config.checkpoint), steps or 0),
+        disk_bytes=size * most_at_once(config.checkpoint, steps or 0),
         steps=steps,
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),

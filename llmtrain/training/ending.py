@@ -15,7 +15,7 @@ from pathlib import Path
 from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.distributed.ranks import lost_peer, peer_lost
-from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of
+from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of, explained
 from llmtrain.rundir import failures
 from llmtrain.training import saving
 from llmtrain.training.run.due import agreed_stop
@@ -23,8 +23,9 @@ from llmtrain.training.run.journal import Journal
 from llmtrain.training.run.run import Run
 from llmtrain.training.run_state import count_documents
 from llmtrain.training.step import flags
+from llmtrain.training.stop.requests import asked
 from llmtrain.training.stop.signals import Signals
-from llmtrain.types import Flags, Ranks
+from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -104,10 +105,7 @@ def stop_reason_of(signals: Signals) -> str | None:
 
 def _raise_if_stopped(ranks: Ranks, signals: Signals, journal: Journal) -> None:
     """Raise StoppedEarlyError if any rank was asked to stop."""
-    reason = signals.reason
-    lost = reason == "launcher_lost"
-    stops = agreed_stop(ranks, Flags(signal=bool(reason) and not lost, launcher_lost=lost))
-    if stops:
+    if stops := agreed_stop(ranks, asked(signals.reason)):
         raise StoppedEarlyError(stops[0], journal.step)
 
 
@@ -123,7 +121,7 @@ def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None
         yield
     except StoppedError as stopped:
         _raise_if_stopped(ranks, signals, journal)  # the most important of several reasons
-        raise StoppedEarlyError(stopped.reason, journal.step) from stopped
+        raise StoppedEarlyError(str(stopped), journal.step) from stopped
     except RunError as error:
         if error.exit_code == RESTARTABLE:
             _raise_if_stopped(ranks, signals, journal)
@@ -153,9 +151,8 @@ def stop_alone(journal: Journal, reason: str) -> int:
 def _find_dead_rank(run_dir: Path) -> tuple[int, str] | None:
     """Return the exit code and reason of a rank that failed or died; None if no rank did."""
     dead = failures.silent(run_dir, os.environ)
-    told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")), seconds=0)
-    if told is not None:
-        return told.code, f"rank {told.rank}: {told.reason}"
+    if (told := failures.outranking(run_dir, seconds=0)) is not None:
+        return told.code, str(told)
     if dead:
         names = ", ".join(str(rank) for rank in dead)
         return RESTARTABLE, f"rank {names} died before the ranks met"
@@ -175,21 +172,15 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         raise
     except Exception as error:
         lost = lost_peer(error)
-        shown = peer_lost(error) if lost else error
+        shown = peer_lost(error) if lost else explained(error)
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         _log.error("the run failed", exc_info=True)
-        if lost and journal.rank == 0:
-            shown = _find_cause(journal.run_dir) or shown
+        if lost and journal.rank == 0 and (told := failures.outranking(journal.run_dir)):
+            shown = PeerError(str(told), told.code, told.rank)  # why that peer was lost
         try:
             journal.end("failed", exit_code_of(shown), str(shown))
         except RunError:  # the disk may be full; the error that ended the run is raised
             _log.error("the end could not be recorded", exc_info=True)
-        if lost:
+        if shown is not error:
             raise shown from error
         raise
-
-
-def _find_cause(run_dir: Path) -> PeerError | None:
-    """Return the error of another rank that explains why a peer was lost, or None."""
-    told = failures.outranking(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
-    return PeerError(f"rank {told.rank}: {told.reason}", told.code, told.rank) if told else None

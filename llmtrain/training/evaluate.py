@@ -30,7 +30,8 @@ def evaluate(run: Run) -> Evaluation | None:
     start = time.perf_counter()
     scored = torch.zeros(2, dtype=torch.float64, device=run.device)  # Σ nll in nats, tokens
     with run.engine.evaluating():
-        for round_ in range(rounds(heldout, run)):
+        at_once = run.ranks.world_size * run.built.micro_batch_size
+        for round_ in range(math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)):
             faults.hit("eval.batch", step=run.step)
             heartbeat.beat("a batch of the evaluation")
             stops = agreed_stop(run.ranks, flags(run))
@@ -53,12 +54,6 @@ def evaluate(run: Run) -> Evaluation | None:
         documents=heldout.documents,
         seconds=time.perf_counter() - start,
     )
-
-
-def rounds(heldout: HeldOut, run: Run) -> int:
-    """Return the number of forwards that each rank makes in an evaluation."""
-    at_once = run.ranks.world_size * run.built.micro_batch_size
-    return math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
 
 
 def round_blocks(

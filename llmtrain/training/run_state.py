@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from llmtrain.agreement import gathered
+from llmtrain.checkpoint import format as form
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
 from llmtrain.training.run import rng
 from llmtrain.training.run.run import Run
-
-FORMAT = 1
 
 
 def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
@@ -77,7 +76,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
     """Return name → content of every file of the checkpoint that is not a tensor file."""
     bound = run.processes.bound.binding
     trainer_state = {
-        "format": FORMAT,
+        "format": form.FORMAT,
         "run_id": run.processes.run_id,
         "step": step,
         "tokens": run.meter.tokens,

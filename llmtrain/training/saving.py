@@ -26,7 +26,6 @@ from llmtrain.agreement import attempt, from_rank_zero, gathered, on_rank_zero
 from llmtrain.checkpoint import collect, filesystem, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
-from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
@@ -115,7 +114,7 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
     sent = writers == "rank0" and kind != "ddp"
     wanted = launched.device.type == "cuda" if config.background == "auto" else config.background
     writer = Writer() if wanted and not sent else None
-    return Saves(Policy.of(config), writer, sent, dealt=writers == "all")
+    return Saves(config, writer, sent, dealt=writers == "all")
 
 
 def _begin(

@@ -31,6 +31,11 @@ def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> floa
             assert_never(config.schedule)
 
 
+def learning_rate(config: OptimizerConfig, steps: int, step: int) -> float:
+    """Return the learning rate at `step` of `steps`."""
+    return config.learning_rate * learning_rate_factor(config, steps, step)
+
+
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
     """Return the warm-up in steps: `optimizer.warmup_steps` below 1 is a share of `steps`."""
     asked = config.warmup_steps

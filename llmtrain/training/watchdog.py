@@ -72,11 +72,14 @@ class Watchdog:
             return
         self._still += 1
         long = any(one in phase for one in _LONG)
+        said = f"no progress for {self._still} s: {phase}"
         if self._still >= self._end_after and not long:
-            self._end(phase)
+            self._end(said)
         elif not self._reported and self._still >= self._report_after(long):
             self._reported = True
-            self._report(phase)
+            self._write_stacks(said)
+            detail = {"seconds": self._still, "phase": phase, "rank": self._rank}
+            _in_thread(lambda: self._journal.event("no_progress", self._journal.step, **detail))
 
     def _report_after(self, long: bool) -> float:
         if self._median is None and self._rank:
@@ -86,16 +89,9 @@ class Watchdog:
         steps = _REPORT_STEPS * self._median() if self._median else 0.0
         return min(max(_REPORT_SECONDS, steps), self._most)
 
-    def _report(self, phase: str) -> None:
-        said = f"no progress for {self._still} s: {phase}"
-        detail = {"seconds": self._still, "phase": phase, "rank": self._rank}
-        _in_thread(lambda: _write_stacks(self._log_file(), said))
-        _in_thread(lambda: self._journal.event("no_progress", self._journal.step, **detail))
-
-    def _end(self, phase: str) -> None:
-        said = f"no progress for {self._still} s: {phase}"
+    def _end(self, said: str) -> None:
         code = self._journal.exit_code  # not None if the run is over and hangs while it closes
-        _in_thread(lambda: _write_stacks(self._log_file(), said))
+        self._write_stacks(said)
         if code is None:
             _in_thread(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
             code, why = self._cause() or (RESTARTABLE, said)
@@ -105,16 +101,14 @@ class Watchdog:
 
     def _cause(self) -> tuple[int, str] | None:
         """Return the exit code and reason of a failed rank that rank 0 waited for, or None."""
-        if self._rank:
-            return None
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         found: list[failures.Mark | None] = []
-        _in_thread(lambda: found.append(failures.outranking(self._journal.run_dir, world_size, 0)))
-        told = found[0] if found else None
-        return (told.code, f"rank {told.rank}: {told.reason}") if told and told.is_cause else None
+        if self._rank == 0:
+            _in_thread(lambda: found.append(failures.outranking(self._journal.run_dir, seconds=0)))
+        return next(((told.code, str(told)) for told in found if told and told.is_cause), None)
 
-    def _log_file(self) -> Path:
-        return contents.log_file(self._journal.run_dir, self._rank)
+    def _write_stacks(self, said: str) -> None:
+        log_file = contents.log_file(self._journal.run_dir, self._rank)
+        _in_thread(lambda: _append_stacks(log_file, said))
 
 
 @contextmanager
@@ -136,7 +130,7 @@ def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
         thread.join()
 
 
-def _write_stacks(log_file: Path, said: str) -> None:
+def _append_stacks(log_file: Path, said: str) -> None:
     """Append the stacks of all threads to the log, or to stderr if the log cannot be opened."""
     try:
         file = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

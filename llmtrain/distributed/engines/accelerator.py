@@ -24,6 +24,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ParallelismConfig,
 )
 
 from llmtrain.agreement import Alone
@@ -34,6 +35,7 @@ from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_again
 from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.launch.keys import is_true
 from llmtrain.distributed.ranks import Group
 from llmtrain.types import Ranks
 
@@ -58,8 +60,7 @@ class Launched:
 
 def on_cpu() -> bool:
     """Whether this run uses a CPU: no GPU is visible, or a CPU was requested."""
-    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    return asked or not torch.cuda.is_available()
+    return is_true(os.environ, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()
 
 
 def resolve_precision(asked: str) -> tuple[str, str]:
@@ -108,7 +109,7 @@ def make_accelerator(
     meet_again(timeout)
     # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
     # overrides `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
-    common = {
+    common: dict[str, Any] = {
         "cpu": on_cpu(),
         "mixed_precision": "bf16" if precision == "bf16" else "no",
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
@@ -122,20 +123,14 @@ def make_accelerator(
             accelerator = sharding.accelerator
         case "zero":
             own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
-            accelerator = _make_zero(strategy, precision, timeout, own | common)
-    ranks = _control_group(accelerator, timeout)
-    engine: Engine
-    if family(strategy) == "zero":
-        engine = DeepSpeedEngine(accelerator)
-    else:
-        # Under DDP every rank has all gradients, under HSDP every replica. Only one counts them.
-        copy = ranks.rank if sharding is None else sharding.replica
-        engine = TorchEngine(accelerator, counts_gradients=copy == 0, sharding=sharding)
+            with own_environment():
+                accelerator = zero.make(strategy, precision, timeout, **(own | common))
+            # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
+            os.environ.setdefault("LOCAL_RANK", "0")
+    is_zero = family(strategy) == "zero"
+    engine = DeepSpeedEngine(accelerator) if is_zero else TorchEngine(accelerator, sharding)
+    ranks: Ranks = Group(timeout) if accelerator.num_processes > 1 else Alone()
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
-
-
-def _control_group(accelerator: Accelerator, timeout: timedelta) -> Ranks:
-    return Group(timeout) if accelerator.num_processes > 1 else Alone()
 
 
 def _make_ddp(
@@ -166,31 +161,28 @@ def _make_fsdp(
     common: dict[str, Any],
 ) -> Sharding:
     """Make the `Accelerator` and settings of FSDP2 or HSDP, without FSDP_* in os.environ."""
-    env = dict(os.environ)
+    env, cpu = dict(os.environ), common["cpu"]
     with own_environment():
         for name in env:
             if name.startswith("FSDP_") or name == "ACCELERATE_USE_PARALLELISM_CONFIG":
                 del os.environ[name]
-        handlers = [InitProcessGroupKwargs(timeout=timeout)]
-        accelerator, replicas, replica = fsdp.make(
-            strategy, precision, env, timeout, kwargs_handlers=handlers, **common
+        replicas, shards = fsdp.mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
+        if cpu:
+            fsdp.rehearse(timeout)
+        axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+        accelerator = Accelerator(
+            **common,
+            fsdp_plugin=fsdp.plugin(strategy, precision, env, cpu=cpu),
+            parallelism_config=axes if replicas > 1 else None,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
+        mesh = accelerator.torch_device_mesh
+        replica = mesh.get_local_rank("dp_replicate") if replicas > 1 else 0
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in env:
         # transformers reads it too, and would load weights on rank 0 only.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    offload = strategy == "fsdp2_offload" and not common["cpu"]
+    offload = strategy == "fsdp2_offload" and not cpu
     return Sharding(accelerator, distributed.wrap_class, sync, replica, replicas, offload)
-
-
-def _make_zero(
-    strategy: str, precision: str, timeout: timedelta, more: dict[str, Any]
-) -> Accelerator:
-    """Make the `Accelerator` for DeepSpeed's ZeRO, also for a single process."""
-    with own_environment():
-        accelerator = zero.make(strategy, precision, timeout, **more)
-    # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
-    os.environ.setdefault("LOCAL_RANK", "0")
-    return accelerator
 
 
 @contextmanager

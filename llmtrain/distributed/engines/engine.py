@@ -23,7 +23,13 @@ from llmtrain.types import Piece, Spec, StepVector
 
 
 class Engine(Protocol):
-    """The operations that the training loop needs from a strategy."""
+    """The operations that the training loop needs from a strategy.
+
+    `prepare` sets _model, which it returns, and _optimizer, which makes the updates.
+    """
+
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
 
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -52,8 +58,19 @@ class Engine(Protocol):
     def norm(self, sums: StepVector) -> Tensor:
         """Return () fp32: the gradient norm before clipping."""
 
-    def evaluating(self) -> AbstractContextManager[object]:
-        """Return a context without gradients and dropout; it restores training mode at its end."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate in this context, without gradients and dropout, then restore training mode.
+
+        At the end the weights that FSDP2 has gathered are freed; stage 3 of ZeRO frees its own.
+        """
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            fsdp.reshard(self._model)
+            self._model.train()
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -75,6 +92,7 @@ class Engine(Protocol):
 
     def optimizer_steps(self) -> int:
         """Return how many updates the optimizer has made. Waits for the device."""
+        return state.optimizer_steps(self._optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
         """Return parameters whose bits differ between replicas, each with the ranks that differ.
@@ -82,21 +100,22 @@ class Engine(Protocol):
         `replicas.unequal` describes which ranks are named. The result is the same on all ranks,
         and empty if the strategy has no replicas. Collective. Waits for the device.
         """
+        return {}
+
+    def _set_rates(self, factor: float) -> None:
+        """Set each group's learning rate to `factor` times the rate that it was made with."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """DDP, FSDP2, HSDP, and one process without wrapping."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        *,
-        counts_gradients: bool,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, sharding: Sharding | None) -> None:
         self._accelerator = accelerator
         self._sharding = sharding  # None: every rank has all weights
-        self._counts = counts_gradients  # replicas have equal gradients, so only one counts them
+        # Under DDP every rank has all gradients, under HSDP every replica. Only one counts them.
+        self._counts = (sharding.replica if sharding else accelerator.process_index) == 0
 
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -110,15 +129,10 @@ class TorchEngine:
             self._model = fsdp.prepare(module, optimizer, self._sharding)
         else:
             module = with_common_statistics(module, self._accelerator)
-            prepared: tuple[nn.Module, object] = self._accelerator.prepare(module, optimizer)
-            self._model = prepared[0]
-        self._optimizer = optimizer
-        self._parameters = [
-            p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad
-        ]
-        self._fused = all(group.get("fused") for group in self._optimizer.param_groups)
-        for group in self._optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
+            self._model = self._accelerator.prepare(module, optimizer)[0]
+        self._optimizer, groups = optimizer, optimizer.param_groups
+        self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        self._fused = all(group.get("fused") for group in groups)
         return self._model
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
@@ -157,8 +171,7 @@ class TorchEngine:
         With `found_inf` at 1, AdamW's fused kernel changes neither weights nor moments nor step
         counts. Other kernels have no such flag, so for them this waits for the device.
         """
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+        self._set_rates(factor)
         refused = not_finite(sums)
         if self._fused:
             # Must be 0 or 1: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
@@ -178,10 +191,6 @@ class TorchEngine:
         """Return () fp32: the square root of the sum of squares over all ranks."""
         return sums["squares"].sqrt().float()
 
-    def evaluating(self) -> AbstractContextManager[object]:
-        """See `Engine.evaluating`. At its end it frees the weights that FSDP2 has gathered."""
-        return evaluating(self._model)
-
     def create_state(self) -> None:
         """See `Engine.create_state`."""
         state.create_state(self._optimizer, steps=0)
@@ -190,11 +199,10 @@ class TorchEngine:
         """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         if writing and dealt and not self._sharding:
-            yield from self._share_pieces(spec, rank, ranks)
-            return
+            return self._share_pieces(spec, rank, ranks)
         shards = self._counts or not writing
         whole = rank == 0 or not writing
-        yield from state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
+        return state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
 
     def _share_pieces(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
         buffers = {name for name, _ in self._bare.named_buffers()}
@@ -206,10 +214,6 @@ class TorchEngine:
     def finish_loading(self, steps: int) -> None:
         """See `Engine.finish_loading`."""
         state.set_steps(self._optimizer, steps)
-
-    def optimizer_steps(self) -> int:
-        """See `Engine.optimizer_steps`."""
-        return state.optimizer_steps(self._optimizer)
 
     def unequal_replicas(self) -> dict[str, list[int]]:
         """See `Engine.unequal_replicas`; DDP and HSDP have replicas.
@@ -234,20 +238,7 @@ class TorchEngine:
         return [state.local(p.grad) for p in self._parameters if p.grad is not None]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode without gradients, and restore training mode at the end."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        fsdp.reshard(model)
-        model.train()
-
-
 def not_finite(sums: StepVector) -> Tensor:
     """Return () bool on the device: whether the update of this step must not be applied."""
-    norm = sums["squares"].sqrt().float()
     refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
-    return refused | ~torch.isfinite(norm)
+    return refused | ~torch.isfinite(sums["squares"].sqrt().float())

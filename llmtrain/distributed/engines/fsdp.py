@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +26,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
-    ParallelismConfig,
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -35,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
 from llmtrain.distributed.launch.keys import value
-from llmtrain.distributed.launch.named import named_mesh, number, one_sided
+from llmtrain.distributed.launch.named import hsdp_mesh, one_sided
 from llmtrain.errors import Problem, UserError
 
 _log = logging.getLogger(__name__)
@@ -112,42 +110,14 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
     """
     if strategy != "hsdp":
         return 1, world_size
-    on_a_node = number(env, "LOCAL_WORLD_SIZE") or world_size
-    sizes = named_mesh(env) or (world_size // on_a_node, on_a_node)
+    sizes = hsdp_mesh(env, world_size)
     key = "distributed.strategy"
-    problems = list(one_sided(key, sizes, "hsdp"))
-    if not problems and math.prod(sizes) != world_size:
-        expected = f"{world_size} processes: as many on every node"
-        problems.append(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
-    if problems:
+    if problems := list(one_sided(key, sizes)):
         raise UserError(*problems)
+    if math.prod(sizes) != world_size:
+        expected = f"{world_size} processes: as many on every node"
+        raise UserError(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
     return sizes
-
-
-def make(
-    strategy: str, precision: str, env: Mapping[str, str], timeout: timedelta, **common: object
-) -> tuple[Accelerator, int, int]:
-    """Make the `Accelerator` for FSDP2 or HSDP.
-
-    env: the environment of the launch. os.environ itself must describe a rendezvous and have no
-        FSDP_* variable. accelerate writes to os.environ, and the caller restores it.
-    common: further arguments of the `Accelerator`.
-
-    Returns the `Accelerator`, the number of replicas and the number of this rank's replica.
-    """
-    replicas, shards = mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
-    cpu = bool(common["cpu"])
-    if cpu:
-        rehearse(timeout)
-    axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
-    accelerator = Accelerator(
-        fsdp_plugin=plugin(strategy, precision, env, cpu=cpu),
-        parallelism_config=axes if replicas > 1 else None,
-        **common,
-    )
-    if replicas == 1:
-        return accelerator, 1, 0
-    return accelerator, replicas, accelerator.torch_device_mesh.get_local_rank("dp_replicate")
 
 
 def rehearse(timeout: timedelta) -> None:
@@ -168,8 +138,7 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
     identifies parameters by their address, and if the result does not match the given model.
     """
     if not isinstance(module, FSDPModule):
-        names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        if names:
+        if names := [name for name, one in module.named_parameters() if one.is_meta]:
             raise ValueError(f"{len(names)} parameters are on meta, {names[0]} among them")
         module = _shard(module, optimizer, sharding)
     _verify(module, optimizer)
@@ -201,8 +170,7 @@ def prepare_empty(
 def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
     accelerator, ties = sharding.accelerator, _ties(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
+    if scalars := [name for name, one in module.named_parameters() if one.ndim == 0]:
         expected = f"a model without parameters of no dimension, which {scalars[0]} is"
         raise UserError(Problem("distributed.strategy", "fsdp2", expected, "ddp or zero3"))
     module = with_common_statistics(module, accelerator)
@@ -259,9 +227,7 @@ def _fill_unused(module: nn.Module) -> None:
     forward, and torch refuses to reduce both together. The private names of torch 2.13 are used
     only here, and have a test.
     """
-    for part in module.modules():
-        if not isinstance(part, FSDPModule):
-            continue
+    for part in _sharded(module):
         for group in part._get_fsdp_state()._fsdp_param_groups:
             waiting = [one.unsharded_accumulated_grad is not None for one in group.fsdp_params]
             if not any(waiting):
@@ -283,15 +249,12 @@ def wrap_classes(model: nn.Module, asked: str) -> list[str]:
     classes = {type(module).__name__ for module in model.modules()}
     found = [name for name in wanted if name in classes]
     if not found or (asked != "auto" and found != wanted):
-        blocks = sorted({type(m[0]).__name__ for m in _lists(model)})
+        lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one))
+        blocks = sorted({type(one[0]).__name__ for one in lists})
         expected = f"the class of the model's repeated blocks; its lists hold {', '.join(blocks)}"
         remedy = f"distributed.wrap_class={blocks[0]}" if blocks else "distributed.strategy=zero3"
         raise UserError(Problem("distributed.wrap_class", asked, expected, remedy))
     return found
-
-
-def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
-    return (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
 
 
 def reshard(module: nn.Module) -> None:
@@ -300,6 +263,9 @@ def reshard(module: nn.Module) -> None:
     After a forward without a backward, the root module's parameters stay gathered, and a
     checkpoint would find plain tensors.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for part in _sharded(module):
+        part.reshard()
+
+
+def _sharded(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -22,20 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from llmtrain.types import Piece, Spec, TensorSpec
+from llmtrain.types import DTYPES, Piece, Spec, TensorSpec, tensor_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+_NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
 
 
 def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
@@ -145,13 +136,13 @@ def optimizer_steps(optimizer: Optimizer) -> int:
         return 0
     counts = set(torch.stack([step.detach() for step in made]).tolist()) - {0.0}
     if len(counts) > 1:
-        raise ValueError(f"parameters have made {sorted(counts)} updates, not equally many")
+        raise ValueError(f"parameters have made different numbers of updates: {sorted(counts)}")
     return int(counts.pop()) if counts else 0
 
 
 def bytes_of(spec: Spec) -> int:
     """Return the bytes of all tensors."""
-    return sum(_bytes(tensor) for part in spec.values() for tensor in part.values())
+    return sum(tensor_bytes(tensor) for part in spec.values() for tensor in part.values())
 
 
 def index(spec: Spec) -> dict[str, bytes]:
@@ -205,7 +196,7 @@ def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Paramet
 
 def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     """Return the dtype and shape of a weight, as the spec has them."""
-    dtype = _DTYPES.get(tensor.dtype)
+    dtype = _NAMES.get(str(tensor.dtype))
     if dtype is None or (tensor.requires_grad and dtype != "F32"):
         expected = "torch.float32" if tensor.requires_grad else "a dtype that a checkpoint holds"
         raise ValueError(f"{name} is {tensor.dtype}, expected {expected}")
@@ -218,8 +209,8 @@ def _files(
     """Distribute tensors over files in order. Wide dtypes come first, so that all are aligned."""
     parts: list[dict[str, TensorSpec]] = []
     room = 0
-    for name in sorted(tensors, key=lambda name: -_ITEM_BYTES[tensors[name].dtype]):
-        size = _bytes(tensors[name])
+    for name in sorted(tensors, key=lambda name: -DTYPES[tensors[name].dtype][0]):
+        size = tensor_bytes(tensors[name])
         if not parts or (size > room and parts[-1]):
             parts.append({})
             room = shard_bytes
@@ -229,7 +220,3 @@ def _files(
         return {f"{kind}.safetensors": parts[0]}
     total = len(parts)
     return {f"{kind}-{i:05d}-of-{total:05d}.safetensors": part for i, part in enumerate(parts, 1)}
-
-
-def _bytes(tensor: TensorSpec) -> int:
-    return math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]

@@ -152,10 +152,9 @@ def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iter
             expected = "a program on PATH: offload compiles DeepSpeed's Adam when it is first used"
             yield Problem(program, "not found", expected, remedy)
     for lock in stale_locks(directory, env):
-        if lock.parent.name != _ADAM:
-            continue
-        expected = "no lock without a process that builds: everyone would wait for it"
-        yield Problem(str(lock), "left over", expected, f"rm '{lock}'")
+        if lock.parent.name == _ADAM:
+            expected = "no lock without a process that builds: everyone would wait for it"
+            yield Problem(str(lock), "left over", expected, f"rm '{lock}'")
 
 
 def leave() -> bool:
@@ -196,13 +195,8 @@ def _is_open(path: Path) -> bool:
     import psutil
 
     wanted = os.path.realpath(path)
-    for process in psutil.process_iter():
-        try:
-            if any(os.path.realpath(one.path) == wanted for one in process.open_files()):
-                return True
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return False
+    opened = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
+    return any(os.path.realpath(one.path) == wanted for files in opened for one in files)
 
 
 def _import(*, cpu: bool) -> None:

@@ -9,7 +9,7 @@ Unlike `TorchEngine`, it waits for the device at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,12 +19,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from llmtrain.distributed.engines import state, zero_state
-from llmtrain.distributed.engines.engine import evaluating, not_finite
+from llmtrain.distributed.engines.engine import Engine, not_finite
 from llmtrain.types import Piece, Spec, StepVector
 
 
-class DeepSpeedEngine:
-    """ZeRO on any number of processes. See `Engine` for the purpose of each method."""
+class DeepSpeedEngine(Engine):
+    """ZeRO on any number of processes. See `Engine` for the purpose of each method.
+
+    It has no replicas to compare: masters are split, and each step makes new copies of them.
+    """
+
+    _model: Any  # DeepSpeed's engine, around the module
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -34,24 +39,23 @@ class DeepSpeedEngine:
     ) -> nn.Module:
         """Partition the model, and copy the exact fp32 weights into DeepSpeed's rounded masters."""
         named = zero_state.before(model, optimizer)
-        self._engine: Any = self._accelerator.prepare(module, optimizer)[0]
-        self._zero = self._engine.optimizer  # DeepSpeed's, around ours
+        prepared: nn.Module = self._accelerator.prepare(module, optimizer)[0]
+        self._model = prepared
+        self._zero = self._model.optimizer  # DeepSpeed's, around ours
+        self._optimizer = self._zero.optimizer
         if zero_state.kind(self._zero) == "partitions":
             gather_unseen(self._zero.parameter_offload)
         self._held = zero_state.after(named, self._zero)
-        for group in self._zero.optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-        prepared: nn.Module = self._engine
         return prepared
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
         """See `Engine.micro`. ZeRO-1 reduces gradients at the last one, ZeRO-2 and 3 at each."""
-        self._engine.set_gradient_accumulation_boundary(last)
+        self._model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss_sum: Tensor, scale: Tensor) -> None:
         """See `Engine.backward`. DeepSpeed averages gradients over ranks, as DDP does."""
-        self._engine.backward(loss_sum * scale, scale_wrt_gas=False)
+        self._model.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def squares(self) -> Tensor:
         """Return 0: DeepSpeed computes the norm in its step."""
@@ -62,26 +66,21 @@ class DeepSpeedEngine:
 
     def step(self, factor: float, sums: StepVector) -> None:
         """See `Engine.step`. The host decides whether to step, so this waits for the device."""
-        for group in self._zero.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+        self._set_rates(factor)
         forbidden = bool(not_finite(sums))
         with overflowing(self._zero) if forbidden else nullcontext():
-            self._engine.step()
+            self._model.step()
 
     def norm(self, sums: StepVector) -> Tensor:
         """Return () fp32: DeepSpeed's norm, which is infinite if the step was skipped."""
-        norm = self._engine.get_global_grad_norm()
+        norm = self._model.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._accelerator.device)
-
-    def evaluating(self) -> AbstractContextManager[object]:
-        """See `Engine.evaluating`. Stage 3 gathers and frees weights without gradients too."""
-        return evaluating(self._engine)
 
     def clear(self) -> None:
         """Make a step that DeepSpeed skips, which drops all gradients. Collective."""
-        self._engine.set_gradient_accumulation_boundary(True)
+        self._model.set_gradient_accumulation_boundary(True)
         with overflowing(self._zero):
-            self._engine.step()
+            self._model.step()
 
     def create_state(self) -> None:
         """See `Engine.create_state`. DeepSpeed itself creates moments only in its first step."""
@@ -95,16 +94,8 @@ class DeepSpeedEngine:
 
     def finish_loading(self, steps: int) -> None:
         """See `Engine.finish_loading`. It renews the copies of the masters. Collective."""
-        state.set_steps(self._zero.optimizer, steps)
+        state.set_steps(self._optimizer, steps)
         zero_state.renew_copies(self._zero)
-
-    def optimizer_steps(self) -> int:
-        """See `Engine.optimizer_steps`."""
-        return state.optimizer_steps(self._zero.optimizer)
-
-    def unequal_replicas(self) -> dict[str, list[int]]:
-        """Return an empty dict: masters are split, and each step makes new copies of them."""
-        return {}
 
 
 def gather_unseen(offload: Any) -> None:
@@ -117,15 +108,7 @@ def gather_unseen(offload: Any) -> None:
     """
     for when in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward"):
         name = f"{when}_function"
-        setattr(offload, name, _unseen(getattr(offload, name)))
-
-
-def _unseen(function: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
-    def hidden(module: nn.Module) -> None:
-        with _disable_current_modes():
-            function(module)
-
-    return hidden
+        setattr(offload, name, _disable_current_modes()(getattr(offload, name)))
 
 
 @contextmanager

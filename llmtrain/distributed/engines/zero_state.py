@@ -64,15 +64,14 @@ def after(held: Held, optimizer: Any) -> Held:
     frozen = {}
     for name, parameter in held.parameters.items():
         value = held.frozen[name].reshape(-1)
-        if _dtype(parameter) == value.dtype:
+        start, copy = _copy_of(parameter)
+        if copy.dtype == value.dtype:
             continue
         if name in held.trained:
             if (master := _master(optimizer, name, parameter, None)) is not None:
                 data = master.data
                 data.copy_(value[master.start : master.start + data.numel()])
-            continue
-        start, copy = _frozen_copy(parameter)
-        if _is_split(parameter) or dist.get_rank() == 0:
+        elif _is_split(parameter) or dist.get_rank() == 0:
             frozen[name] = value[start : start + copy.numel()].clone()
     return replace(held, frozen=frozen)
 
@@ -121,13 +120,14 @@ def pieces(
                 if dist.get_rank() == 0 or not writing:
                     yield Piece(name, 0, held.buffers[name].detach().view(-1))
                 continue
-            owner, moment = _owner(held, name)
+            owner = name if name in held.parameters else name.rpartition(".")[0]
+            moment = name[len(owner) + 1 :] or None
             parameter = held.parameters[owner]
             if owner in held.trained:
                 if (master := _master(optimizer, name, parameter, moment)) is not None:
                     yield master
             elif name in everywhere:
-                yield Piece(name, *_frozen_copy(parameter))
+                yield Piece(name, *_copy_of(parameter))
             else:
                 yield from _frozen(held, name, parameter, writing=writing)
 
@@ -139,7 +139,7 @@ def share_pieces(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
         for name, parameter in held.parameters.items()
         if name not in held.trained
         and not _is_split(parameter)
-        and _dtype(parameter) == torch.float32
+        and parameter.dtype == torch.float32
     )
     own = pieces(held, optimizer, spec, writing=True, everywhere=same)
     return state.share_out(own, same, dist.get_rank(), dist.get_world_size())
@@ -153,14 +153,6 @@ def renew_copies(optimizer: Any) -> None:
     optimizer._partition_all_parameters()  # gathered parameters still have the old values
     for group in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
-
-
-def _owner(held: Held, name: str) -> tuple[str, str | None]:
-    """Return the parameter that a tensor of the spec belongs to, and its moment (None: itself)."""
-    if name in held.parameters:
-        return name, None
-    owner, _, moment = name.rpartition(".")
-    return owner, moment
 
 
 def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Piece | None:
@@ -183,7 +175,7 @@ def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator
     In stage 3 every rank has its own range. In stages 1 and 2 every rank has the whole parameter,
     and only rank 0 writes it.
     """
-    start, copy = _frozen_copy(parameter)
+    start, copy = _copy_of(parameter)
     if writing and not _is_split(parameter) and dist.get_rank() != 0:
         return
     exact = held.frozen.get(name)
@@ -197,8 +189,8 @@ def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator
         copy.copy_(exact)
 
 
-def _frozen_copy(parameter: Any) -> tuple[int, Tensor]:
-    """Return the start of this rank's part of a frozen parameter, and the copy in the forward."""
+def _copy_of(parameter: Any) -> tuple[int, Tensor]:
+    """Return the start of this rank's part of a parameter, and the copy that the forward uses."""
     if not _is_split(parameter):
         return 0, parameter.detach().view(-1)
     start, count = _range(parameter)
@@ -215,10 +207,3 @@ def _range(parameter: Any) -> tuple[int, int]:
     size, total = parameter.ds_tensor.numel(), parameter.ds_numel
     start = min(size * dist.get_rank(), total)
     return start, min(size, total - start)
-
-
-def _dtype(parameter: Any) -> torch.dtype:
-    """Return the dtype that the forward uses. (A split parameter itself is empty.)"""
-    of = parameter.ds_tensor if _is_split(parameter) else parameter
-    dtype: torch.dtype = of.dtype
-    return dtype

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from llmtrain.config.checks import check_batch
 from llmtrain.distributed.launch.keys import value
 from llmtrain.distributed.launch.named import (
+    hsdp_mesh,
     named_family,
     named_mesh,
     named_strategy,
@@ -32,19 +33,11 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import DistributedConfig, TrainingConfig
 
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# The variables that torch's launcher sets for a rank, besides all that begin with TORCHELASTIC_.
-_OF_A_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+# The variables that torch's launcher sets for a rank, besides all that begin with TORCHELASTIC_:
+# RANK, LOCAL_RANK, … and WORLD_SIZE, LOCAL_WORLD_SIZE, …
+_OF = ("", "LOCAL_", "GROUP_", "ROLE_")
+_NUMBERS = [f"{of}{number}" for number in ("RANK", "WORLD_SIZE") for of in _OF]
+_OF_A_LAUNCHER = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _KINDS = {
     "ddp": ("NO", "MULTI_CPU", "MULTI_GPU"),
     "fsdp": ("FSDP",),
@@ -138,8 +131,8 @@ def launcher_variables(env: Mapping[str, str]) -> list[str]:
 def awaited(env: Mapping[str, str]) -> str:
     """Return in words which ranks this process waits for before it joins its group, and where."""
     size = world_size(env)
-    place = f"at {env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
-    place = f"{place} (MASTER_ADDR, MASTER_PORT)"
+    address = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
+    place = f"at {address} (MASTER_ADDR, MASTER_PORT)"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return f"its launcher {place}"
     if number(env, "RANK") != 0:
@@ -200,16 +193,15 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
         expected = f"{named or 'auto'}: what the launch is (distributed_type {what})"
         yield Problem("distributed.strategy", asked, expected, f"auto, or {_PLAIN}")
     elif asked == "hsdp":
-        on_a_node = number(env, "LOCAL_WORLD_SIZE") or 1
-        mesh = named_mesh(env) or (world_size(env) // on_a_node, on_a_node)
+        mesh = hsdp_mesh(env, world_size(env))
         if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
-            yield from one_sided("distributed.strategy", mesh, "hsdp")
+            yield from one_sided("distributed.strategy", mesh)
 
 
 def _precision(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
     """Yield a problem for fp32 in a launch with bf16. `no` is only accelerate's default."""
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and asked == "fp32":
-        expected = "the bf16 that the accelerate file says (mixed_precision)"
+        expected = "bf16, as mixed_precision in the accelerate file"
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
         yield Problem("training.precision", asked, expected, remedy)
 

@@ -12,6 +12,7 @@ read before torch is imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -72,6 +73,12 @@ def named_mesh(env: Mapping[str, str]) -> tuple[int, int] | None:
     return _size(env, "dp_replicate"), _size(env, "dp_shard")
 
 
+def hsdp_mesh(env: Mapping[str, str], processes: int) -> tuple[int, int]:
+    """Return (replicas, shards of each): the launch's mesh, or nodes and processes of a node."""
+    on_a_node = number(env, "LOCAL_WORLD_SIZE") or processes
+    return named_mesh(env) or (processes // on_a_node, on_a_node)
+
+
 def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
     """Yield the requests of this launch that are not supported under any config.
 
@@ -126,8 +133,7 @@ def number(env: Mapping[str, str], name: str) -> int:
 
 
 def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
-    mesh = named_mesh(env)
-    if mesh is None:
+    if (mesh := named_mesh(env)) is None:
         return
     key = "parallelism_config"
     split = {kind: _size(env, kind) for kind in _SPLIT_MODEL if _size(env, kind) != 1}
@@ -138,22 +144,18 @@ def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
     if named_family(env) != "fsdp":
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
         yield Problem(key, None, expected, "remove it, or accelerate_configs/hsdp_multinode.yaml")
-        return
-    replicas, shards = mesh
-    if split:
-        return
-    if replicas * shards != processes:
-        found = f"dp_replicate_size {replicas} × dp_shard_size {shards}"
+    elif not split and math.prod(mesh) != processes:
+        found = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
         expected = f"a product of {processes}, the number of processes"
         yield Problem(key, found, expected, "nodes × processes of a node")
-    elif shards == 1 and replicas > 1:
-        yield from one_sided(key, mesh, "hsdp")
+    elif not split and mesh[0] > 1:
+        yield from one_sided(key, mesh)
 
 
-def one_sided(key: str, mesh: tuple[int, int], what: str) -> Iterator[Problem]:
+def one_sided(key: str, mesh: tuple[int, int]) -> Iterator[Problem]:
     """Yield a problem for HSDP on a mesh with a side of 1, which is really another strategy."""
     replicas, shards = mesh
-    found = f"{what}, {replicas} × {shards} processes (replicas × shards of each)"
+    found = f"hsdp, {replicas} × {shards} processes (replicas × shards of each)"
     if replicas == 1:
         expected = "at least 2 replicas, one for each node: with 1 there is nothing to replicate"
         yield Problem(key, found, expected, "distributed.strategy=fsdp2 shards over all processes")
@@ -166,7 +168,7 @@ def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
     version = value(env, "fsdp_version")
     if version != "2":
         expected = (
-            "2. FSDP1, which accelerate takes where nothing is said, joins the parameters of a "
+            "2. FSDP1, accelerate's default, joins the parameters of a "
             "block into one flat tensor: no frozen parameters beside trained ones, and no "
             "checkpoint that another number of processes or strategy reads"
         )
@@ -185,8 +187,8 @@ def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
     file = value(env, "deepspeed_config_file")
     if file.lower() not in ("", "none"):
         expected = (
-            "no JSON of DeepSpeed: batch size, precision, clipping and optimizer are set by the "
-            "config of the run"
+            "no JSON file for DeepSpeed: batch size, precision, clipping and optimizer are set by "
+            "the config of the run"
         )
         remedy = f"zero_stage and the offload devices in the accelerate file, as in {_ZERO}"
         yield Problem("deepspeed_config_file", file, expected, remedy)

@@ -17,10 +17,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from llmtrain.agreement import Alone, count_votes
+from llmtrain.agreement import Alone, Gathering
 from llmtrain.distributed.launch.attempts import meet_again
 from llmtrain.distributed.launch.environment import awaited, launcher_variables
-from llmtrain.types import Ranks, Vote
+from llmtrain.types import Ranks
 
 _TELL_AFTER_SECONDS = 5.0
 _STDERR = 2
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _starts = itertools.count()  # meetings of this process; equal on all ranks
 
 
-class Meeting:
+class Meeting(Gathering):
     """`Ranks` over a store. Rank 0 leaves `broadcast` only when all ranks have read the body."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -59,15 +59,6 @@ class Meeting:
 
     def _heard(self, key: str) -> bytes:
         return bytes.fromhex(self._store.get(key).decode())
-
-    def vote(self, error: BaseException | None, body: bytes = b"") -> Vote:
-        """Tell all ranks this rank's error and return theirs."""
-        return count_votes(self, error, body)
-
-    def highest(self, value: int) -> int:
-        """Return the largest number that any rank gives, on every rank."""
-        heard = self.gather(b"%d" % value)
-        return int(self.broadcast(b"%d" % max(map(int, heard), default=0)))
 
 
 def meet(timeout: timedelta, tell_after: float = _TELL_AFTER_SECONDS) -> Ranks:

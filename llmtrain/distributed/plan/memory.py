@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from llmtrain.types import ModelShape, ParameterShape, Saved
 
@@ -118,11 +118,6 @@ class States:
     parameters: int
     gradients: int
     optimizer: int
-
-    @property
-    def total(self) -> int:
-        """The sum of all three."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 def arithmetic_of(strategy: str, precision: str) -> Arithmetic:
@@ -319,7 +314,7 @@ def _host(shape: ModelShape, states: States, device: int, strategy: str, hardwar
     """
     built = 4 * shape.count + shape.buffers
     offloaded = strategy in OFFLOADS
-    stays = states.total if offloaded else 0
+    stays = sum(astuple(states)) if offloaded else 0
     if hardware.cpu:  # the device is the host
         stays += device
     if strategy not in FSDP or hardware.devices == 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llmtrain.distributed.plan.memory import FSDP, ZERO, Hardware, Layout, Work, shards
+from llmtrain.distributed.plan.memory import FSDP, OFFLOADS, ZERO, Hardware, Layout, Work, shards
 from llmtrain.types import ModelShape
 
 OVERLAP = 0.7  # share of the traffic that arithmetic hides
@@ -132,8 +132,11 @@ def _links(
         times = 1 if layout.fsdp_sync == "last" else layout.accumulation
         total = 2 * gather * shape.count * layout.accumulation
         total += machine.reduce * shape.trainable * times
-        inside = replace(hardware, nodes=1) if layout.strategy == "hsdp" else hardware
-        return _ring(total, across, inside, machine) + _replicas(shape, layout, hardware, machine)
+        if layout.strategy != "hsdp":
+            return _ring(total, across, hardware, machine)
+        # Once a step replicas reduce their gradients. The devices of a node share its network.
+        between = 8 * shape.trainable * (hardware.nodes - 1) / hardware.nodes / machine.across
+        return _ring(total, across, replace(hardware, nodes=1), machine) + between
     if layout.strategy in ZERO:
         return _ring(_zero_bytes(shape, layout, gather, machine.reduce), across, hardware, machine)
     return _ring(8 * shape.trainable, hardware.devices, hardware, machine)
@@ -157,18 +160,11 @@ def _ring(total: int, ranks: int, hardware: Hardware, machine: Machine) -> float
     return total * (ranks - 1) / ranks / speed
 
 
-def _replicas(shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine) -> float:
-    """Return the seconds of HSDP's all-reduce, once a step. A node's devices share its network."""
-    if layout.strategy != "hsdp":
-        return 0.0
-    return 8 * shape.trainable * (hardware.nodes - 1) / hardware.nodes / machine.across
-
-
 def _offload_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine
 ) -> float:
     """Return the seconds of an offloaded layout's traffic over PCIe and its update on the host."""
-    if layout.strategy not in ("fsdp2_offload", "zero3_offload"):
+    if layout.strategy not in OFFLOADS:
         return 0.0
     mine, trained = (count / hardware.devices for count in (shape.count, shape.trainable))
     moved = 8 * mine * layout.accumulation + 8 * trained

@@ -177,9 +177,8 @@ def _estimate(
     planned = memory(shape, saved, work, layout, hardware)
     lacking = missing(planned, hardware)
     machine = None if hardware.cpu else machine_of(hardware.device)
-    speed = None
-    if machine is not None:
-        speed = step_time(shape, work, layout, hardware, machine).tokens_per_second
+    time = step_time(shape, work, layout, hardware, machine) if machine else None
+    speed = time.tokens_per_second if time else None
     return Candidate(layout, planned, not lacking, lacking, "", speed)
 
 
@@ -203,9 +202,10 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
         return _refusal(candidates, hardware)
     name = layout_in_words(chosen.layout)
     others = [one for one in candidates if one is not chosen]
-    misses = [f"{one.layout.strategy} {gib(one.missing_bytes)}" for one in others if not one.fits]
-    lacking = f"; missing are, for {', '.join(misses)}" if misses else ""
-    return f"{name} {_merit(chosen, [one for one in others if one.fits])}{lacking}"
+    merit = _merit(chosen, [one for one in others if one.fits])
+    misses = [one for one in others if not one.fits]
+    lacking = ", ".join(f"{one.layout.strategy} lacks {gib(one.missing_bytes)}" for one in misses)
+    return f"{name} {merit}" + (f"; {lacking}" if lacking else "")
 
 
 def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
@@ -213,9 +213,7 @@ def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     offloaded = chosen.layout.strategy in OFFLOADS
     rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
     if not rivals:
-        return (
-            "fits, which nothing does that keeps its state on the device" if offloaded else "fits"
-        )
+        return "fits, as nothing without offload does" if offloaded else "fits"
     if chosen.tokens_per_second is None:
         return "is the simplest that fits"
     if all(chosen.tokens_per_second >= (one.tokens_per_second or 0.0) for one in rivals):

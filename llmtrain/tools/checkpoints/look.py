@@ -21,8 +21,8 @@ from typing import Any
 
 from llmtrain.checkpoint import candidates, read, retention
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.load import load_config
+from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
@@ -30,6 +30,7 @@ from llmtrain.rundir.status import read_status
 COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
 SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), ("partial", "trash")
 LINK = "a link"  # a reason to keep a row
+_POLICY = {"keep_last", "keep_every", "keep_best"}
 
 _KINDS = {
     re.compile(r"step-\d{8,18}\.partial"): "partial",
@@ -84,7 +85,7 @@ class Listing:
     root: Path
     run_id: str | None
     resumed_from: str | None
-    policy: Policy | None
+    policy: CheckpointConfig | None
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Listing:
         return {
             "run_id": self.run_id,
             "resumed_from": self.resumed_from,
-            "policy": None if self.policy is None else asdict(self.policy),
+            "policy": self.policy and self.policy.model_dump(include=_POLICY),
             "checkpoints": [{**asdict(row), "valid": row.valid} for row in self.rows],
         }
 
@@ -200,18 +201,18 @@ def _kind(name: str) -> str | None:
     return next((kind for pattern, kind in _KINDS.items() if pattern.fullmatch(name)), None)
 
 
-def policy_of(run_dir: Path) -> Policy:
+def policy_of(run_dir: Path) -> CheckpointConfig:
     """Return the retention policy in a run's config. Raises UserError if no config loads."""
-    return Policy.of(load_config(run_dir / contents.CONFIG).checkpoint)
+    return load_config(run_dir / contents.CONFIG).checkpoint
 
 
-def _known_policy(run_dir: Path | None) -> Policy | None:
+def _known_policy(run_dir: Path | None) -> CheckpointConfig | None:
     with suppress(UserError):
         return policy_of(run_dir) if run_dir else None
     return None
 
 
-def listing(place: Place, policy: Policy | None) -> Listing:
+def listing(place: Place, policy: CheckpointConfig | None) -> Listing:
     """Return all rows; those of the run's own checkpoints with the reasons to keep them."""
     try:
         run_id, resumed_from = run_id_of(place), _resumed_from(place.run_dir)

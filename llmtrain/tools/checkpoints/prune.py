@@ -98,7 +98,7 @@ def prune(
         if keep_last < _LEAST_KEPT:
             expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
             raise UserError(Problem("--keep-last", keep_last, expected))
-        policy = replace(policy, keep_last=keep_last)
+        policy = policy.model_copy(update={"keep_last": keep_last})
     lock = RunLock(place.run_dir, run_id_of(place) or "")
     if not yes:
         lock.check()

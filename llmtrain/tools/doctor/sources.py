@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.retention import Policy, check_space, size, space_needed
+from llmtrain.checkpoint.room import check_room, size
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.remote.request import AttemptError, wait_for
@@ -119,10 +119,8 @@ def disk(case: Case) -> Verdict:
         return warning("a checkpoint's size is not known: the model is not", "see the line model")
     _, spec = described
     keep, steps = case.config.checkpoint, case.config.training.steps
-    policy = Policy.of(keep)
     root, once = case.run_dir / contents.CHECKPOINTS, bytes_of(spec)
-    check_space(root, policy, steps or 0, once, len(spec) + _SMALL_FILES)
-    needed = space_needed(root, policy, steps or 0, once)
+    needed = check_room(root, keep, steps or 0, once, len(spec) + _SMALL_FILES)
     free = shutil.disk_usage(existing(case.run_dir)).free
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:

@@ -71,9 +71,6 @@ class Feed:
                 return outcome.result()
             self.error = outcome.error  # all ranks vote on it in `end_without_data`
             _log.warning("the data of this rank failed", exc_info=outcome.error)
-        return self._padding()
-
-    def _padding(self) -> Batch:
         ids = np.zeros((self.rows, self.seq_len + 1), dtype=np.int32)
         labels = np.full((self.rows, self.seq_len), NOT_TRAINED, dtype=np.int64)
         return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from llmtrain.checkpoint.background import Writer
 from llmtrain.checkpoint.format import Extents
-from llmtrain.checkpoint.retention import Policy
 from llmtrain.checkpoint.write import Begun
+from llmtrain.config.schema import CheckpointConfig
 
 # The error if this rank could not write its part, else None; and what it wrote.
 Written = tuple[BaseException | None, Extents]
@@ -36,7 +36,7 @@ class Flight:
 class Saves:
     """How this start writes checkpoints, and the checkpoint in flight.
 
-    policy: which checkpoints to keep
+    policy: the section that names the checkpoints to keep
     writer: the background writer; None if checkpoints are written in line
     sent: whether ranks send their parts to rank 0, which writes; with collectives, so in line
     dealt: whether tensors that all ranks have copies of are divided among the ranks for writing
@@ -47,7 +47,7 @@ class Saves:
     grace_told: whether the warning that a launcher may not wait for a save was given
     """
 
-    policy: Policy
+    policy: CheckpointConfig
     writer: Writer | None
     sent: bool
     dealt: bool

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import assert_never
 
 from llmtrain.config.schema import TrainingConfig
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
@@ -61,24 +60,17 @@ class Guards:
         if numbers.step_tokens == 0 and (numbers.ended or numbers.padding_only):
             return  # no data was left, which is no sign of divergence
         if numbers.step_tokens == 0:
-            raise UserError(
-                Problem(
-                    f"step {numbers.step}", None, "at least one trained token in the whole step"
-                )
-            )
+            expected = "at least one trained token in the whole step"
+            raise UserError(Problem(f"step {numbers.step}", None, expected))
         if not numbers.skipped:
             self.skipped_in_a_row = 0
             self._look_for_a_spike(numbers)
             return
         self.skipped_in_a_row += 1
-        match self.config.on_nonfinite:
-            case "stop":
-                raise _divergence(numbers, "training.on_nonfinite is stop")
-            case "skip":
-                if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
-                    raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
-            case _:
-                assert_never(self.config.on_nonfinite)
+        if self.config.on_nonfinite == "stop":
+            raise _divergence(numbers, "training.on_nonfinite is stop")
+        if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
+            raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
 
     def _look_for_a_spike(self, numbers: Numbers) -> None:
         """Report a loss far above those before it; while it stays high, it is reported once."""

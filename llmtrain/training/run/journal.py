@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from llmtrain import durable
+from llmtrain.distributed.plan.memory import MemoryPlan
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
@@ -34,6 +35,7 @@ from llmtrain.types import Evaluation, Numbers, Sample
 _log = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 1.0
+_COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
 
 
 class Journal:
@@ -59,15 +61,14 @@ class Journal:
     def keep_files(self) -> None:
         """Open the files that a later start needs, so that `check_directory` can restore them.
 
-        Raises RunError (74).
+        For rank 0. Raises RunError (74).
         """
-        if self._lines is not None:
-            with needed_on_disk(self.run_dir):
-                self._originals = Originals(self.run_dir)
+        with needed_on_disk(self.run_dir):
+            self._originals = Originals(self.run_dir)
 
     def track(self, names: Sequence[Name], config: Mapping[str, object]) -> None:
-        """Open the trackers with these names. config: values by key, shown in the trackers."""
-        if self._lines is not None and names:
+        """Open the trackers with these names (rank 0). config: values by key, shown in them."""
+        if names:
             self._trackers = open_trackers(
                 names,
                 self.run_dir / contents.TRACKERS,
@@ -160,33 +161,24 @@ class Journal:
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
         """Write the `end` line and the last status, unless another process has the directory."""
-        if self._lines is None:
-            self.exit_code = exit_code
-            return
-        if self._is_lost:
-            self.exit_code = exit_code
-            self._close_trackers()
-            return
-        end = {"state": state, "exit_code": exit_code, "reason": reason}
-        seconds = time.perf_counter() - self._started
-        self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
-        try:
-            self.sync()
-        finally:  # a supervisor relies on the status, so it is written if there is room for it
-            write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
+        if self._lines is not None and not self._is_lost:
+            end = {"state": state, "exit_code": exit_code, "reason": reason}
+            seconds = time.perf_counter() - self._started
+            self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
+            try:
+                self.sync()
+            finally:  # a supervisor relies on the status, so it is written if there is room for it
+                write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
-        self._close_trackers()
+        # Not in `close`: accelerate's trackers use its process state. Once our process group is
+        # gone, that would make a new one, which waits for peers.
+        if self._trackers is not None:
+            self._trackers.close()
 
     @property
     def _is_lost(self) -> bool:
         """Whether another process has the run directory now."""
         return self._lock is not None and self._lock.lost is not None
-
-    def _close_trackers(self) -> None:
-        # Not in `close`: accelerate's trackers use its process state. Once our process group is
-        # gone, that would make a new one, which waits for peers.
-        if self._trackers is not None:
-            self._trackers.close()
 
     def close(self) -> None:
         """Close the files and the progress line in the terminal."""
@@ -197,29 +189,20 @@ class Journal:
             self._originals.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What the measured memory is compared with.
-
-    planned_bytes: planned memory of the device, None if it was not planned
-    held_before: bytes that were in use before there was a model
-    compare_at: the step after which planned and measured memory are compared
-    """
-
-    planned_bytes: int | None
-    held_before: int
-    compare_at: int
-
-
 @dataclass(slots=True)
 class RunLog:
-    """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation."""
+    """The loop's log: numbers, evaluations, samples. Every rank keeps the last evaluation.
+
+    planned: planned memory of the device, None if it was not planned
+    held_before: bytes that were in use before there was a model
+    """
 
     journal: Journal
     due: Due
     device: torch.device
     last_evaluation: dict[str, Any] | None
-    expected: Expected
+    planned: MemoryPlan | None
+    held_before: int
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
     _reported_end: bool = False
@@ -244,7 +227,7 @@ class RunLog:
                 grad_norm=numbers.grad_norm,
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
-        if numbers.step == self.expected.compare_at:
+        if numbers.step == self.due.first + _COMPARE_AFTER:
             self._compare_memory(numbers.step)
         line = self.due.line(numbers.step) or (numbers.skipped and not over)
         held = memory_gb(self.device) if line else None
@@ -256,8 +239,9 @@ class RunLog:
 
     def _compare_memory(self, step: int) -> None:
         """Report rank 0's peak memory since the model was built, and the plan without reserve."""
-        measured = memory.peak_bytes(self.device) - self.expected.held_before
-        planned = self.expected.planned_bytes
+        measured = memory.peak_bytes(self.device) - self.held_before
+        plan = self.planned
+        planned = plan.total_bytes - plan.parts["reserve"] if plan else None
         detail = {
             "planned_gb": None if planned is None else round(planned / 2**30, 3),
             "measured_gb": round(measured / 2**30, 3),
@@ -273,9 +257,8 @@ class RunLog:
         if self._reported_end:
             self.journal.write("event", step, event="nothing_to_train", detail={})
         else:
-            self.journal.event(
-                "nothing_to_train", step, reason="the lanes of its blocks have ended"
-            )
+            reason = "the lanes of its blocks have ended"
+            self.journal.event("nothing_to_train", step, reason=reason)
         self._reported_end = True
 
     def evaluation(self, step: int, found: Evaluation | None) -> None:

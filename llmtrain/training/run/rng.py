@@ -54,7 +54,7 @@ class States:
         """Return the inverse of `to_json`."""
         version, numbers, following = kept["python"]
         name, keys, *rest = kept["numpy"]
-        numpy = (name, np.frombuffer(_bytes(keys), dtype="<u4"), *rest)
+        numpy = (name, np.frombuffer(base64.b64decode(keys), dtype="<u4"), *rest)
         device = _tensor(kept["device"]) if "device" in kept else None
         return States((version, tuple(numbers), following), numpy, _tensor(kept["torch"]), device)
 
@@ -91,9 +91,5 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
 def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

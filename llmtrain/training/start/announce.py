@@ -11,7 +11,7 @@ from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import bind, changes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
-from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start.claim import Place
 
 _log = logging.getLogger(__name__)
@@ -50,13 +50,13 @@ def announce(run: Run, seconds: float) -> None:
         _log.info(line)
 
 
-def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> None:
+def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:
     """Report what has changed since earlier starts, or may be unexpected."""
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None
-    if place is not None and place.lock.takeover is not None:
-        event("lock_taken_over", first, reason=place.lock.takeover.reason)
-    if place is not None and place.pace is not None:
+    if place.lock and place.lock.takeover:
+        event("lock_taken_over", first, reason=place.lock.takeover)
+    if place.pace is not None:
         warn_of_grace(run, *place.pace)
     if not same_randomness:
         event("rng_reseeded", first, world_size=run.ranks.world_size)
@@ -69,7 +69,7 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
     keys = [change.key for change in changes(saved["config"] if saved else bound, bound)]
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
-    if place is not None and place.steps not in (None, run.steps):
+    if place.steps not in (None, run.steps):
         _report_length(run, place.steps)
     if run.data.heldout is None:
         event("nothing_held_out", first)
@@ -80,18 +80,10 @@ def report_changes(run: Run, place: Place | None, *, same_randomness: bool) -> N
 def _report_length(run: Run, before: int) -> None:
     """Report that the length of the run has changed, on which most schedules depend."""
     config, step = run.config.optimizer, run.first_step + 1
-    old, new = (
-        config.learning_rate * learning_rate_factor(config, steps, min(step, steps))
-        for steps in (before, run.steps)
-    )
-    run.journal.event(
-        "length_changed",
-        run.first_step,
-        steps_before=before,
-        steps=run.steps,
-        learning_rate_before=old,
-        learning_rate=new,
-    )
+    old, new = (learning_rate(config, n, min(step, n)) for n in (before, run.steps))
+    rates = {"learning_rate_before": old, "learning_rate": new}
+    lengths = {"steps_before": before, "steps": run.steps}
+    run.journal.event("length_changed", run.first_step, **lengths, **rates)
     _log.info(
         "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
         *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),

@@ -5,7 +5,6 @@ A directory belongs to the config that began it, and to one live process at a ti
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import uuid
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
@@ -23,8 +22,10 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir import record as jsonl
-from llmtrain.rundir.lock import RunLock
+from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import read_status, start_status
+
+T = TypeVar("T")
 
 # Set for the processes of a restart: by torch's launcher and by `llmtrain supervise`.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
@@ -32,7 +33,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The claimed run directory, and what it records about earlier starts.
+    """The claimed run directory, and what it records about earlier starts; empty on ranks > 0.
 
     step: the last step that is known to be finished
     checkpoint: the newest checkpoint that the record names
@@ -42,11 +43,10 @@ class Place:
     pace: seconds of the last save and of the last step, None unless both are recorded
     """
 
-    run_dir: Path
-    run_id: str
-    step: int
-    checkpoint: str | None
-    lock: RunLock
+    run_id: str = ""
+    step: int = 0
+    checkpoint: str | None = None
+    lock: RunLock | None = None
     begun: bool = False
     steps: int | None = None
     pace: tuple[float, float] | None = None
@@ -61,23 +61,23 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
     then.
     """
     run_dir = config.run_dir
-    _make_writable(run_dir)
-    known, run_id = read_status(run_dir), _find_run(run_dir) or uuid.uuid4().hex
+    with writable(run_dir):
+        contents.check(run_dir)
+        known, run_id = read_status(run_dir), _find_run(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
         filesystem.probe(run_dir)
         record = jsonl.record(run_dir)
-        started = [line for line in record if line["kind"] == "start"]
-        newest = known.get("checkpoint") or _last_saved(record)
-        stored = _list_checkpoints(run_dir)
+        started = any(line["kind"] == "start" for line in record)
+        newest = known.get("checkpoint") or _last(record, "checkpoint", "name", str)
         if asked_resume(config.checkpoint.resume, os.environ) == "never":
-            _refuse_used(run_dir, bool(started), newest, stored)
-        _settle_config(run_dir, config, begun=_has_begun(run_dir, record))
+            _refuse_used(run_dir, started, newest)
+        _settle_config(run_dir, config, begun=started or bool(_find_saved_run(run_dir)))
         failures.clear(run_dir, 0, world_size)
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
-        steps = started[-1].get("steps") if started else None
-        steps = steps if isinstance(steps, int) else None
-        step, pace = known.get("step", 0), _pace(record)
-        yield Place(run_dir, run_id, step, newest, lock, bool(started), steps, pace)
+        steps = _last(record, "start", "steps", int)
+        save, update = (_last(record, kind, "seconds", float) for kind in ("checkpoint", "train"))
+        pace = (save, update) if save and update else None
+        yield Place(run_id, known.get("step", 0), newest, lock, started, steps, pace)
 
 
 def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
@@ -93,24 +93,15 @@ def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
 
 def _find_run(run_dir: Path) -> str | None:
     """Return the run's id from its status, its record or a checkpoint; None if none has it."""
-    if known := read_status(run_dir).get("run_id"):
-        return str(known)
-    for line in reversed(jsonl.record(run_dir)):
-        if line["kind"] == "start" and line.get("run_id"):
-            return str(line["run_id"])
-    return _find_saved_run(run_dir)
+    known: str | None = read_status(run_dir).get("run_id")
+    recorded = known or _last(jsonl.record(run_dir), "start", "run_id", str)
+    return recorded or _find_saved_run(run_dir)
 
 
-def _last_saved(record: list[dict[str, Any]]) -> str | None:
-    names = [line.get("name") for line in record if line["kind"] == "checkpoint"]
-    return next((name for name in reversed(names) if isinstance(name, str)), None)
-
-
-def _pace(record: list[dict[str, Any]]) -> tuple[float, float] | None:
-    told = [line for line in record if isinstance(line.get("seconds"), int | float)]
-    last = {line["kind"]: line["seconds"] for line in told}
-    found = last.get("checkpoint"), last.get("train")
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
+def _last(record: list[dict[str, Any]], kind: str, field: str, of: type[T]) -> T | None:
+    """Return what the last line of this kind with a value of this type in `field` has there."""
+    values = (line.get(field) for line in reversed(record) if line["kind"] == kind)
+    return next((value for value in values if isinstance(value, of)), None)
 
 
 def check(config: Config) -> None:
@@ -120,13 +111,9 @@ def check(config: Config) -> None:
     """
     run_dir = config.run_dir
     contents.check(run_dir)
-    record = jsonl.record(run_dir)
-    if (run_dir / contents.CONFIG).exists() and _has_begun(run_dir, record):
+    begun = any(line["kind"] == "start" for line in jsonl.record(run_dir))
+    if (run_dir / contents.CONFIG).exists() and (begun or _find_saved_run(run_dir)):
         _compare(run_dir, config)
-
-
-def _has_begun(run_dir: Path, record: list[dict[str, Any]]) -> bool:
-    return any(line["kind"] == "start" for line in record) or bool(_find_saved_run(run_dir))
 
 
 def _find_saved_run(run_dir: Path) -> str | None:
@@ -140,51 +127,15 @@ def _find_saved_run(run_dir: Path) -> str | None:
     return None
 
 
-def _list_checkpoints(run_dir: Path) -> list[str]:
-    """Return the names of all checkpoints, including quarantined ones."""
-    return [name for name in form.names(run_dir / contents.CHECKPOINTS) if name.startswith("step-")]
-
-
-def _refuse_used(run_dir: Path, begun: bool, newest: str | None, stored: list[str]) -> None:
+def _refuse_used(run_dir: Path, begun: bool, newest: str | None) -> None:
     """Refuse `checkpoint.resume: never` in a directory in which something was trained."""
-    there = newest or (stored[-1] if stored else "its metrics.jsonl" if begun else None)
+    names = form.names(run_dir / contents.CHECKPOINTS)  # including quarantined checkpoints
+    stored = [name for name in reversed(names) if name.startswith("step-")]
+    there = newest or next(iter(stored), "its metrics.jsonl" if begun else None)
     if there:
         expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
         remedy = "checkpoint.resume=auto to go on from there, or another run.dir"
         raise UserError(Problem("checkpoint.resume", "never", expected, remedy))
-
-
-def _make_writable(run_dir: Path) -> None:
-    """Make the directory if needed, check its content and that files can be written there.
-
-    Raises UserError.
-    """
-    probe = run_dir / f".probe-{os.getpid()}"
-    try:
-        if run_dir.exists() and not run_dir.is_dir():
-            expected = "a directory; there is a file of that name"
-            raise UserError(Problem("run.dir", run_dir, expected, "move it, or use another"))
-        contents.check(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(_unwritable(run_dir, error)) from error
-
-
-def _unwritable(run_dir: Path, error: OSError) -> Problem:
-    said = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some, or put run.dir on another disk"
-        return Problem("run.dir", run_dir, f"a disk with room on it ({said})", remedy)
-    parents = reversed(run_dir.absolute().parents)
-    above = [path for path in parents if not os.path.isdir(path)]  # noqa: PTH112  # never raises
-    if above:  # the first of them is the cause
-        path = above[0]
-        expected = f"a directory that can be made; {path} is not one and cannot be made ({said})"
-        return Problem("run.dir", run_dir, expected, "make it, or set run.dir to another place")
-    remedy = "change its permissions, or set run.dir to another directory"
-    return Problem("run.dir", run_dir, f"a directory that can be written ({said})", remedy)
 
 
 def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
@@ -194,25 +145,20 @@ def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
     it are deleted.
     """
     path = run_dir / contents.CONFIG
-    if not begun:
-        _delete_decisions(run_dir)
-    if not (begun and path.exists()):
-        contents.write_atomically(path, dump(config).encode())
-    if begun:
+    if begun and path.exists():
         _compare(run_dir, config)
+        return
+    if not begun:
+        for name in (contents.TOKENIZER, contents.STAGED):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+        for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):
+            (run_dir / name).unlink(missing_ok=True)
+    contents.write_atomically(path, dump(config).encode())
 
 
 def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
     changed = changes(bind(began_with).binding, bind(config).binding)
-    if problems := refusals(
-        changed, config.checkpoint.accept_changes, f"with which {run_dir} began"
-    ):
+    accepted = config.checkpoint.accept_changes
+    if problems := refusals(changed, accepted, f"with which {run_dir} began"):
         raise UserError(*problems)
-
-
-def _delete_decisions(run_dir: Path) -> None:
-    for name in (contents.TOKENIZER, contents.STAGED):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-    for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):
-        (run_dir / name).unlink(missing_ok=True)

@@ -6,9 +6,6 @@ import logging
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
@@ -49,7 +46,8 @@ def open_data(
     """
     heartbeat.beat("opening the data")
     ranks, run_dir = processes.launched.ranks, config.run_dir
-    workers = _workers(config, processes.launched.device)
+    by_default = 1 if processes.launched.device.type == "cuda" else 0
+    workers = by_default if config.data.workers == "auto" else config.data.workers
     lanes_for = ranks.world_size * max(1, workers)
     saved = DataState.from_json(found.state["data"]) if found else None
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
@@ -101,7 +99,10 @@ def with_steps(
     if training.epochs is not None:
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
             reading = reading_of(data_settings(config), config.run_dir, stop)
-            auto.run["epoch"] = from_rank_zero(ranks, lambda: _epoch(data, reading))
+            counted = from_rank_zero(
+                ranks, lambda: asdict(epoch(data.manifest, data.tokenizer, reading))
+            )
+            auto.run["epoch"] = {"data": data.manifest.fingerprint, **counted}
         blocks = auto.run["epoch"]["blocks"]
         steps = max(1, round(training.epochs * blocks / training.global_batch_size))
         how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
@@ -112,11 +113,6 @@ def with_steps(
     return config
 
 
-def _epoch(data: DataSide, reading: Reading) -> dict[str, Any]:
-    found = epoch(data.manifest, data.tokenizer, reading)
-    return {"data": data.manifest.fingerprint, **asdict(found)}
-
-
 def _refuse_shorter(config: Config, found: Found | None) -> None:
     steps = config.total_steps
     if found and found.step > steps:
@@ -124,13 +120,6 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
         value = steps if config.training.epochs is None else f"{config.training.epochs:g}"
         expected = f"at least {found.step} steps, as {found.name} has done (these are {steps})"
         raise UserError(Problem(key, value, expected))
-
-
-def _workers(config: Config, device: torch.device) -> int:
-    """Return the number of data workers: by default none on a CPU, one on a GPU."""
-    if config.data.workers == "auto":
-        return 1 if device.type == "cuda" else 0
-    return config.data.workers
 
 
 def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:

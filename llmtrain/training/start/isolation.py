@@ -9,8 +9,7 @@ more sensitive: it compares equal shapes, so rounding does not differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +93,7 @@ def check_documents_apart(
 ) -> None:
     """Raise UserError unless documents packed into rows get the same logits as alone.
 
-    model: the bare model, with its attention installed
+    model: the bare model, with its attention installed, in evaluation mode without gradients
     forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
 
     Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
@@ -109,11 +108,13 @@ def check_documents_apart(
     for row, first in enumerate(starts):
         others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
     documents = document_tensors(starts, size, name, device)
-    with leaving_no_trace(model, device), _evaluating(model), torch.no_grad():
+    with leaving_no_trace(model, device):
         packed, changed = (forward(rows, **documents) for rows in (ids, others))
         alone = [
             torch.cat([forward(part[None])[0] for part in parts])
-            for parts in (_cut(row, first) for row, first in zip(ids, starts, strict=True))
+            for parts in (
+                row.tensor_split(first[1:].tolist()) for row, first in zip(ids, starts, strict=True)
+            )
         ]
     most = max(float(logits.abs().max()) for logits in alone)
     wrong = max(float((packed[row] - logits).abs().max()) for row, logits in enumerate(alone))
@@ -125,10 +126,6 @@ def check_documents_apart(
         raise _not_apart(model, name, wrong / most, seen / most)
 
 
-def _cut(row: Tensor, starts: np.ndarray) -> list[Tensor]:
-    return list(row.tensor_split(starts[1:].tolist()))
-
-
 def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> UserError:
     kind = model.config.model_type
     expected = (
@@ -138,14 +135,3 @@ def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> 
     )
     remedy = "data.document_mask=false with data.packing=concat, or another model"
     return UserError(Problem("data.document_mask", True, expected, remedy))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode during the block, and restore its mode afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -18,27 +18,21 @@ from functools import partial
 
 from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
-from llmtrain.config.binding import Bound, bind
+from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.rundir import contents, failures
-from llmtrain.training.ending import (
-    end_without_data,
-    record_end,
-    stop_alone,
-    stop_reason_of,
-    stoppable,
-)
+from llmtrain.training import ending
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
-from llmtrain.training.run.journal import Expected, Journal, RunLog
+from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.run.opened import DataSide, ModelSide, Processes
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import open_saves
-from llmtrain.training.schedule import learning_rate_factor
+from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, report_changes
 from llmtrain.training.start.claim import Place, claim
@@ -52,7 +46,6 @@ from llmtrain.training.watchdog import Watchdog, watching
 
 # A wait for the network ends this long after a signal; a batch queue kills after about 30 s.
 _PATIENCE_SECONDS = 10.0
-_COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
 _OPENING_SECONDS = 1.0  # shorter, since before the first step there is no progress to lose
 
 
@@ -68,10 +61,13 @@ def start_run(config: Config) -> Iterator[Run]:
         here = _open_run_dir(config, stack)
         signals, journal = here.signals, here.journal
         bound = bind(config)
-        with record_end(journal, bound.digest):
-            processes = _start_processes(config, bound, here, stack)
-            stage = partial(stoppable, processes.launched.ranks, signals, journal)
-            patience = Patience(partial(stop_reason_of, signals))
+        with ending.record_end(journal, bound.digest):
+            alone = signals.alone(partial(ending.stop_alone, journal))
+            processes = start_processes(config, bound, here.place, alone, stack)
+            if journal.rank:
+                _open_log(here, stack)
+            stage = partial(ending.stoppable, processes.launched.ranks, signals, journal)
+            patience = Patience(partial(ending.stop_reason_of, signals))
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
@@ -94,18 +90,15 @@ def start_run(config: Config) -> Iterator[Run]:
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here
-                end_without_data(run, failed.step)
+                ending.end_without_data(run, failed.step)
                 raise
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a rank opens before it communicates with other ranks.
+    """What a rank opens before it communicates with other ranks."""
 
-    place: the claimed run directory, None on ranks > 0
-    """
-
-    place: Place | None
+    place: Place
     signals: stop.Signals
     logfile: LogFile
     journal: Journal
@@ -117,7 +110,7 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     rank = int(os.environ.get("RANK", "0"))  # from the environment, as there is no group yet
     signals = stop.install()
     logfile = stack.enter_context(closing(LogFile()))
-    place, run_dir = None, config.run_dir
+    place, run_dir = Place(), config.run_dir
     if rank == 0:
         asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
         strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
@@ -125,10 +118,10 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     else:  # rank 0's own mark is removed in `claim`, which holds the lock
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
-    journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock if place else None)))
+    journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock)))
     watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes))
     here = Here(place, signals, logfile, journal, watchdog)
-    if place is not None:
+    if rank == 0:
         journal.step = place.step
         _open_log(here, stack)
         logfile.show(journal.progress.note)
@@ -138,14 +131,6 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
 def _open_log(here: Here, stack: ExitStack) -> None:
     here.logfile.open(contents.log_file(here.journal.run_dir, here.journal.rank))
     stack.enter_context(here.signals.stacks_in(here.logfile.descriptor))
-
-
-def _start_processes(config: Config, bound: Bound, here: Here, stack: ExitStack) -> Processes:
-    alone = here.signals.alone(partial(stop_alone, here.journal))
-    processes = start_processes(config, bound, here.place, alone, stack)
-    if here.place is None:
-        _open_log(here, stack)
-    return processes
 
 
 def _assemble(
@@ -169,7 +154,7 @@ def _assemble(
         data_ended=data.ended,
     )
     rows = config.training.global_batch_size // launched.ranks.world_size
-    expected = _expect_memory(processes, model, first)
+    planned = processes.planned.memory
     started = here.signals.started
     return Run(
         config=config,
@@ -181,7 +166,7 @@ def _assemble(
         feed=Feed(data.stream, launched.device, first, rows, config.data.seq_len),
         meter=_meter(config, processes, data, saved.get("sources", {})),
         journal=journal,
-        log=RunLog(journal, due, launched.device, evaluation, expected),
+        log=RunLog(journal, due, launched.device, evaluation, planned, model.held_before),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
@@ -190,21 +175,11 @@ def _assemble(
     )
 
 
-def _expect_memory(processes: Processes, model: ModelSide, first: int) -> Expected:
-    plan = processes.planned.memory
-    planned = plan.total_bytes - plan.parts["reserve"] if plan else None
-    return Expected(planned, model.held_before, first + _COMPARE_AFTER)
-
-
 def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:
-    def learning_rate(step: int) -> float:
-        factor = learning_rate_factor(config.optimizer, config.total_steps, step)
-        return config.optimizer.learning_rate * factor
-
     return Meter(
         processes.launched.device,
         data.manifest.labels,
-        learning_rate,
+        partial(learning_rate, config.optimizer, config.total_steps),
         roll,
         world_size=processes.launched.ranks.world_size,
         sources=sources,

@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ from llmtrain.distributed.plan.memory import (
     memory,
 )
 from llmtrain.distributed.plan.remedies import gib, missing
-from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, layout_in_words
-from llmtrain.errors import Problem, UserError
+from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words
+from llmtrain.errors import Problem, UserError, first_line
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
@@ -120,14 +119,12 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
     world = int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
     host = host_bytes()
-    asked, cpu = config.distributed.device_memory_gb, on_cpu()
+    asked, device = config.distributed.device_memory_gb, int(env.get("LOCAL_RANK", "0"))
+    cpu = on_cpu()
+    device_bytes = host // local if cpu else torch.cuda.mem_get_info(device)[1]
     if asked != "auto":
         device_bytes = int(asked * 2**30)
-    elif cpu:
-        device_bytes = host // local
-    else:
-        device_bytes = torch.cuda.mem_get_info(int(env.get("LOCAL_RANK", "0")))[1]
-    name = None if cpu else torch.cuda.get_device_name(int(env.get("LOCAL_RANK", "0")))
+    name = None if cpu else torch.cuda.get_device_name(device)
     return Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
 
 
@@ -170,7 +167,9 @@ def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
         return Planned(layout, model.shape, hardware, None, reason)
     if choice.chosen is None:
         raise does_not_fit(choice, hardware, without)
-    return _prefer_frozen(choice.chosen, choice.reason, model, asked, hardware, run_dir)
+    layout, needed = choice.chosen.layout, choice.chosen.memory
+    planned = Planned(layout, model.shape, hardware, needed, choice.reason)
+    return _prefer_frozen(planned, model.count, asked, run_dir)
 
 
 def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:
@@ -185,9 +184,7 @@ def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], 
     return tuple(name for name in allowed if name not in without), without
 
 
-def does_not_fit(
-    choice: Choice, hardware: Hardware, without: Mapping[str, Problem] = MappingProxyType({})
-) -> UserError:
+def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Problem]) -> UserError:
     """Return the error if nothing fits: what each strategy needs and what would make it fit.
 
     without: strategy that does not work on this machine → the first reason
@@ -208,41 +205,28 @@ def does_not_fit(
     return UserError(problem, where=f"the memory plan: {choice.reason}")
 
 
-def _prefer_frozen(
-    chosen: Candidate,
-    reason: str,
-    model: PaperModel,
-    asked: Work,
-    hardware: Hardware,
-    run_dir: Path,
-) -> Planned:
+def _prefer_frozen(planned: Planned, count: Count, asked: Work, run_dir: Path) -> Planned:
     """Return the plan with the values that an earlier start of this kind froze, if they fit.
 
     Values that the config sets take precedence.
     """
-    device = "cpu" if hardware.cpu else "cuda"
-    kind = launch_kind(chosen.layout.strategy, device, hardware.devices)
+    hardware, device = planned.hardware, "cpu" if planned.hardware.cpu else "cuda"
+    kind = launch_kind(planned.layout.strategy, device, hardware.devices)
     known = Auto(run_dir, kind).launch
-    open_now = {
-        "micro_batch_size": asked.micro_batch_size is None,
-        "activation_checkpointing": asked.activation_checkpointing is None,
-        "fsdp_sync": asked.fsdp_sync is None,
-    }
-    frozen = {key: known[key] for key in FROZEN if open_now[key] and key in known}
-    layout = replace(chosen.layout, **frozen)
-    if layout == chosen.layout:
-        return Planned(layout, model.shape, hardware, chosen.memory, reason)
+    frozen = {key: known[key] for key in FROZEN if key in known and getattr(asked, key) is None}
+    layout = replace(planned.layout, **frozen)
+    if layout == planned.layout:
+        return planned
     share = asked.global_batch_size // hardware.devices
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
-    saved = model.count(
-        arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
-    )
-    needed = memory(model.shape, saved, asked, layout, hardware)
+    arithmetic = arithmetic_of(layout.strategy, asked.precision)
+    saved = count(arithmetic, layout.activation_checkpointing)
+    needed = memory(planned.shape, saved, asked, layout, hardware)
     before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
     if lacking := missing(needed, hardware):
-        reason = f"{reason}; {before}, misses {gib(lacking)}"
-        return Planned(chosen.layout, model.shape, hardware, chosen.memory, reason, True)
-    return Planned(layout, model.shape, hardware, needed, before)
+        reason = f"{planned.reason}; {before}, misses {gib(lacking)}"
+        return replace(planned, reason=reason, decided_again=True)
+    return replace(planned, layout=layout, memory=needed, reason=before)
 
 
 def launch_kind(strategy: str, device: str, world_size: int) -> str:
@@ -256,13 +240,8 @@ def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
     most = max(1, asked.most_tokens // asked.seq_len)
     fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     micro = asked.micro_batch_size or fitting
-    return Layout(
-        strategy,
-        asked.activation_checkpointing or "none",
-        micro,
-        share // micro,
-        asked.fsdp_sync or "every",
-    )
+    recompute, sync = asked.activation_checkpointing or "none", asked.fsdp_sync or "every"
+    return Layout(strategy, recompute, micro, share // micro, sync)
 
 
 def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
@@ -280,10 +259,8 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
         try:
             return stored_config(root / name)
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            _log.warning(
-                "the model's config in %s is not what memory is planned by: %s", name, first
-            )
+            said = "the model's config in %s is not what memory is planned by: %s"
+            _log.warning(said, name, first_line(error))
     return None
 
 

@@ -9,16 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from llmtrain.config import schema
 from llmtrain.config.checks import Rule, check_batch, check_micro_batch
-from llmtrain.config.schema import (
-    Config,
-    DataConfig,
-    DocumentsConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RunConfig,
-    TrainingConfig,
-)
 from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
 from llmtrain.distributed.launch.environment import launcher_problems, world_size
 from llmtrain.distributed.launch.named import number
@@ -49,7 +41,7 @@ def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
     return [partial(_split_problems, processes or 1), *_on_disk(config_file)]
 
 
-def check_start(config: Config, processes: int) -> None:
+def check_start(config: schema.Config, processes: int) -> None:
     """Apply all these rules to a valid config, once the run's status can record what they refuse.
 
     Raises UserError with every problem.
@@ -67,7 +59,7 @@ def _on_disk(config_file: str) -> list[Rule]:
     return [partial(_source_problems, default), partial(_model_problems, default)]
 
 
-def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
+def _split_problems(processes: int, training: schema.TrainingConfig) -> list[Problem]:
     """Check that the batch can be split over the processes.
 
     Nothing is reported if it cannot even be split for one process, which another rule reports.
@@ -76,7 +68,10 @@ def _split_problems(processes: int, training: TrainingConfig) -> list[Problem]:
 
 
 def _source_problems(
-    default: str, run: RunConfig, data: DataConfig, evaluation: EvaluationConfig
+    default: str,
+    run: schema.RunConfig,
+    data: schema.DataConfig,
+    evaluation: schema.EvaluationConfig,
 ) -> list[Problem]:
     if _has_begun(run, default):
         return []
@@ -86,7 +81,7 @@ def _source_problems(
     ]
 
 
-def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
+def _missing(sources: Sequence[schema.DocumentsConfig], key: str) -> Iterator[Problem]:
     """Report sources whose paths do not exist on this machine."""
     for index, source in enumerate(sources):
         if source.path == SAMPLE or on_hub(source.path):
@@ -100,7 +95,9 @@ def _missing(sources: Sequence[DocumentsConfig], key: str) -> Iterator[Problem]:
             yield from error.problems
 
 
-def _model_problems(default: str, run: RunConfig, model: ModelConfig) -> Iterator[Problem]:
+def _model_problems(
+    default: str, run: schema.RunConfig, model: schema.ModelConfig
+) -> Iterator[Problem]:
     """Report problems of the tokenizer's directory and of that of `model.from`."""
     if _has_begun(run, default):
         return
@@ -122,5 +119,5 @@ def _is_missing(path: str) -> bool:
     return is_local(path) and not Path(path).exists()
 
 
-def _has_begun(run: RunConfig, default: str) -> bool:
+def _has_begun(run: schema.RunConfig, default: str) -> bool:
     return (Path(run.dir or default) / contents.AUTO).exists()

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.config.binding import changes, data_settings, is_accepted
@@ -57,33 +56,16 @@ def prepare(
     if not (run_dir / MANIFEST).exists():
         found = survey(data_settings(config), processes, run_dir, stop=stop)
         _write(config, found, run_dir, revision)
-    elif changed := accepted_changes(config, run_dir):
-        _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
-        _make_again(config, run_dir, processes, revision, saved, changed, stop)
-
-
-def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
-    _tokenizer(config, found, directory / TOKENIZER, revision)
-    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
-    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
-    write_atomically(directory / MANIFEST, manifest.to_bytes())
-
-
-def _make_again(
-    config: Config,
-    run_dir: Path,
-    processes: int,
-    revision: str | None,
-    saved: DataState | None,
-    changed: Sequence[str],
-    stop: Stopping | None,
-) -> None:
-    """Make tokenizer and manifest again; keep the old ones until the new ones are accepted."""
+        return
+    changed = accepted_changes(config, run_dir)
+    if not changed:
+        return
+    _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST)["lanes"]
     found = survey(data_settings(config), processes, run_dir, lanes, stop)
-    partial = run_dir / f"{STAGED}.partial"
+    partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if not any(key.startswith("model.") for key in changed):
@@ -93,6 +75,13 @@ def _make_again(
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
     _take_over(run_dir)
+
+
+def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+    _tokenizer(config, found, directory / TOKENIZER, revision)
+    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
+    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
+    write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
 def _take_over(run_dir: Path) -> None:
@@ -141,7 +130,12 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
     partial.mkdir()
     asked = config.model.tokenizer
     if isinstance(asked, TrainTokenizer):
-        _train(asked.train, found, partial)
+        _log.info("training a tokenizer of %d entries on the training documents", asked.train)
+        start = time.perf_counter()
+        text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train)
+        (partial / "tokenizer.json").write_text(text, "utf-8")
+        (partial / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
+        _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)
     elif asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -155,12 +149,3 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     partial.rename(directory)
-
-
-def _train(entries: int, found: Survey, directory: Path) -> None:
-    _log.info("training a tokenizer of %d entries on the training documents", entries)
-    start = time.perf_counter()
-    text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), entries)
-    (directory / "tokenizer.json").write_text(text, "utf-8")
-    (directory / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
-    _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)

@@ -16,7 +16,6 @@ import torch
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, gathered, on_rank_zero
 from llmtrain.config.binding import Bound
-from llmtrain.config.checks import check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import accelerator as launching
 from llmtrain.distributed.engines import zero
@@ -43,7 +42,7 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 def start_processes(
     config: Config,
     bound: Bound,
-    place: Place | None,
+    place: Place,
     alone: AbstractContextManager[None],
     stack: ExitStack,
 ) -> Processes:
@@ -66,9 +65,9 @@ def start_processes(
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
-    agreed(ranks, lambda: _verify(config, launched))
+    agreed(ranks, lambda: _verify(config.distributed.strategy, launched))
     check_shared(config.run_dir, ranks)
-    run_id = from_rank_zero(ranks, lambda: place.run_id if place else "")
+    run_id = from_rank_zero(ranks, lambda: place.run_id)
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = Auto(config.run_dir, kind)
     again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)
@@ -78,11 +77,19 @@ def start_processes(
     layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
         auto.launch.setdefault(key, layout[key])
-    torch.set_num_threads(auto.launch.setdefault("threads", _threads()))
+    # This rank's share of the machine's cores; the launcher's default is one thread.
+    threads = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(auto.launch.setdefault("threads", threads))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
     return Processes(bound, launched, planned, run_id, auto, versions, again)
+
+
+def _verify(asked: str, launched: Launched) -> None:
+    world_size = launched.accelerator.num_processes
+    kind = launched.accelerator.distributed_type.value
+    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
 
 
 def _launch(config: Config, planned: Planned, precision: str) -> Launched:
@@ -95,16 +102,6 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
         largest_block=largest_block(planned.shape),
         fsdp_sync=layout.fsdp_sync,
     )
-
-
-def _verify(config: Config, launched: Launched) -> None:
-    world_size = launched.accelerator.num_processes
-    kind = launched.accelerator.distributed_type.value
-    asked = config.distributed.strategy
-    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
-    problems = check_batch(config.training, world_size)
-    if problems:
-        raise UserError(*problems)
 
 
 def _plan_here(config: Config, precision: str, rank: int) -> Planned:
@@ -147,8 +144,3 @@ def _same_everywhere(
             raise UserError(*problems)
 
     agreed(ranks, compare)
-
-
-def _threads() -> int:
-    """Return this rank's share of the machine's cores; the launcher's default is one thread."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
 
 from llmtrain import heartbeat
-from llmtrain.agreement import agreed, on_rank_zero
+from llmtrain.agreement import agreed, from_rank_zero
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(
     config: Config,
     processes: Processes,
-    place: Place | None,
+    place: Place,
     journal: Journal,
     patience: Patience,
 ) -> Found | None:
@@ -47,7 +46,9 @@ def find_checkpoint(
     heartbeat.beat("looking for a checkpoint")
     root = config.run_dir / contents.CHECKPOINTS
     asked, ranks = config.checkpoint, processes.launched.ranks
-    on_rank_zero(ranks, lambda: _clear_away(root, journal))
+    # The unfinished saves and deletions of a killed start.
+    if gone := from_rank_zero(ranks, lambda: retention.clean(root)):
+        journal.event("leftovers_removed", 0, names=gone)
     resume = asked_resume(asked.resume, os.environ)
     if resume == "never":  # `claim` has checked that there is no checkpoint
         return None
@@ -62,8 +63,7 @@ def find_checkpoint(
         log=lambda event, detail: journal.event(event, 0, **detail),
         patience=patience,
     )
-    agreed(ranks, lambda: _refuse_silent_restart(root, found, place))
-    agreed(ranks, lambda: _refuse_other_run(found, config, processes.bound) if found else None)
+    agreed(ranks, lambda: _refuse_other(found, config, processes.bound, place))
     _report_missing(found, place, journal, resume)
     if found is None:
         _log.info("a new run in %s", config.run_dir)
@@ -96,37 +96,24 @@ def fill_state(
     return same
 
 
-def _clear_away(root: Path, journal: Journal) -> None:
-    """Remove the unfinished saves and deletions of a killed start."""
-    if gone := retention.clean(root):
-        journal.event("leftovers_removed", 0, names=gone)
+def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Place) -> None:
+    """Refuse a checkpoint of another config, and none where the record of the run names one.
+
+    The former even if config.yaml was lost or changed.
+    """
+    if found is not None:
+        changed = changes(found.state["config"], bound.binding)
+        if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
+            raise UserError(*problems)
+    elif place.checkpoint is not None:
+        root = config.run_dir / contents.CHECKPOINTS
+        expected = f"{place.checkpoint}, which the record of the run names"
+        remedy = "put it back, or begin again in another run.dir"
+        raise UserError(Problem(str(root), "no checkpoint", expected, remedy))
 
 
-def _refuse_silent_restart(root: Path, found: Found | None, place: Place | None) -> None:
-    if found is None and place is not None and place.checkpoint is not None:
-        raise UserError(
-            Problem(
-                str(root),
-                "no checkpoint",
-                f"{place.checkpoint}, which the record of the run names",
-                "put it back, or begin again in another run.dir",
-            )
-        )
-
-
-def _refuse_other_run(found: Found, config: Config, bound: Bound) -> None:
-    """Refuse a checkpoint of another config, even if config.yaml was lost or changed."""
-    changed = changes(found.state["config"], bound.binding)
-    if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
-        raise UserError(*problems)
-
-
-def _report_missing(
-    found: Found | None, place: Place | None, journal: Journal, resume: str
-) -> None:
+def _report_missing(found: Found | None, place: Place, journal: Journal, resume: str) -> None:
     """Report if a run begins again, or resumes from an older checkpoint than its record names."""
-    if place is None:
-        return
     if found is None and place.begun:
         journal.event("begun_again", 0, reason="no checkpoint was committed before")
     known = form.step_of(place.checkpoint) if place.checkpoint else None

@@ -33,18 +33,10 @@ def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = 
     """
     if ranks.world_size == 1:
         return
-    token = from_rank_zero(ranks, lambda: _write_token(run_dir / SHARED))
-    seen = {"host": socket.gethostname(), "trouble": _trouble(run_dir, token, wait)}
-    heard = gathered(ranks, seen)
-    on_rank_zero(
-        ranks, lambda: _refuse_other(run_dir, [(one["host"], one["trouble"]) for one in heard])
-    )
-
-
-def _write_token(path: Path) -> str:
-    token = uuid.uuid4().hex
-    write_atomically(path, token.encode())
-    return token
+    token = from_rank_zero(ranks, lambda: uuid.uuid4().hex)
+    on_rank_zero(ranks, lambda: write_atomically(run_dir / SHARED, token.encode()))
+    heard = gathered(ranks, [socket.gethostname(), _trouble(run_dir, token, wait)])
+    on_rank_zero(ranks, lambda: _refuse_other(run_dir, heard))
 
 
 def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str | None:
@@ -75,20 +67,18 @@ def _refresh(run_dir: Path) -> None:
 def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
     """Raise UserError if any rank has trouble. heard: the host and the trouble of each rank."""
     (run_dir / SHARED).unlink(missing_ok=True)
-    troubled: dict[tuple[str, str], list[int]] = {}
+    troubled: dict[tuple[str, str], list[str]] = {}
     for rank, (host, trouble) in enumerate(heard):
         if trouble:
-            troubled.setdefault((host, trouble), []).append(rank)
-    if troubled:
-        raise UserError(*(_problem(run_dir, heard[0][0], *one) for one in troubled.items()))
-
-
-def _problem(run_dir: Path, host_of_0: str, where: tuple[str, str], ranks: list[int]) -> Problem:
-    host, trouble = where
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return Problem(
-        f"run.dir on {named} (host {host})",
-        run_dir.absolute(),
-        f"the directory in which rank 0 (host {host_of_0}) writes: {trouble}",
-        "a file system that all machines share, mounted at the same place on each",
-    )
+            troubled.setdefault((host, trouble), []).append(str(rank))
+    problems = [
+        Problem(
+            f"run.dir on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} (host {host})",
+            run_dir.absolute(),
+            f"the directory in which rank 0 (host {heard[0][0]}) writes: {trouble}",
+            "a file system that all machines share, mounted at the same place on each",
+        )
+        for (host, trouble), ranks in troubled.items()
+    ]
+    if problems:
+        raise UserError(*problems)

@@ -72,14 +72,9 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
         if not trial.launched.ranks.highest(failed):
             return micro_batch_size
         memory.reset_peak(device)
-    raise UserError(
-        Problem(
-            "training.micro_batch_size",
-            candidates[-1],
-            "a forward and backward that fit this device's memory",
-            "a smaller model, a shorter data.seq_len or a device with more memory",
-        )
-    )
+    expected = "a forward and backward that fit this device's memory"
+    remedy = "a smaller model, a shorter data.seq_len or a device with more memory"
+    raise UserError(Problem("training.micro_batch_size", candidates[-1], expected, remedy))
 
 
 def _pass(trial: Trial, rows: int, *, last: bool) -> None:

@@ -17,24 +17,15 @@ from torch import nn
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
-from llmtrain.checkpoint import retention
 from llmtrain.checkpoint.read import Found
-from llmtrain.checkpoint.retention import Policy
+from llmtrain.checkpoint.room import check_room
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
-from llmtrain.model import attention, recompute
-from llmtrain.model.build import (
-    build,
-    model_config,
-    rebuild,
-    resolve_revision,
-    skeleton,
-    stored_config,
-)
+from llmtrain.model import attention, build, recompute
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
@@ -103,7 +94,7 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
         return None
     if "revision" not in auto.run:
         asked = config.model.revision
-        auto.run["revision"] = from_rank_zero(ranks, lambda: resolve_revision(path, asked))
+        auto.run["revision"] = from_rank_zero(ranks, lambda: build.resolve_revision(path, asked))
         on_rank_zero(ranks, auto.save)
     revision: str | None = auto.run["revision"]
     return revision
@@ -122,9 +113,9 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
         if found and config.model.from_:  # the weights that it began with may no longer exist
-            model = rebuild(mine, config.model)
+            model = build.rebuild(mine, config.model)
         else:
-            model = build(mine, config.model, revision)
+            model = build.build(mine, config.model, revision)
         attention.install(model, config.data.seq_len)
         return model
 
@@ -132,7 +123,7 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
         return Built(agreed(ranks, load), False, None)
     whole = agreed(ranks, lambda: load() if ranks.rank == 0 else None)
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
-    bare = skeleton(described, config.model)
+    bare = build.skeleton(described, config.model)
     attention.use(bare, name)
     if whole:
         bare.generation_config = whole.generation_config
@@ -157,16 +148,16 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
 def _describe(config: Config, found: Found | None) -> Any:
     """Return the transformers config of the model."""
     if found and config.model.from_:
-        return stored_config(found.path)
+        return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
-    return model_config(config.model, tokens, config.data.seq_len)
+    return build.model_config(config.model, tokens, config.data.seq_len)
 
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:
     """Refuse a run whose checkpoints the disk cannot hold."""
-    root, policy = config.run_dir / contents.CHECKPOINTS, Policy.of(config.checkpoint)
-    size, files = tensors.bytes_of(spec), len(spec) + _SMALL_FILES
-    retention.check_space(root, policy, config.total_steps, size, files, run_id)
+    root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
+    files = len(spec) + _SMALL_FILES
+    check_room(root, config.checkpoint, config.total_steps, size, files, run_id)
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.config import duration
@@ -22,6 +23,12 @@ from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.types import Flags
 
 _log = logging.getLogger(__name__)
+
+
+def asked(reason: str | None) -> Flags:
+    """Return the flags of this process's own reason to stop. reason: from `Signals`."""
+    lost = reason == "launcher_lost"
+    return Flags(signal=reason is not None and not lost, launcher_lost=lost)
 
 
 class Requests:
@@ -40,7 +47,8 @@ class Requests:
         self._decides = rank == 0
         self._clock = clock
         self._started = started
-        self._stop_after = duration.seconds(checkpoint.stop_after or "")
+        after = duration.seconds(checkpoint.stop_after or "")
+        self._stop_after = math.inf if after is None else after
         self._every = 60 * (checkpoint.every_minutes or math.inf)
         self._begun = clock()
         self._longest_save = 0.0
@@ -54,16 +62,14 @@ class Requests:
 
     def flags(self, reason: str | None) -> Flags:
         """Return the requests that this rank reports now. reason: from `Signals`."""
-        lost = reason == "launcher_lost"
-        signalled = reason is not None and not lost
         if not self._decides:
-            return Flags(signal=signalled, launcher_lost=lost)
+            return asked(reason)
         now = self._clock()
-        return Flags(
-            signal=signalled,
-            launcher_lost=lost,
+        return replace(
+            asked(reason),
             stop_file=self._is_there(STOP),
-            stop_after=now - self._started >= self._latest(),
+            # Leaves twice the time of the longest save so far, since the last one may be slower.
+            stop_after=now - self._started >= self._stop_after - 2 * self._longest_save,
             minutes_due=now - self._begun >= self._every,
             save_file=self._is_there(SAVE),
         )
@@ -82,15 +88,6 @@ class Requests:
         """Delete the STOP file, now that the run has stopped for whatever reason."""
         if self._decides:
             self._delete(STOP)
-
-    def _latest(self) -> float:
-        """Return the seconds since the process began after which it must begin to stop.
-
-        That leaves twice the time of the longest save so far, since the last one may be slower.
-        """
-        if self._stop_after is None:
-            return math.inf
-        return self._stop_after - 2 * self._longest_save
 
     def _is_there(self, name: str) -> bool:
         try:

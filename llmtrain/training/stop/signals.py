@@ -59,7 +59,7 @@ class Signals:
 
         `launcher_lost` takes precedence over the signal that the death of a launcher causes.
         """
-        if self._lost or self._parent_is_gone():
+        if self._lost or self._parent not in (None, os.getppid()):
             self._lost = True
             return "launcher_lost"
         # The threads of a launcher end one by one. Its death signal may arrive while another of its
@@ -80,7 +80,9 @@ class Signals:
             self._old[number] = signal.signal(number, self._handle)
         self._listener = _Listener(self)
         _write_stacks_to(_STDERR)
-        self._follow_launcher()
+        if _has_launcher(os.environ):  # if it dies for any reason, this process receives SIGTERM
+            self._parent = os.getppid()
+            processes.signal_on_death_of_parent(signal.SIGTERM)
 
     def restore(self) -> None:
         """Restore the old handlers."""
@@ -155,7 +157,10 @@ class Signals:
         self._noted = True
         if os.environ.get("RANK", "0") == "0":
             _write_line(self._announcement(interrupted=number == signal.SIGINT))
-        self._call_late()
+        if self._late is not None:
+            timer = threading.Timer(*self._late)
+            timer.daemon = True
+            timer.start()
 
     def _announcement(self, *, interrupted: bool) -> bytes:
         if not self._training:
@@ -163,22 +168,6 @@ class Signals:
             return b"\nstopping before the first step: there is nothing to save" + again + b"\n"
         again = b" (interrupt again: without one)" if interrupted else b""
         return b"\nstopping after the step under way, with a checkpoint" + again + b"\n"
-
-    def _call_late(self) -> None:
-        if self._late is not None:
-            timer = threading.Timer(*self._late)
-            timer.daemon = True
-            timer.start()
-
-    def _parent_is_gone(self) -> bool:
-        return self._parent is not None and os.getppid() != self._parent
-
-    def _follow_launcher(self) -> None:
-        """Arrange that this process receives SIGTERM if its launcher dies for any reason."""
-        if not _has_launcher(os.environ):
-            return
-        self._parent = os.getppid()
-        processes.signal_on_death_of_parent(signal.SIGTERM)
 
 
 class _Listener:

@@ -1,16 +1,18 @@
 import os
 import shutil
-from types import SimpleNamespace
 
-import pytest
 from helpers.checkpoints import RUN, save
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import retention
-from llmtrain.checkpoint.retention import Policy
-from llmtrain.errors import UserError
+from llmtrain.config.schema import CheckpointConfig
 
-TWO = Policy(keep_last=2, keep_every=0, keep_best=0)
+
+def keeping(last, every=0, best=0):
+    return CheckpointConfig.model_construct(keep_last=last, keep_every=every, keep_best=best)
+
+
+TWO = keeping(2)
 
 
 def steps(root):
@@ -38,20 +40,20 @@ def test_the_newest_by_number_stay_whatever_the_disk_says(tmp_path):
 
 def test_multiples_of_keep_every_stay_for_ever(tmp_path):
     filled(tmp_path, dict.fromkeys(range(2, 22, 2)))
-    retention.apply(tmp_path, Policy(2, 6, 0), RUN, None)
+    retention.apply(tmp_path, keeping(2, 6), RUN, None)
     assert steps(tmp_path) == [6, 12, 18, 20]
 
 
 def test_the_best_by_held_out_loss_stay(tmp_path):
     losses = {2: 3.0, 4: 1.5, 6: None, 8: 2.0, 10: float("inf"), 12: 2.5, 14: 2.6}
     filled(tmp_path, {step: loss for step, loss in losses.items() if loss != float("inf")})
-    retention.apply(tmp_path, Policy(2, 0, 2), RUN, None)
+    retention.apply(tmp_path, keeping(2, 0, 2), RUN, None)
     assert steps(tmp_path) == [4, 8, 12, 14]
 
 
 def test_of_two_with_one_evaluation_the_older_is_the_best(tmp_path):
     filled(tmp_path, {2: 1.0, 4: 1.0, 6: 2.0, 8: 2.0})
-    retention.apply(tmp_path, Policy(2, 0, 1), RUN, None)
+    retention.apply(tmp_path, keeping(2, 0, 1), RUN, None)
     assert steps(tmp_path) == [2, 6, 8]
 
 
@@ -59,7 +61,7 @@ def test_the_one_resumed_from_stays_until_two_newer_are_there(tmp_path):
     filled(tmp_path, dict.fromkeys([2, 4, 6]))
     for lost in (4, 6):  # an older one was chosen, newer ones are gone
         shutil.rmtree(tmp_path / form.directory_name(lost))
-    policy = Policy(1, 0, 0)
+    policy = keeping(1)
     save(tmp_path, 8)
     assert retention.apply(tmp_path, policy, RUN, "step-00000002") == []
     save(tmp_path, 10)
@@ -111,57 +113,17 @@ def test_a_start_clears_away_what_was_left_unfinished(tmp_path):
     assert retention.clean(tmp_path / "absent") == []
 
 
-def test_space_is_what_the_policy_keeps_and_two_more_less_what_is_there(tmp_path):
-    policy = Policy(3, 0, 1)
-    assert retention.space_needed(tmp_path / "absent", policy, 1000, 10) == 60
-    assert retention.space_needed(tmp_path, Policy(3, 300, 1), 1000, 10) == 90
-    filled(tmp_path, dict.fromkeys([2, 4]))
-    assert retention.space_needed(tmp_path, policy, 1000, 10) == 40
-    assert retention.space_needed(tmp_path, Policy(2, 0, 0), 1000, 10) == 20
-    filled(tmp_path, dict.fromkeys([6, 8, 10]))
-    assert retention.space_needed(tmp_path, Policy(2, 0, 0), 1000, 10) == 10
-
-
-def disk(monkeypatch, **fields):
-    said = {"f_bavail": 2**40, "f_frsize": 1, "f_files": 10**6, "f_favail": 10**6} | fields
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**said))
-
-
 def test_three_of_one_evaluation_count_as_one_of_the_best(tmp_path):
     filled(tmp_path, {2: 1.0, 4: 1.0, 6: 1.0, 8: 3.0, 10: 2.0, 12: 4.0, 14: 5.0})
-    retention.apply(tmp_path, Policy(2, 0, 2), RUN, None)
+    retention.apply(tmp_path, keeping(2, 0, 2), RUN, None)
     assert steps(tmp_path) == [2, 10, 12, 14]
-
-
-def test_checkpoints_of_another_run_make_no_room_for_ours(tmp_path):
-    filled(tmp_path, dict.fromkeys([2, 4]))
-    save(tmp_path, 99, run_id="another")
-    assert retention.space_needed(tmp_path, Policy(3, 0, 1), 1000, 10, RUN) == 40
-
-
-def test_bad_input_23_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    disk(monkeypatch, f_bavail=5000)
-    root = tmp_path / "not" / "there" / "yet"
-    retention.check_space(root, Policy(2, 0, 0), 100, 1250, 12)
-    with pytest.raises(UserError) as caught:
-        retention.check_space(root, Policy(2, 0, 0), 100, 1251, 12)
-    assert "5004 and 5000 bytes" in str(caught.value)
-    assert caught.value.problems[0].key == "run.dir"
-
-
-def test_bad_input_24_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
-    disk(monkeypatch, f_favail=55)
-    with pytest.raises(UserError, match=r"56 files \(inodes\), not 55"):
-        retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)
-    disk(monkeypatch, f_files=0, f_favail=0)  # a file system without such a limit
-    retention.check_space(tmp_path, Policy(2, 0, 0), 100, 1, 12)
 
 
 def test_every_reason_to_stay_is_said_and_what_has_none_is_what_goes(tmp_path):
     losses = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: None, 12: 1.5, 14: 1.5}
     for step, loss in losses.items():
         save(tmp_path, step, loss=loss)
-    policy = Policy(2, 6, 2)
+    policy = keeping(2, 6, 2)
     found = retention.reasons(losses, policy, "step-00000010")
     assert found == {
         2: (),
@@ -173,6 +135,6 @@ def test_every_reason_to_stay_is_said_and_what_has_none_is_what_goes(tmp_path):
         14: ("newest",),
     }
     assert retention.reasons(losses, policy, "step-00000012")[12][-1] == "resumed from"
-    assert retention.reasons(losses, Policy(2, 0, 0), None)[4] == ()
+    assert retention.reasons(losses, keeping(2), None)[4] == ()
     gone = retention.apply(tmp_path, policy, RUN, "step-00000010")
     assert gone == [f"step-{step:08d}" for step, why in found.items() if not why]

@@ -93,6 +93,22 @@ def test_a_defect_is_a_traceback_and_code_1(tmp_path, ends, capsys):
     assert err.splitlines()[-1].lstrip().startswith("next:")
 
 
+def test_a_device_without_memory_is_a_message_and_code_2(tmp_path, ends, capsys):
+    import torch
+
+    said = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+        "of which 1.50 GiB is free. Including non-PyTorch memory, this process has 77.6 GiB in use."
+    )
+    assert ends(tmp_path, raising(torch.OutOfMemoryError(said))) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: 1 problem\n  device memory\n")
+    assert "79.10 GiB of which 1.50 GiB is free.)" in err
+    assert "smaller training.micro_batch_size" in err
+    assert "activation_checkpointing=full" in err
+    assert "Traceback" not in err
+
+
 def test_a_defect_names_the_log_file_if_there_is_one(tmp_path):
     log = tmp_path / "rank-0.log"
     log.write_text("")

@@ -130,7 +130,7 @@ def test_bad_input_32_what_is_no_regular_file_is_not_opened(base: Path) -> None:
 def test_bad_input_32_a_weight_that_stands_twice_in_an_index_is_refused(base: Path) -> None:
     sharded(base, {})
     (base / untrusted.INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
-    assert "a stands twice" in refusal(base)
+    assert "a occurs twice" in refusal(base)
 
 
 @pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', "{", "{}"])

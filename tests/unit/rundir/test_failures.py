@@ -18,7 +18,8 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WORLD_SIZE", "3")
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
@@ -64,7 +65,7 @@ def test_a_file_that_is_no_mark_says_nothing(run_dir: Path, body: str) -> None:
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "rank-1.failed").write_text(body)
     assert failures.read(run_dir) == []
-    assert failures.outranking(run_dir, 2, wait=lambda _: None) is None
+    assert failures.outranking(run_dir, wait=lambda _: None) is None
 
 
 def test_each_rank_removes_its_own_and_rank_0_those_of_ranks_that_are_no_more(
@@ -100,7 +101,7 @@ def test_a_cause_outranks_what_follows_from_it(
 ) -> None:
     for rank, code, lost in left:
         failures.write(run_dir, rank, code, f"of {rank}", lost_peer=lost)
-    told = failures.outranking(run_dir, 3, wait=lambda _: None)
+    told = failures.outranking(run_dir, wait=lambda _: None)
     assert (told.rank if told else None) == believed
 
 
@@ -113,13 +114,13 @@ def test_rank_0_looks_for_two_seconds_until_a_cause_is_there(run_dir: Path) -> N
         if len(waits) == 3:
             failures.write(run_dir, 1, 2, "late")
 
-    told = failures.outranking(run_dir, 3, wait=wait)
+    told = failures.outranking(run_dir, wait=wait)
     assert told is not None
     assert told.reason == "late"
     assert len(waits) == 3
     waits.clear()
     (run_dir / "logs" / "rank-1.failed").unlink()
-    told = failures.outranking(run_dir, 3, wait=lambda seconds: waits.append(seconds))
+    told = failures.outranking(run_dir, wait=lambda seconds: waits.append(seconds))
     assert told is not None
     assert told.reason == "hung"
     assert sum(waits) == pytest.approx(2.0)
@@ -139,7 +140,7 @@ def test_the_mark_of_an_earlier_start_is_not_believed(
 ) -> None:
     failures.write(run_dir, 1, 2, "bad")
     changed(run_dir, 1, **fields)
-    assert (failures.outranking(run_dir, 2, wait=lambda _: None) is not None) == counts
+    assert (failures.outranking(run_dir, wait=lambda _: None) is not None) == counts
     assert failures.has(run_dir, 1) == counts
     assert not failures.has(run_dir, 0)
 

@@ -74,9 +74,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, holder):
     # Not waited for: a process that has ended but is still listed counts as ended.
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
     with RunLock(tmp_path, "ours") as held:
-        assert held.takeover == lock.Takeover(
-            socket.gethostname(), holder.pid, "that process has ended"
-        )
+        assert held.takeover == "that process has ended"
         assert lock.read(tmp_path / "lock").pid == os.getpid()
 
 
@@ -109,7 +107,7 @@ def test_the_lock_is_freed_when_the_run_fails(tmp_path):
 def test_a_lock_left_on_this_host_is_taken_over(tmp_path, fields, reason):
     left_by(tmp_path, **fields)
     with RunLock(tmp_path, "ours") as held:
-        assert reason in held.takeover.reason
+        assert reason in held.takeover
 
 
 @pytest.mark.launches
@@ -126,8 +124,7 @@ def test_a_still_beat_of_another_host_is_taken_over_after_three_beats(tmp_path):
     times = []
     with RunLock(tmp_path, "ours", wait=times.append) as held:
         assert times == [5.0, 5.0, 5.0]
-        assert (held.takeover.host, held.takeover.pid) == ("elsewhere", 12)
-        assert "15 s" in held.takeover.reason
+        assert "15 s" in held.takeover
 
 
 @pytest.mark.launches
@@ -200,7 +197,7 @@ def test_a_system_without_proc_goes_by_the_pid_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_text", read_text)
     left_by(tmp_path, started=None)
     with RunLock(tmp_path, "ours") as held:
-        assert "has ended" in held.takeover.reason
+        assert "has ended" in held.takeover
     left_by(tmp_path, pid=os.getppid(), started=None)
     with pytest.raises(UserError, match="in use"), RunLock(tmp_path, "ours"):
         pass
@@ -223,7 +220,10 @@ def test_the_lock_is_not_inherited_by_programs(tmp_path):
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "run").write_bytes(b"")
     for run_dir in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(UserError, match="can be written"), RunLock(run_dir, "ours"):
+        with (
+            pytest.raises(UserError, match=r"a file of that name|is not one and cannot be made"),
+            RunLock(run_dir, "ours"),
+        ):
             pass
 
 
@@ -327,7 +327,7 @@ def test_a_holder_elsewhere_that_ends_while_it_is_watched_is_waited_for_no_longe
         (tmp_path / "lock").write_bytes(b"")
 
     with RunLock(tmp_path, "ours", wait=wait) as held:
-        assert "ended" in held.takeover.reason
+        assert "ended" in held.takeover
     assert len(waits) == 1
 
 

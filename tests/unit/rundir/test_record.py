@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from llmtrain.rundir.record import Lines, read, record
 
 
 def test_every_line_has_kind_time_and_step(tmp_path):
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("event", 3, event="signal", detail={"name": "SIGTERM"})
     (line,) = [json.loads(text) for text in (tmp_path / METRICS).read_text().splitlines()]
     assert line["kind"] == "event"
@@ -22,7 +23,7 @@ def test_every_line_has_kind_time_and_step(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("train", 1, loss=math.nan, sources={"a": math.inf}, list=[-math.inf, 1.5])
     assert "NaN" not in (tmp_path / METRICS).read_text()
     (line,) = read(tmp_path / METRICS)
@@ -30,7 +31,7 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
 
 
 def test_numpy_floats_are_written_as_numbers(tmp_path):
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("train", 1, loss=np.float64(2.5))
     assert read(tmp_path / METRICS)[0]["loss"] == 2.5
 
@@ -39,7 +40,7 @@ def test_a_line_is_one_write_call(tmp_path, monkeypatch):
     calls = []
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, data: calls.append(data) or real(file, data))
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("train", 1, loss=1.0)
         lines.write("sample", 1, text="two\nlines\u2028and more")
     assert [data.count(b"\n") for data in calls] == [1, 1]
@@ -52,7 +53,7 @@ def test_a_torn_last_line_is_removed_when_the_run_goes_on(tmp_path, kept, torn):
     path = tmp_path / METRICS
     path.write_text("".join(f'{{"step": {i}}}\n' for i in range(kept)) + torn)
     assert len(read(path)) == kept
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("start", 7)
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == [*range(kept), 7]
@@ -62,7 +63,7 @@ def test_a_file_that_is_complete_is_only_appended_to(tmp_path):
     path = tmp_path / METRICS
     path.write_text('{"step": 1}\n')
     before = path.read_bytes()
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("start", 1)
     assert path.read_bytes().startswith(before)
 
@@ -101,7 +102,7 @@ def full_disk(monkeypatch, *takes):
 def test_lines_that_a_full_disk_refuses_are_written_once_there_is_room(
     tmp_path, monkeypatch, caplog
 ):
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("train", 1)
         full_disk(monkeypatch, 10, 0, 0)
         lines.write("train", 2)
@@ -125,7 +126,7 @@ def test_who_insists_hears_that_the_disk_is_full(tmp_path, monkeypatch):
 
 
 def test_lines_that_are_lost_in_the_end_are_told(tmp_path, monkeypatch, caplog):
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         full_disk(monkeypatch, 0, 0)
         lines.write("train", 1)
     assert "the last lines are lost" in caplog.text
@@ -153,7 +154,7 @@ def test_no_file_means_no_record(tmp_path):
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_path, replaced):
     path = tmp_path / METRICS
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("start", 0, run_id="one")
         lines.write("train", 1, loss=1.0)
         assert not lines.begin_again()
@@ -171,7 +172,7 @@ def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_
 
 
 def test_a_record_that_cannot_begin_again_is_a_failure_of_the_disk(tmp_path):
-    with Lines(tmp_path) as lines:
+    with closing(Lines(tmp_path)) as lines:
         lines.write("start", 0)
         (tmp_path / METRICS).unlink()
         (tmp_path / METRICS).mkdir()

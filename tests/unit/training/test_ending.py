@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.tiny import lines
 
-from llmtrain.agreement import Alone
+from llmtrain.agreement import Alone, failure
 from llmtrain.checkpoint.retry import StoppedError
-from llmtrain.errors import RESTARTABLE, RunError
-from llmtrain.training.ending import StoppedEarlyError, report_documents, stoppable
+from llmtrain.errors import RESTARTABLE, RunError, UserError
+from llmtrain.rundir import failures
+from llmtrain.rundir.status import read_status
+from llmtrain.training.ending import StoppedEarlyError, record_end, report_documents, stoppable
 from llmtrain.training.run.journal import Journal
 from llmtrain.training.stop.signals import Signals
 
@@ -55,6 +58,26 @@ def test_a_wait_that_a_stop_cut_short_ends_as_a_stop(journal: Journal) -> None:
 def test_without_a_stop_the_error_of_a_stage_is_its_own(journal: Journal, code: int) -> None:
     with pytest.raises(RunError, match="no route"), stoppable(Alone(), Asked(), journal):
         raise RunError("no route", code, "wait")
+
+
+def test_a_device_without_memory_is_recorded_as_what_a_person_can_correct(tmp_path: Path) -> None:
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    with (
+        closing(Journal(tmp_path, 0)) as journal,
+        pytest.raises(UserError, match="Tried to allocate"),
+        record_end(journal, "digest"),
+    ):
+        raise torch.OutOfMemoryError(said)
+    status = read_status(tmp_path)
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert "training.micro_batch_size" in status["reason"]
+    assert failures.read(tmp_path)[0].code == 2
+
+
+def test_ranks_hear_that_a_peer_had_no_memory() -> None:
+    found = failure(1, torch.OutOfMemoryError("CUDA out of memory."))
+    assert found.exit_code == 2
+    assert "activation_checkpointing=full" in found.text
 
 
 def told(folder, **met: int) -> dict[str, dict[str, Any]]:

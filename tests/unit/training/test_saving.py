@@ -11,7 +11,6 @@ from helpers.checkpoints import RUN, save
 from helpers.tiny import tiny_config
 
 from llmtrain.checkpoint import retention
-from llmtrain.checkpoint.retention import Policy
 from llmtrain.config.schema import Config
 from llmtrain.training.saving import Saves, _retain, short_of_memory
 
@@ -44,7 +43,7 @@ def test_f33_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -
     root.mkdir()
     config = Config.model_validate(tiny_config(tmp_path / "run", checkpoint__keep_last=2))
     run = SimpleNamespace(
-        checkpoints=Saves(Policy.of(config.checkpoint), None, False, False),
+        checkpoints=Saves(config.checkpoint, None, False, False),
         run_dir=tmp_path,
         processes=SimpleNamespace(run_id=RUN),
         found=None,
@@ -70,7 +69,7 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> No
     def refused(*_: object) -> list[str]:
         raise OSError(errno.EIO, "Input/output error")
 
-    policy = Policy.of(Config.model_validate(tiny_config(tmp_path)).checkpoint)
+    policy = Config.model_validate(tiny_config(tmp_path)).checkpoint
     monkeypatch.setattr(retention, "apply", refused)
     events: list[tuple[str, int]] = []
     run = SimpleNamespace(

@@ -244,7 +244,7 @@ def test_steps_are_one_integer():
     optimizer.state[first]["step"].zero_()  # never had a gradient
     assert state.optimizer_steps(optimizer) == 9
     optimizer.state[second]["step"].fill_(8)
-    with pytest.raises(ValueError, match="not equally many"):
+    with pytest.raises(ValueError, match="different numbers of updates"):
         state.optimizer_steps(optimizer)
 
 

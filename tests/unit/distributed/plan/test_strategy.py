@@ -193,7 +193,7 @@ def test_devices_that_are_small_on_paper_make_a_plain_launch_fall_back():
 
 def test_a_reason_is_one_sentence_with_what_the_others_miss():
     reason = choose("8B", machine(8, 80)).reason
-    assert reason.startswith("fsdp2, micro-batch 4, fits; missing are, for ddp 64.")
+    assert reason.startswith("fsdp2, micro-batch 4, fits; ddp lacks 64.")
     assert reason.count(". ") == 0
     assert "simplest that fits" in choose("124M", gpus(8, 80)).reason
 

@@ -14,6 +14,7 @@ import torch
 from helpers import runs
 from helpers.tiny import lines, status
 
+from llmtrain.distributed.plan.memory import MemoryPlan
 from llmtrain.errors import RunError
 from llmtrain.metrics import memory
 from llmtrain.report.collect import collect
@@ -22,7 +23,7 @@ from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.lock import read as read_lock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import start_status
-from llmtrain.training.run.journal import Expected, Journal, RunLog
+from llmtrain.training.run.journal import Journal, RunLog
 
 GIB = 2**30
 
@@ -30,10 +31,10 @@ GIB = 2**30
 def compared(folder, caplog, monkeypatch, device: str, planned: int | None) -> dict[str, Any]:
     """The event of the third step, when 3.5004 GiB were held before and 1.25 since."""
     monkeypatch.setattr(memory, "peak_bytes", lambda device: int(4.7504 * GIB))
-    expected = Expected(planned, int(3.5004 * GIB), 3)
-    due: Any = SimpleNamespace(line=lambda step: False)
+    plan = None if planned is None else MemoryPlan({"weights": planned, "reserve": 0}, 0)
+    due: Any = SimpleNamespace(first=0, line=lambda step: False)
     with closing(Journal(folder, 0)) as journal, caplog.at_level(logging.INFO):
-        log = RunLog(journal, due, torch.device(device), None, expected)
+        log = RunLog(journal, due, torch.device(device), None, plan, int(3.5004 * GIB))
         for step in (2, 3, 4):
             log.training(runs.numbers(step))
         journal.sync()

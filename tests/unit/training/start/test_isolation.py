@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llmtrain.distributed.engines.engine import evaluating
 from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.training.run import rng
@@ -60,7 +61,8 @@ def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
 
 def check(model: PreTrainedModel, precision: str = "fp32", seq_len: int = SEQ_LEN) -> None:
     forward = bare_forward(model, CPU, precision)
-    check_documents_apart(model, forward, CPU, precision, seq_len)
+    with evaluating(model):
+        check_documents_apart(model, forward, CPU, precision, seq_len)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
