@@ -23,7 +23,7 @@ from llmtrain import durable
 from llmtrain.checkpoint import check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Manifest, OtherFormatError
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 
 Event = tuple[str, dict[str, str]]  # the name of an event, its details
 
@@ -198,8 +198,7 @@ def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
         and DAMAGED in name
         and not is_foreign(root / name, run_id)
     ]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _reason(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.retention import is_of_run
 from llmtrain.config.schema import CheckpointConfig
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, raise_any
 
 
 def most_at_once(policy: CheckpointConfig, steps: int) -> int:
@@ -51,8 +51,7 @@ def check_room(
     if disk.f_files and disk.f_favail < files:
         expected = f"room for {files} files (inodes), not {disk.f_favail}"
         problems.append(Problem("run.dir", root, expected, remedy))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
     return needed
 
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
 from llmtrain.distributed.launch.keys import value
 from llmtrain.distributed.launch.named import hsdp_mesh, one_sided
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +112,7 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
         return 1, world_size
     sizes = hsdp_mesh(env, world_size)
     key = "distributed.strategy"
-    if problems := list(one_sided(key, sizes)):
-        raise UserError(*problems)
+    raise_any(one_sided(key, sizes))
     if math.prod(sizes) != world_size:
         expected = f"{world_size} processes: as many on every node"
         raise UserError(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))

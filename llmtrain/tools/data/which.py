@@ -31,7 +31,7 @@ from llmtrain.data.packing import Span
 from llmtrain.data.state import DataState, carry_over
 from llmtrain.data.survey import changed_files, differing_tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
@@ -151,8 +151,7 @@ def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
     elif not (run_dir / contents.MANIFEST).is_file():
         expected = "a run with a manifest.json: this one ended before its data was prepared"
         problems.append(Problem("RUN", str(run_dir), expected))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _start_of(run_dir: Path, step: int) -> _Start:
@@ -248,8 +247,7 @@ def _standing(
 def _check_data(manifest: Manifest, tokenizer: Tokenizer) -> None:
     problems = differing_tokenizer(manifest, tokenizer)
     problems += map(_with_way_out, changed_files(manifest))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _replay(
