@@ -50,7 +50,7 @@ from llmtrain.data.workers import (
     hold_signals,
     start_worker,
 )
-from llmtrain.errors import UserError
+from llmtrain.errors import raise_any
 from llmtrain.types import Batch
 
 log = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
         rank, step = self.rank + self.world_size * worker, self.world_size * workers
         try:
             tokenizer = open_tokenizer(self.tokenizer_dir, self.manifest.tokenizer.backend)
-            if problems := differing_tokenizer(self.manifest, tokenizer):
-                raise UserError(*problems)
+            raise_any(differing_tokenizer(self.manifest, tokenizer))
             reader = Reader(self.reading, self.stop, partial(self.asked.write, worker))
             lanes = Lanes(self.manifest, tokenizer, reader, self.cursors, self.next_block)
             for g in count(self.next_block + rank, step):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.agreement import Gathering
-from llmtrain.errors import RESTARTABLE, RunError
+from llmtrain.errors import RESTARTABLE, RunError, first_line
 
 # Messages of gloo and NCCL when a peer is gone. They arrive as plain RuntimeErrors from any call.
 _LOST_PEER = (
@@ -85,9 +85,8 @@ def lost_peer(error: BaseException) -> bool:
 
 def peer_lost(error: BaseException) -> RunError:
     """Return the error that reports a lost process."""
-    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return RunError(
-        f"a peer process is gone: {first_line}",
+        f"a peer process is gone: {first_line(error)}",
         RESTARTABLE,
         "start the same command again: it resumes; logs/ says which rank failed first",
     )

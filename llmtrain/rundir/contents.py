@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from llmtrain import durable
-from llmtrain.errors import Problem, UserError, needed_on_disk
+from llmtrain.errors import Problem, needed_on_disk, raise_any
 
 CONFIG = "config.yaml"
 AUTO = "auto.json"
@@ -56,8 +56,7 @@ def check(run_dir: Path) -> None:
             if found not in (wanted, None):
                 expected = f"{wanted}, or nothing of that name; it is {found}"
                 problems.append(Problem(str(path), None, expected, remedy))
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
 
 
 def _what(path: Path) -> str | None:

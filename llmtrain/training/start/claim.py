@@ -19,7 +19,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
@@ -160,5 +160,4 @@ def _compare(run_dir: Path, config: Config) -> None:
     began_with = load_config(run_dir / contents.CONFIG)
     changed = changes(bind(began_with).binding, bind(config).binding)
     accepted = config.checkpoint.accept_changes
-    if problems := refusals(changed, accepted, f"with which {run_dir} began"):
-        raise UserError(*problems)
+    raise_any(refusals(changed, accepted, f"with which {run_dir} began"))

@@ -23,7 +23,7 @@ from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family, verify_launch
 from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.processes import cores
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.run.opened import Planned, Processes
@@ -140,7 +140,6 @@ def _same_everywhere(
             for key, value in mine.items()
             if other.get(key) != value
         ]
-        if problems:
-            raise UserError(*problems)
+        raise_any(problems)
 
     agreed(ranks, compare)

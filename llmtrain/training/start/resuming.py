@@ -20,7 +20,7 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.training.run import rng
 from llmtrain.training.run.journal import Journal
@@ -103,8 +103,7 @@ def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Plac
     """
     if found is not None:
         changed = changes(found.state["config"], bound.binding)
-        if problems := refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"):
-            raise UserError(*problems)
+        raise_any(refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"))
     elif place.checkpoint is not None:
         root = config.run_dir / contents.CHECKPOINTS
         expected = f"{place.checkpoint}, which the record of the run names"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmtrain.agreement import from_rank_zero, gathered, on_rank_zero
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, raise_any
 from llmtrain.rundir.contents import SHARED, write_atomically
 from llmtrain.types import Ranks
 
@@ -80,5 +80,4 @@ def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> Non
         )
         for (host, trouble), ranks in troubled.items()
     ]
-    if problems:
-        raise UserError(*problems)
+    raise_any(problems)
