@@ -169,7 +169,7 @@ def _offer(
     *,
     supersede: bool,
 ) -> dict[str, Any] | None:
-    """Return the fields of the next candidate, or None if there is none; called on rank 0.
+    """Return the fields of the next candidate, or None after the last one; called on rank 0.
 
     damaged: name of the candidate before, and what is wrong with it; None = there was none
     """

@@ -111,7 +111,7 @@ def is_of_run(path: Path, run_id: str) -> bool:
 
 
 def _loss(path: Path) -> float | None:
-    """Return the held-out loss of a checkpoint; None if there is none or it cannot be read."""
+    """Return the held-out loss of a checkpoint; None if it has none or cannot be read."""
     try:
         return loss_in(form.state(path))
     except (form.DamagedError, OSError) as error:

@@ -101,7 +101,7 @@ _CONVERTED = {
 class Guess(NamedTuple):
     """What was probably meant.
 
-    key: our key; "" if there is none
+    key: our key; "" if we have no such key
     advice: which values it takes, or what is different; "" if there is nothing to say
     """
 

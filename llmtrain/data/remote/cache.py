@@ -134,7 +134,7 @@ def answer_path(root: Path, question: Sequence[str | None]) -> Path:
 
 
 def load_answer(path: Path) -> dict[str, Any] | None:
-    """Return the stored answer, or None if there is none that can be read."""
+    """Return the stored answer, or None without a readable one."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, ValueError):

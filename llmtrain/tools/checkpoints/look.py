@@ -172,7 +172,7 @@ def verify(
 def place_of(path: Path) -> Place:
     """Find out whether a path is a run, its `checkpoints/` or one checkpoint.
 
-    Raises UserError if it is none of them.
+    Raises UserError if it is not one of these.
     """
     here = path.absolute() if path.name else path.resolve()
     if here.is_dir():

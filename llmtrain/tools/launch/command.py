@@ -23,7 +23,7 @@ _ASSIGNMENT = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s;&|"']*)""")
 
 
 def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
-    """Return the config in a training command and the overrides after it; None if there is none.
+    """Return the config in a training command and the overrides after it; None without a config.
 
     The config is the first `*.yaml` or `*.yml` that is not the launcher's own config.
     """

