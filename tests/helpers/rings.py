@@ -56,8 +56,6 @@ CORE: dict[str, tuple[str, ...]] = {
     "a lost rank ends the others, and the same command ends in equal bits": (
         "faults/test_frame.py::"
         "test_a_killed_rank_ends_the_other_and_the_same_command_ends_in_equal_bits",
-        "distributed/test_sharded_runs.py::"
-        "test_a_sharded_run_that_lost_its_last_steps_ends_in_the_same_bits",
     ),
     "a kill in a save": (
         "faults/test_kills.py::test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits[f07_rename]",
@@ -104,9 +102,6 @@ CORE: dict[str, tuple[str, ...]] = {
     "secrets": (
         "distributed/test_secrets.py::"
         "test_no_canary_stands_in_a_run_that_repeats_it_in_logs_errors_and_metrics[0]",
-    ),
-    "faults of the Hub": (
-        "distributed/test_faults_of_the_hub.py::test_passing_faults_change_no_bit",
     ),
     "README's two-process command": (
         "docs/test_readme.py::test_the_two_process_command_begins_the_quickstart",

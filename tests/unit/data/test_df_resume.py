@@ -71,7 +71,7 @@ def everything(single, tokenizer, rows):
     return epochs
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in (1, 2))])
 def test_df_01_kills_at_random_blocks_lose_and_repeat_no_document(
     single, place, tokenizer, straight, seed
 ):

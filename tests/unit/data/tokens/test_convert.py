@@ -10,6 +10,7 @@ from helpers.vocabularies import description, edited, library_ids
 from llmtrain.data.tokens.convert import byte_symbols, convert, find_unreached, obstacles
 from llmtrain.data.tokens.probe_texts import PROBES
 
+CONVERTIBLE = ["small", "sample", "gpt2", pytest.param("qwen3", marks=pytest.mark.wide)]
 QWEN = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
 
 
@@ -31,7 +32,7 @@ def converted_once(directory):
     return convert(description(directory))
 
 
-@pytest.fixture(scope="module", params=["small", "sample", "gpt2", "qwen3"])
+@pytest.fixture(scope="module", params=CONVERTIBLE)
 def convertible(request, small, real):
     if request.param == "small":
         return small

@@ -162,7 +162,9 @@ def test_a_document_of_more_than_a_mi_characters_has_the_ids_of_the_whole(small,
     assert tokenizer.encode(text).tolist() == library_ids(small, text)
 
 
-@pytest.mark.parametrize("character", [" ", "\n", "a", "\u00a0", "中"])
+@pytest.mark.parametrize(
+    "character", [" ", "中", *(pytest.param(one, marks=pytest.mark.wide) for one in "\na\u00a0")]
+)
 def test_a_million_of_one_character_are_encoded(small, character):
     """tiktoken's own limit is 999,936 spaces: beyond, it panics."""
     one, other = (open_tokenizer(small, backend) for backend in BACKENDS)

@@ -58,7 +58,7 @@ def planned(described: Any, micro: int, seq_len: int, arithmetic: str, checkpoin
         pytest.param("gpt2 124M", "autocast", "none", marks=pytest.mark.slow),
         ("gpt2 124M, 4 blocks", "autocast", "none"),
         pytest.param("llama 1B", "fp32", "selective", marks=pytest.mark.slow),
-        ("llama 1B, 5 blocks", "fp32", "selective"),
+        pytest.param("llama 1B, 5 blocks", "fp32", "selective", marks=pytest.mark.wide),
         pytest.param("llama 8B", "autocast", "none", marks=pytest.mark.slow),
         pytest.param("llama 8B, 5 blocks", "autocast", "none", marks=pytest.mark.wide),
         ("few words", "fp32", "full"),
