@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.room import most_at_once
+from llmtrain.checkpoint.disk_space import most_at_once
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision

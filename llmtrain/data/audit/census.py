@@ -179,7 +179,11 @@ class _Format:
                 yield document, document.text or "", next(encoded)
 
     def amount(self, by_rows: float, by_size: float) -> Amount:
-        """Estimate the whole: documents times `by_rows`, tokens and bytes times `by_size`."""
+        """Estimate the whole from this part of it.
+
+        by_rows: factor for the number of documents
+        by_size: factor for tokens and bytes
+        """
         documents, tokens = self.met["documents"] * by_rows, self.tokens * by_size
         return Amount(documents, self.bytes * by_size, tokens + self.separators * documents)
 

@@ -149,7 +149,7 @@ def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -
 
 
 def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
-    """Return the row, in file order, that is at place `row` of the lane's order."""
+    """Return the place in its file of the row that a lane reads as number `row` of the unit."""
     return int(permutation(rows, mix(manifest.seed, 2, k, epoch, u))[row])
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain import processes
-from llmtrain.checkpoint.room import size
+from llmtrain.checkpoint.disk_space import size
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED, family
 from llmtrain.metrics.trackers import check_installed
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning

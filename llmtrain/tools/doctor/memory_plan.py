@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.room import size
+from llmtrain.checkpoint.disk_space import size
 from llmtrain.tools.doctor.case import Case, Verdict, error, ok, warning
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.room import check_room, size
+from llmtrain.checkpoint.disk_space import check_room, size
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.remote.request import AttemptError, wait_for

@@ -17,8 +17,8 @@ from torch import nn
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
+from llmtrain.checkpoint.disk_space import check_room
 from llmtrain.checkpoint.read import Found
-from llmtrain.checkpoint.room import check_room
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors

@@ -3,7 +3,7 @@ import re
 import pytest
 from helpers.cases import SMALL, case
 
-from llmtrain.checkpoint.room import size
+from llmtrain.checkpoint.disk_space import size
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
 from llmtrain.tools.doctor.memory_plan import plan
