@@ -77,5 +77,5 @@ def test_a_launch_file_trains_what_it_says_with_the_losses_of_one_process(
     assert len(set(expected)) == STEPS
     assert found == pytest.approx(expected, rel=0, abs=1e-5)
     assert all(map(math.isfinite, found))
-    said_offload = "without offload" in (run_dir / "logs" / "rank-0.log").read_text()
+    said_offload = "rehearsed without offload" in (run_dir / "logs" / "rank-0.log").read_text()
     assert said_offload == (name == "fsdp2_offload")  # torch needs a device for it

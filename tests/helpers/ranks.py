@@ -102,6 +102,7 @@ class Server:
         port = free_port()
         kept = {k: os.environ[k] for k in ("PATH", "HOME", "LANG", "TMPDIR") if k in os.environ}
         output = folder / "output.txt"
+        output.touch()
         ranks = [
             {
                 "argv": list(arguments),
