@@ -163,14 +163,15 @@ def _validate(
     tree: Tree, source: Mapping[yaml12.Path, str], rules: Sequence[Rule]
 ) -> tuple[Config | None, list[Problem]]:
     """Return the config if it is valid, and every problem of keys, types and rules."""
-    config, found, broken = None, list[Problem](), set[str | int]()
+    every = (*checks.RULES, *rules)
     try:
         config = Config.model_validate(tree, by_alias=True, by_name=False)
+        return config, list(checks.apply(every, dict(config)))
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         broken = {item["loc"][0] for item in errors}
         broken |= {near_section(str(name)) for name in broken - Config.model_fields.keys()}
-        found += _schema_problems(tree, [(item["type"], item["loc"]) for item in errors], source)
+        found = _schema_problems(tree, [(item["type"], item["loc"]) for item in errors], source)
     valid = {
         name: cast("type[Section]", field.annotation).model_validate(
             tree.get(name, {}), by_alias=True, by_name=False
@@ -178,7 +179,7 @@ def _validate(
         for name, field in Config.model_fields.items()
         if name not in broken
     }
-    return config, [*found, *checks.apply((*checks.RULES, *rules), valid)]
+    return None, [*found, *checks.apply(every, valid)]
 
 
 def _schema_problems(

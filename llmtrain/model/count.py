@@ -76,9 +76,9 @@ def count_saved(
     A count takes about half a second. Counts are cached, because a process that plans several
     layouts of one model needs the same count several times.
     """
-    described = json.dumps(model_config, default=_fields)
-    key = (described, seq_len, arithmetic, checkpointing, tuple(freeze))
     try:
+        described = json.dumps(model_config, default=_fields)
+        key = (described, seq_len, arithmetic, checkpointing, tuple(freeze))
         if key not in _known:
             # building a model from a config changes its fields, so use a copy
             own = copy.deepcopy(model_config)

@@ -4,6 +4,7 @@ It reads one JSON command a line: {"start": [{"argv", "env", "cwd", "output"}, â
 {"wait": pid} answers the exit code once that rank has ended (negative: the signal that ended it).
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -112,12 +113,19 @@ def serve() -> None:
     use()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page of the above
     answer("ready")
+    running: set[int] = set()
     for line in sys.stdin:
         command = json.loads(line)
         if "start" in command:
-            answer(json.dumps([start(one) for one in command["start"]]))
+            pids = [start(one) for one in command["start"]]
+            running.update(pids)
+            answer(json.dumps(pids))
         else:
             answer(json.dumps(wait(command["wait"])))
+            running.discard(command["wait"])
+    for pid in running:  # of a test that failed: nobody else ends them
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,15 @@ import pyarrow as pa
 
 from llmtrain import durable
 from llmtrain.config import secrets
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, harmless, needed_on_disk
+from llmtrain.errors import (
+    RESTARTABLE,
+    Problem,
+    RunError,
+    UserError,
+    first_line,
+    harmless,
+    needed_on_disk,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +60,7 @@ def readable(
         if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
             message = f"{place} cannot be read: {error}"
             raise RunError(message, RESTARTABLE, "look at the disk, then start again") from error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        problem = Problem(place, reason, expected, remedy)
+        problem = Problem(place, first_line(error), expected, remedy)
         if isinstance(error, FileNotFoundError):  # a missing file is never left out
             raise UserError(problem) from error
         raise UnreadableError(problem) from error

@@ -121,9 +121,10 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
     host = host_bytes()
     asked, device = config.distributed.device_memory_gb, int(env.get("LOCAL_RANK", "0"))
     cpu = on_cpu()
-    device_bytes = host // local if cpu else torch.cuda.mem_get_info(device)[1]
     if asked != "auto":
         device_bytes = int(asked * 2**30)
+    else:
+        device_bytes = host // local if cpu else torch.cuda.mem_get_info(device)[1]
     name = None if cpu else torch.cuda.get_device_name(device)
     return Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
 

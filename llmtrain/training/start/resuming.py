@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 
 from llmtrain import heartbeat
-from llmtrain.agreement import agreed, from_rank_zero
+from llmtrain.agreement import agreed, on_rank_zero
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read, retention
 from llmtrain.checkpoint.read import Found
@@ -46,9 +47,7 @@ def find_checkpoint(
     heartbeat.beat("looking for a checkpoint")
     root = config.run_dir / contents.CHECKPOINTS
     asked, ranks = config.checkpoint, processes.launched.ranks
-    # The unfinished saves and deletions of a killed start.
-    if gone := from_rank_zero(ranks, lambda: retention.clean(root)):
-        journal.event("leftovers_removed", 0, names=gone)
+    on_rank_zero(ranks, lambda: _clear_away(root, journal))
     resume = asked_resume(asked.resume, os.environ)
     if resume == "never":  # `claim` has checked that there is no checkpoint
         return None
@@ -94,6 +93,12 @@ def fill_state(
     else:
         rng.seed_rank(config.run.seed, ranks.rank, found.step)
     return same
+
+
+def _clear_away(root: Path, journal: Journal) -> None:
+    """Remove the unfinished saves and deletions of a killed start."""
+    if gone := retention.clean(root):
+        journal.event("leftovers_removed", 0, names=gone)
 
 
 def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Place) -> None:
