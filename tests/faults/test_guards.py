@@ -56,7 +56,9 @@ def test_f36_a_stopped_process_ends_its_peer_with_75_and_then_itself(faulty):
     ("action", "code", "said", "way"),
     [
         ("kill", 75, "SIGKILL", ("train",)),
-        ("raise", 1, "InjectedError: worker.block", ("train",)),
+        pytest.param(
+            *("raise", 1, "InjectedError: worker.block", ("train",)), marks=pytest.mark.slow
+        ),
         ("hang", 75, "no progress for 170 s", HURRIED),
     ],
 )
