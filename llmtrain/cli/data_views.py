@@ -31,6 +31,8 @@ def inspection(found: Inspection) -> Iterator[str]:
     yield f"padding   {_mark('padding', found)}{found.padding:.1%} of the tokens {measured}"
     cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
     yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
+    if found.sequences is not None:
+        yield from _conversations(found)
     for source in found.sources:
         yield ""
         yield from _source(source)
@@ -39,6 +41,13 @@ def inspection(found: Inspection) -> Iterator[str]:
     for block in found.blocks:
         yield ""
         yield from _block(block)
+
+
+def _conversations(found: Inspection) -> Iterator[str]:
+    rewriting = f"{found.rewriting:.2f} tokens for each of whole conversations"
+    yield f"chat      {found.sequences:,} sequences, {rewriting}, {found.straddles:,} cut in two"
+    for why, count in (found.rejected or {}).items():
+        yield f"          {count:,} rows rejected: {why}"
 
 
 def _mark(name: str, of: Inspection | SourceFacts) -> str:

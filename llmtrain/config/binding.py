@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.config.checks import evaluates
-from llmtrain.config.schema import Config, DataConfig, DocumentsConfig
+from llmtrain.config.keys import general_name
+from llmtrain.config.schema import ChatConfig, Config, DataConfig, DocumentsConfig, Section
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
 
@@ -28,9 +29,16 @@ _BINDING = (
     "optimizer.",
     "evaluation.max_documents",
     "evaluation.sources",
+    "chat.",
 )
-_OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
+# Sections that older runs did not know. Their keys bind only where they are set, so that a run that
+# does without them is the same run with any version.
+_LATER: Mapping[str, type[Section]] = {"chat": ChatConfig}
+_NO_DEFAULT = object()
+_OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from", "chat.")
+EPOCHS = "training.epochs"
 _FREE = (
+    "chat.bad_rows",
     "data.workers",
     "data.cache_gb",
     "data.on_bad_unit",
@@ -63,7 +71,12 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    binding = {key: value for key, value in values.items() if _binds(key)}
+    unset = _unset()
+    binding = {
+        key: value
+        for key, value in values.items()
+        if _binds(key) and unset.get(general_name(key), _NO_DEFAULT) != value
+    }
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -73,6 +86,8 @@ class DataSettings:
     """The settings of a config that concern the data, computed once for a run.
 
     data: the section `data`
+    chat: the section `chat`
+    epochs: `training.epochs`
     evaluation: the sources to evaluate on, if any are named
     seed: of the order of documents
     timeout_minutes: after which other processes no longer wait for one
@@ -81,6 +96,8 @@ class DataSettings:
     """
 
     data: DataConfig
+    chat: ChatConfig
+    epochs: float | None
     evaluation: tuple[DocumentsConfig, ...]
     seed: int
     timeout_minutes: float
@@ -92,6 +109,8 @@ def data_settings(config: Config) -> DataSettings:
     """Return the settings of a config that concern the data."""
     return DataSettings(
         data=config.data,
+        chat=config.chat,
+        epochs=config.training.epochs,
         evaluation=config.evaluation.sources,
         seed=config.run.seed,
         timeout_minutes=config.distributed.timeout_minutes,
@@ -155,6 +174,13 @@ def _binds(key: str) -> bool:
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):
         return False
     return key.startswith(_BINDING)
+
+
+def _unset() -> dict[str, object]:
+    """Return the defaults of the keys that older runs did not know."""
+    sections = {name: section().model_dump(mode="json") for name, section in _LATER.items()}
+    columns = {f"{name}.sources.*.columns": {} for name in ("data", "evaluation")}
+    return {**dict(_flat("", sections)), **columns}
 
 
 def _flat(key: str, value: object) -> list[tuple[str, object]]:

@@ -82,7 +82,9 @@ class DocumentsConfig(Section):
     revision: Text | None = None
     """Commit, tag or branch of a Hub data set."""
     text_column: Text = "text"
-    """Column (JSONL: key) that holds the text."""
+    """Column (JSONL: key) that holds the text. Left out, columns of conversations are looked for."""
+    columns: dict[Text, Text] = Field({})
+    """Conversations: names as `prompt` or `messages` → the source's own columns."""
 
 
 class SourceConfig(DocumentsConfig):
@@ -108,7 +110,7 @@ class DataConfig(Section):
     """Trained positions of a block."""
     packing: Literal["auto", PackingName] = "auto"
     """concat: one stream of documents, cut; bestfit: a document that fits a block is never cut.
-    auto = concat.
+    auto = bestfit where there are conversations, else concat.
     """
     document_mask: bool | Auto = "auto"
     """Whether documents of a block are hidden from each other; auto = with bestfit."""
@@ -122,6 +124,33 @@ class DataConfig(Section):
     """Disk in GiB for bytes read from the Hub, kept between runs; 0 = none."""
     on_bad_unit: Literal["error", "skip"] = "error"
     """What to do when a file part cannot be read; skips are recorded."""
+
+
+class ChatConfig(Section):
+    """How conversations become tokens, and which of these are trained on."""
+
+    template: Text | None = None
+    """chatml, llama3, gemma, a .jinja file, or the template itself; null = that of the tokenizer. The
+    named ones add their tokens to the tokenizer, also in a run on texts.
+    """
+    template_kwargs: dict[str, Any] = Field({})
+    """Further variables of the template, such as enable_thinking: false."""
+    train_turns: Literal["all", "last"] = "all"
+    """Which turns of the assistant are trained on."""
+    too_long: Literal["error", "truncate", "split"] = "error"
+    """What to do with a conversation of more than `data.seq_len` tokens: keep its beginning, or
+    split it before messages of the user.
+    """
+    bad_rows: Literal["error", "skip"] = "error"
+    """What to do with a row that is no conversation; skipped ones are counted."""
+    end_of_turn: Annotated[Text | Auto, EXPERT] = "auto"
+    """The token that ends a turn of the assistant; auto = what the template writes there."""
+    rewritten_history: Annotated[Literal["split", "last", "error"], EXPERT] = "split"
+    """What to do with turns that the template writes otherwise once they are history: train them in
+    sequences of their own, or not at all.
+    """
+    control_tokens: Annotated[Literal["text", "error"], EXPERT] = "text"
+    """What control tokens in the content of a message are: text, or a bad row."""
 
 
 class TrainingConfig(Section):
@@ -256,6 +285,7 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     training: TrainingConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)

@@ -10,6 +10,9 @@ The held-out set is one stream, in which every token of a document is scored onc
 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
 
+Behind the texts come the conversations, which are never cut: `seq_len` ids at a time are filled
+with whole sequences and padding, and what the model would have to say is scored.
+
 The trap: with a document mask and no begin token, nothing precedes a document's first token, so
 training never predicts it. Then it is not scored and its bytes are not counted, so that
 bits_per_byte covers only tokens that a model could learn.
@@ -22,17 +25,20 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from llmtrain import durable, heartbeat
+from llmtrain.data.audit.ledger import bad_row
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest, Source
+from llmtrain.data.packing import fit
 from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
@@ -106,9 +112,15 @@ def all_held_out(source: Source, k: int, seed: int) -> Source:
 
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
     """Yield the training documents of unit u, in file order."""
+    for _, text in training_rows(source, u, seed, reader):
+        yield text
+
+
+def training_rows(source: Source, u: int, seed: int, reader: Reader) -> Iterator[tuple[int, str]]:
+    """Yield the training documents of unit u with their rows, in file order."""
     for rows, row in _rows(source, u, seed, reader, heldout=False):
         assert isinstance(rows, Rows), "a token cache has no texts"
-        yield str(rows.text(row)[0])
+        yield row, str(rows.text(row)[0])
 
 
 def _rows(
@@ -123,22 +135,34 @@ def _rows(
             yield rows, row
 
 
-def _documents(
-    source: Source, tokenizer: Tokenizer, seed: int, reader: Reader
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the held-out documents as text, and as ids with their separators.
+class _Held(NamedTuple):
+    """A held-out document: its text, and its ids with separators."""
 
-    Units come in the order in which they were chosen, and their documents in file order.
+    text: str
+    encoded: Encoded
+
+
+def _documents(source: Source, encoder: Encoder, seed: int, reader: Reader) -> Iterator[_Held]:
+    """Yield the held-out documents of a source.
+
+    Units come in the order in which they were chosen, and their documents in file order. Raises
+    UserError for a row that is no conversation, unless such rows are skipped.
     """
+    tokenizer = encoder.tokenizer
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for u in source.heldout_units:
         for rows, row in _rows(source, u, seed, reader, heldout=True):
             if isinstance(rows, Rows):
                 text = str(rows.text(row)[0])
-                yield text, tokenizer.documents([text])[0]
+                encoded = encoder.documents(source, [text])[0]
+                if encoded.bad is not None and not reader.reading.skip_bad_rows:
+                    raise UserError(bad_row(source, u, row, reader, str(encoded.bad)))
+                if len(encoded.ids):
+                    yield _Held(text, encoded)
             else:
                 ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
-                yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
+                whole = np.array([*begin, *ids, tokenizer.eos], np.int32)
+                yield _Held(tokenizer.decode(ids), Encoded(whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +173,7 @@ class HeldOut:
     scored (n,) bool: which ids are scored
     starts (documents,) int64: where documents begin
     documents: number of documents
-    bytes: UTF-8 bytes of the scored text
+    bytes: UTF-8 bytes of the scored text; 0 if there are conversations, of which only a part counts
     pad: id that fills the last block
     """
 
@@ -189,7 +213,7 @@ class HeldOut:
 
 def prepare(
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     path: Path,
     max_documents: int,
     reading: Reading,
@@ -203,28 +227,73 @@ def prepare(
 
     Raises UserError or RunError as reading does, and UserError if `sources` have no document.
     """
-    reader = Reader(reading)
+    reader, tokenizer = Reader(reading), encoder.tokenizer
     asked = sources or manifest.sources
     token_cache.check_tokenizer(sources, tokenizer)
-    streams = [_documents(source, tokenizer, manifest.seed, reader) for source in asked]
-    ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
-    scored = [np.zeros(len(part), dtype=bool) for part in ids]
-    starts: list[int] = []
-    size, end = 0, len(ids)
-    for text, document in islice(in_turn(streams), max_documents):
+    streams = [_documents(source, encoder, manifest.seed, reader) for source in asked]
+    texts: list[_Held] = []
+    conversations: list[_Held] = []
+    for one in islice(in_turn(streams), max_documents):
         heartbeat.beat("tokenizing the held-out documents")
-        mask, nbytes = _score(text, document, tokenizer, manifest.document_mask)
-        starts.append(end)
-        ids.append(document)
-        scored.append(mask)
-        size, end = size + nbytes, end + len(document)
-    if any(mask.any() for mask in scored):
-        found = (np.concatenate(ids), np.concatenate(scored), np.array(starts, np.int64))
-        _save(HeldOut(*found, len(starts), size, tokenizer.pad), path)
+        (conversations if one.encoded.cuts else texts).append(one)
+    laid = _lay_out(texts, tokenizer, manifest.document_mask)
+    if conversations:
+        laid = _add_conversations(laid, conversations, manifest.seq_len, tokenizer.pad)
+    if laid.scored.any():
+        _save(laid, path)
     elif sources:
         places = ", ".join(source.path for source in sources)
         expected = "at least one document that is not empty"
         raise UserError(Problem("evaluation.sources", places, expected))
+
+
+def _lay_out(texts: Sequence[_Held], tokenizer: Tokenizer, document_mask: bool) -> HeldOut:
+    """Return texts one after the other."""
+    ids = [np.array([tokenizer.eos] if tokenizer.bos is None else [], np.int32)]
+    scored = [np.zeros(len(part), dtype=bool) for part in ids]
+    starts: list[int] = []
+    size, end = 0, len(ids[0])
+    for text, encoded in texts:
+        mask, nbytes = _score(text, encoded.ids, tokenizer, document_mask)
+        starts.append(end)
+        ids.append(encoded.ids)
+        scored.append(mask)
+        size, end = size + nbytes, end + len(encoded.ids)
+    found = (np.concatenate(ids), np.concatenate(scored), np.array(starts, np.int64))
+    return HeldOut(*found, len(texts), size, tokenizer.pad)
+
+
+def _add_conversations(
+    held: HeldOut, conversations: Sequence[_Held], seq_len: int, pad: int
+) -> HeldOut:
+    """Return a set with the sequences of conversations behind it, each whole within `seq_len` ids.
+
+    What is left of these ids is padding, as a document of its own.
+    """
+    sequences = [
+        (one.encoded.ids[first:stop], trained[first:stop])
+        for one in conversations
+        if (trained := one.encoded.trained) is not None
+        for first, stop in pairwise(one.encoded.cuts)
+    ]
+    begin = -(-len(held.ids) // seq_len) * seq_len if held.documents else 0
+    bins = fit([len(ids) for ids, _ in sequences], seq_len)
+    ids = np.full(begin + len(bins) * seq_len, pad, np.int32)
+    scored = np.zeros(len(ids), dtype=bool)
+    starts = held.starts.tolist()
+    if held.documents:
+        ids[: len(held.ids)], scored[: len(held.ids)] = held.ids, held.scored
+        starts += [len(held.ids)] * (len(held.ids) < begin)
+    for number, members in enumerate(bins):
+        end = begin + number * seq_len
+        for index in members:
+            part, trained = sequences[index]
+            starts.append(end)
+            ids[end : end + len(part)], scored[end + 1 : end + len(part)] = part, trained[1:]
+            end += len(part)
+        starts += [end] * (end < begin + (number + 1) * seq_len)
+    count = held.documents + len(conversations)
+    return HeldOut(ids, scored, np.array(starts, np.int64), count, 0, pad)
 
 
 def _score(

@@ -36,6 +36,7 @@ _KEYS = {
     "evaluation.sources": ("evaluation.sources",),
     "seed": ("run.seed",),
     "lanes": ("data.lanes", "data.sources"),
+    "chat": ("chat", "data.sources", "model.tokenizer", "model.from"),
 }
 _ORDER = {"files", "units", "seed", "lanes"}
 _KEPT = {"document_mask", "max_epochs", "evaluation.sources"}

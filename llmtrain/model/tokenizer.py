@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.errors import Problem, UserError, first_line
 
@@ -34,6 +35,15 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
+    tokenizer.save_pretrained(directory)
+
+
+def add_template(directory: Path, template: str, tokens: Sequence[str]) -> None:
+    """Give a saved tokenizer a chat template, and the special tokens of it that it lacks."""
+    tokenizer = _load(str(directory), None)
+    lacking = [token for token in tokens if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in lacking], True)
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
 
 

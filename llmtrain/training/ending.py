@@ -69,7 +69,7 @@ def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, 
 
     The latter were trained on, with U+FFFD in place of these bytes. met: as in `Block.counts`.
     """
-    if met.get("dropped") or met.get("skipped"):
+    if met.get("dropped") or met.get("skipped") or met.get("rejected"):
         counts = {name: count for name, count in met.items() if name != "replaced"}
         journal.event("dropped_documents", step, source=label, **counts)
     if replaced := met.get("replaced"):

@@ -41,6 +41,7 @@ from llmtrain.data.survey import check
 from llmtrain.data.token_cache.file import dtype_code
 from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
@@ -104,7 +105,7 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _what_counts(config: Config) -> Config:
     """Return a config with only those values that can change a token; the rest is not set."""
-    kept = {"path", "name", "split", "revision", "text_column"}
+    kept = {"path", "name", "split", "revision", "text_column", "columns"}
     sources = tuple(
         SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
         for source in config.data.sources
@@ -159,9 +160,14 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         (work / contents.MANIFEST).unlink()
         expected = "documents of text; a token cache is tokenized already"
         raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
+    talks = [source.path for source in manifest.sources if source.form is not None]
+    if talks:
+        (work / contents.MANIFEST).unlink()
+        expected = "documents of text: a token cache cannot say which tokens of a turn are trained"
+        raise UserError(*(Problem("data.sources", path, expected) for path in talks))
     if begun:
         try:
-            check(manifest, data_settings(config), tokenizer)
+            check(manifest, data_settings(config), Encoder(tokenizer))
         except UserError as error:  # its remedies are written for a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error

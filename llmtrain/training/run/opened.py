@@ -12,6 +12,7 @@ from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
@@ -74,12 +75,17 @@ class DataSide:
     """
 
     manifest: Manifest
-    tokenizer: Tokenizer
+    encoder: Encoder
     heldout: HeldOut | None
     stream: Stream
     state: DataState
     changed: tuple[str, ...]
     ended: bool
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, which knows no control tokens in texts."""
+        return self.encoder.tokenizer
 
 
 @dataclass(frozen=True, slots=True)

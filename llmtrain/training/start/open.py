@@ -79,7 +79,7 @@ def start_run(config: Config) -> Iterator[Run]:
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.progress.steps = config.total_steps
             with stage():
-                model = build_model(config, processes, found, revision)
+                model = build_model(config, processes, data.manifest, found, revision)
             with stage():
                 same = not found or resuming.fill_state(config, processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)

@@ -1,4 +1,4 @@
-"""What rank 0 makes once for the data of a run: the tokenizer, then the manifest.
+"""What rank 0 makes once for the data of a run: tokenizer and chat template, then the manifest.
 
 A later start finds both and only checks them.
 """
@@ -10,19 +10,32 @@ import logging
 import os
 import shutil
 import time
+from datetime import datetime
 from pathlib import Path
 
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
+from llmtrain.data.audit.first_rows import check_first_rows
+from llmtrain.data.chat.chat import Chat
+from llmtrain.data.chat.template import template_text
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, check
-from llmtrain.data.survey import Survey, changed_files, freeze, some_texts, survey, training_texts
+from llmtrain.data.survey import (
+    Survey,
+    changed_files,
+    freeze,
+    some_texts,
+    survey,
+    training_texts,
+    values_now,
+)
 from llmtrain.data.tokens.backend import choose_tokenizer
+from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
-from llmtrain.model.tokenizer import save_tokenizer
+from llmtrain.model.tokenizer import add_template, save_tokenizer
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
 
 _log = logging.getLogger(__name__)
@@ -80,7 +93,13 @@ def prepare(
 def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
     _tokenizer(config, found, directory / TOKENIZER, revision)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
-    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
+    tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
+    chat = None
+    if found.has_chat:
+        settings = settings_of(config.chat, datetime.now().isoformat(timespec="seconds"))
+        chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
+        check_first_rows(found, Encoder(tokenizer, chat))
+    manifest = freeze(found, tokenizer, chat and chat_facts(chat))
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
@@ -108,7 +127,7 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
     """
     made_with = manifests.glance(run_dir / MANIFEST)["made_with"]
     settings = data_settings(config)
-    keys = [change.key for change in changes(made_with, settings.values)]
+    keys = [change.key for change in changes(made_with, values_now(made_with, settings))]
     try:
         keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
     except UserError as error:
@@ -144,6 +163,8 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
         save_tokenizer(str(config.model.from_), revision, partial)
     else:
         save_tokenizer(asked, None, partial)
+    if config.chat.template is not None:
+        add_template(partial, *template_text(config.chat.template))
     for path in partial.rglob("*"):  # the manifest, which is synced too, depends on these files
         if path.is_file():
             with path.open("rb") as file:

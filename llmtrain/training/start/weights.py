@@ -20,6 +20,7 @@ from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.disk_space import check_room
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config, TrainingConfig
+from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
@@ -57,7 +58,11 @@ class Built:
 
 
 def build_model(
-    config: Config, processes: Processes, found: Found | None, revision: str | None
+    config: Config,
+    processes: Processes,
+    manifest: Manifest,
+    found: Found | None,
+    revision: str | None,
 ) -> ModelSide:
     """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
 
@@ -75,7 +80,7 @@ def build_model(
     rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
-    hiding = hiding_attention(built.bare, prepared, config.data, precision, launched)
+    hiding = hiding_attention(built.bare, prepared, manifest, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
     trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
