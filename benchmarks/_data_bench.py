@@ -3,6 +3,7 @@
 Nothing heavy is imported at the top: a data worker is spawned, and imports the main file again.
 """
 
+from llmtrain.data.tokens.encode import Encoder
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -114,5 +115,5 @@ def opened(bench: Bench, manifest: Any, g: int, cursors: Any) -> tuple[list[Any]
     for index in range(manifest.lanes):
         first = g + (index - g) % manifest.lanes
         at = [START] if cursors is None else [cursors[index]]
-        lanes.append(Lane(manifest, tokenizer, reader, index, first, at))
+        lanes.append(Lane(manifest, Encoder(tokenizer), reader, index, first, at))
     return lanes, reader

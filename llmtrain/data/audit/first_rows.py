@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from llmtrain.data.audit.ledger import bad_row, place_of_row
 from llmtrain.data.documents.reader import Reader
@@ -13,6 +15,7 @@ from llmtrain.data.heldout import training_rows
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey
 from llmtrain.data.tokens.encode import Encoded, Encoder
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, raise_any
 
 FIRST = 100  # rows of each source
@@ -27,18 +30,33 @@ class _Row(NamedTuple):
     encoded: Encoded
 
 
-def check_first_rows(survey: Survey, encoder: Encoder) -> None:
+def check_first_rows(survey: Survey, encoder: Encoder) -> Encoded:
     """Raise UserError if conversations cannot be trained on, with the rows and the reason.
 
-    Where bad rows are skipped, one good row is enough.
+    Where bad rows are skipped, one good row is enough. Returns the first one that is trained on.
     """
     reader = Reader(survey.reading)
     problems: list[Problem] = []
+    first: Encoded | None = None
     for k, source in enumerate(survey.sources):
         if source.form is not None:
             rows = list(islice(_rows(source, survey.settings.seed, reader, encoder), FIRST))
             problems += _problems(source, f"data.sources.{k}", rows, reader)
+            trained = (one.encoded for one in rows if one.encoded.trained is not None)
+            first = first or next(trained, None)
     raise_any(problems)
+    assert first is not None, "a source without one is a problem"
+    return first
+
+
+def marked(encoded: Encoded, tokenizer: Tokenizer) -> str:
+    """Return the first sequence of a conversation as text, what is trained of it in ⟦…⟧."""
+    assert encoded.trained is not None
+    stop = encoded.cuts[1]
+    flags, ids = encoded.trained[:stop], encoded.ids[:stop]
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), stop]
+    parts = [(tokenizer.decode(ids[a:b]), bool(flags[a])) for a, b in pairwise(edges)]
+    return "".join(f"⟦{text}⟧" if trained else text for text, trained in parts)
 
 
 def _rows(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Iterator[_Row]:

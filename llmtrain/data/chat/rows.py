@@ -118,6 +118,23 @@ def columns_of(form: str, available: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in wanted if name in names and (name != "input" or form == "alpaca"))
 
 
+def needed_columns(form: str) -> tuple[str, ...]:
+    """Return the columns that every row of a form has, in our names."""
+    return _NEEDED[form]
+
+
+def columns_of_form(form: str) -> tuple[str, ...]:
+    """Return all columns that a form may have, in our names."""
+    return columns_of(form, (*_NEEDED[form], *_OPTIONAL))
+
+
+def contents(example: Example) -> str:
+    """Return what is said in a conversation, without roles and template."""
+    if example.text is not None:
+        return "\n".join(example.text)
+    return "\n".join(message["content"] for message in example.messages)
+
+
 def as_text(row: Mapping[str, Any]) -> str:
     """Return a parquet row as one JSON text.
 

@@ -82,6 +82,22 @@ def named(name: str) -> str:
     return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text("utf-8")
 
 
+def template_text(asked: str) -> tuple[str, tuple[str, ...]]:
+    """Return the template that `chat.template` asks for, and the tokens that it needs.
+
+    Raises UserError for what is neither a name, nor a file, nor a template.
+    """
+    if asked in NAMED:
+        return named(asked), NAMED[asked]
+    if "{%" in asked or "{{" in asked:
+        return asked, ()
+    try:
+        return Path(asked).read_text("utf-8"), ()
+    except (OSError, ValueError) as error:
+        expected = f"{', '.join(NAMED)}, a .jinja file or a template ({first_line(error)})"
+        raise UserError(Problem("chat.template", asked, expected)) from error
+
+
 def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Template:
     """Open the template of a tokenizer's directory.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
-from llmtrain.data.audit.first_rows import check_first_rows
+from llmtrain.data.audit.first_rows import check_first_rows, marked
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.manifest import Manifest
@@ -98,7 +98,8 @@ def _write(config: Config, found: Survey, directory: Path, revision: str | None)
     if found.has_chat:
         settings = settings_of(config.chat, datetime.now().isoformat(timespec="seconds"))
         chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
-        check_first_rows(found, Encoder(tokenizer, chat))
+        first = check_first_rows(found, Encoder(tokenizer, chat))
+        _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
     manifest = freeze(found, tokenizer, chat and chat_facts(chat))
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 

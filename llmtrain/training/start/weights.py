@@ -60,7 +60,7 @@ class Built:
 def build_model(
     config: Config,
     processes: Processes,
-    manifest: Manifest,
+    data: Manifest,
     found: Found | None,
     revision: str | None,
 ) -> ModelSide:
@@ -72,6 +72,8 @@ def build_model(
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     built = _build(config, launched, found, revision)
+    if data.chat is not None and data.chat.end_of_turn is not None:
+        end_turns(built.bare, data.chat.end_of_turn["id"])
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -80,13 +82,25 @@ def build_model(
     rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
-    hiding = hiding_attention(built.bare, prepared, manifest, precision, launched)
+    hiding = hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
     trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
+
+
+def end_turns(model: PreTrainedModel, token: int) -> None:
+    """Let generation end with this token too. Every checkpoint has it in `generation_config.json`.
+
+    Without it, a model that was trained to end its turns writes on behind them.
+    """
+    config = model.generation_config
+    if config is not None:
+        known = config.eos_token_id
+        ends = known if isinstance(known, list) else [] if known is None else [known]
+        config.eos_token_id = ends if token in ends else [*ends, token]
 
 
 def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:

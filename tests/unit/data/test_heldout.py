@@ -5,6 +5,7 @@ import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.heldout import HeldOut, load, prepare
@@ -80,7 +81,7 @@ def prepared(place, tmp_path, *, limit=10_000, heldout=0.05, tokenizer=None, **d
     sources = (place / "a.parquet", place / "b.parquet")
     manifest = corpus.manifest_of(place / "tokenizer", *sources, heldout=heldout, **data)
     tokenizer = tokenizer or open_tokenizer(place / "tokenizer")
-    prepare(manifest, tokenizer, tmp_path / "eval.safetensors", limit, Reading(60))
+    prepare(manifest, Encoder(tokenizer), tmp_path / "eval.safetensors", limit, Reading(60))
     return manifest, tokenizer, load(tmp_path / "eval.safetensors")
 
 
@@ -206,7 +207,7 @@ def own(config, place, tmp_path, reading=None):
     manifest = freeze(survey(data_settings(config), 1), tokenizer)
     sources = evaluation_sources(data_settings(config), reading)
     path = tmp_path / "eval.safetensors"
-    prepare(manifest, tokenizer, path, config.evaluation.max_documents, reading, sources)
+    prepare(manifest, Encoder(tokenizer), path, config.evaluation.max_documents, reading, sources)
     return load(path)
 
 
@@ -237,7 +238,7 @@ def test_evaluation_reads_no_more_units_than_it_needs(place, tmp_path, monkeypat
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = freeze(survey(data_settings(config), 1), tokenizer)
     monkeypatch.setattr(Reader, "rows", counting)
-    prepare(manifest, tokenizer, tmp_path / "e", 30, Reading(60), sources)
+    prepare(manifest, Encoder(tokenizer), tmp_path / "e", 30, Reading(60), sources)
     # 15 documents of each: one unit of 40, and three of 5.
     assert sorted(read) == ["evaluation/a.parquet"] + ["evaluation/b.parquet"] * 3
 

@@ -23,6 +23,7 @@ from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
@@ -209,7 +210,7 @@ def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
     tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(Reading(60))
     tokens = Counter()
     for index in range(single.lanes):
-        lane = Lane(single, tokenizer, reader, index, index, [Cursor(0, 0, 0, 0)])
+        lane = Lane(single, Encoder(tokenizer), reader, index, index, [Cursor(0, 0, 0, 0)])
         ids = []
         while lane.cursors[0].epoch == 0:
             ids += lane.take().ids[:-1].tolist()
