@@ -73,12 +73,6 @@ def test_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_t
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "thinks it is alone", "WORLD_SIZE")
 
 
-def test_di_01_two_processes_that_nothing_tells_of_their_cpus_become_two(
-    config: Path, tmp_path: Path
-) -> None:
-    trained(run(accelerate(tmp_path, PLAIN), tmp_path), tmp_path, world_size=2, strategy="ddp")
-
-
 def test_di_02_the_simple_launcher_that_starts_one_of_two_is_refused(
     config: Path, tmp_path: Path
 ) -> None:
@@ -126,13 +120,14 @@ def test_di_06_accelerates_own_default_config_is_named_in_the_log(
     assert "default_config.yaml" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
-def test_di_07_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
+def test_di_01_di_07_a_plain_launch_becomes_two_processes_beside_one_that_holds_its_port(
     config: Path, tmp_path: Path
 ) -> None:
+    """Nothing tells the processes of their CPUs, and the port that was asked for is taken."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = run(accelerate(tmp_path, {**PLAIN, "main_process_port": port}), tmp_path)
-    trained(ended, tmp_path, world_size=2)
+    trained(ended, tmp_path, world_size=2, strategy="ddp")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])

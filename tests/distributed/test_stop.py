@@ -118,8 +118,11 @@ def gone(pids: list[int]) -> Callable[[], bool]:
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGTERM, "signal"), (signal.SIGINT, "signal"), (signal.SIGKILL, "launcher_lost")],
-    ids=["TERM", "Ctrl-C", "KILL"],
+    [
+        pytest.param(signal.SIGTERM, "signal", id="TERM"),
+        pytest.param(signal.SIGINT, "signal", id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "launcher_lost", id="KILL", marks=pytest.mark.slow),  # as F34
+    ],
 )
 def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orphan(
     tmp_path: Path, number: int, reason: str
