@@ -138,6 +138,7 @@ def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_n
     stopped_cleanly(run_dir, reason)
 
 
+@pytest.mark.slow
 def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Path) -> None:
     path, run_dir = endless(tmp_path)
     launcher = launch(path, tmp_path)
