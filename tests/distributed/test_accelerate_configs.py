@@ -31,7 +31,10 @@ FILES = {
     "zero3_multinode": ("zero3", 2),
 }
 # Those that differ from another one in what a single machine without a GPU does not do.
-ALIKE = {"ddp_multinode", "fsdp2_offload", "hsdp_multinode", "zero3_offload", "zero3_multinode"}
+ALIKE = {
+    *("ddp", "ddp_multinode", "fsdp2_offload"),
+    *("hsdp_multinode", "zero3_offload", "zero3_multinode"),
+}
 Ended = tuple[Path, CompletedProcess[str]]
 
 

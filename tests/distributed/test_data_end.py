@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import psutil
+import pytest
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
@@ -38,6 +39,7 @@ def test_a_changed_key_is_refused_until_it_is_accepted(server: Server, tmp_path:
     assert len(events(run_dir, "changes_accepted")) == 1
 
 
+@pytest.mark.slow  # F37 is the same with other strikes
 def test_a_dead_data_worker_costs_no_step(server: Server, tmp_path: Path) -> None:
     def config(folder: Path) -> str:
         made = tiny_config(

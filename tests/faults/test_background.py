@@ -103,6 +103,7 @@ def test_f13_what_cannot_be_written_beside_the_training_is_said(faulty):
     assert run.valid() == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_f32_two_checkpoints_are_valid_at_every_instant(faulty):
     run = faulty(2, **BESIDE, checkpoint__every_steps=2, checkpoint__keep_last=2)
     ranks = run.start("save.write=delay:0.01;retain.delete=delay:0.1;save.rename=delay:0.1")
