@@ -336,26 +336,6 @@ def test_a_checkpoint_of_another_config_is_refused_without_the_runs_config_file(
     assert "optimizer.learning_rate = 0.5" in refused(server, tmp_path, config)
 
 
-def test_weights_of_another_run_start_a_run_that_does_not_need_them_again(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
-    import shutil
-
-    _, run_dir = trained
-    base = tmp_path / "base"
-    shutil.copytree(run_dir / "checkpoints" / "step-00000004", base)
-    config = tiny_config(tmp_path / "second", training__steps=2, checkpoint__every_steps=2)
-    config["model"] = {"from": str(base)}
-    path = write_config(tmp_path, config, "second.yaml")
-    assert server.run(["train", str(path)], 1, tmp_path) == [0], (
-        tmp_path / "output.txt"
-    ).read_text()
-    shutil.rmtree(base)
-    codes = server.run(["train", str(path), "training.steps=4"], 1, tmp_path)
-    assert codes == [0], (tmp_path / "output.txt").read_text()
-    assert status(tmp_path / "second")["step"] == 4
-
-
 def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(
     server: Server, tmp_path: Path
 ) -> None:
