@@ -31,10 +31,6 @@ _BINDING = (
     "evaluation.sources",
     "chat.",
 )
-# Sections that older runs did not know. Their keys bind only where they are set, so that a run that
-# does without them is the same run with any version.
-_LATER: Mapping[str, type[Section]] = {"chat": ChatConfig}
-_NO_DEFAULT = object()
 _OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from", "chat.")
 EPOCHS = "training.epochs"
 _FREE = (
@@ -44,6 +40,15 @@ _FREE = (
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
+# Keys that came after the first runs, with their defaults, and sections of such keys. They bind only
+# where they are set, so that a run that does without them is the same run with any version.
+_NEWER: Mapping[str, object] = {
+    "model.pad_vocab_to": None,
+    "data.sources.*.columns": {},
+    "evaluation.sources.*.columns": {},
+}
+_NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig}
+_NO_DEFAULT = object()
 
 
 class Change(NamedTuple):
@@ -177,10 +182,11 @@ def _binds(key: str) -> bool:
 
 
 def _unset() -> dict[str, object]:
-    """Return the defaults of the keys that older runs did not know."""
-    sections = {name: section().model_dump(mode="json") for name, section in _LATER.items()}
-    columns = {f"{name}.sources.*.columns": {} for name in ("data", "evaluation")}
-    return {**dict(_flat("", sections)), **columns}
+    """Return the defaults of the newer keys, by general name."""
+    sections = {
+        name: section().model_dump(mode="json") for name, section in _NEWER_SECTIONS.items()
+    }
+    return {**_NEWER, **dict(_flat("", sections))}
 
 
 def _flat(key: str, value: object) -> list[tuple[str, object]]:

@@ -35,6 +35,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
+    tokenizer.init_kwargs.pop("auto_map", None)  # code of its own, which nobody should run later
     tokenizer.save_pretrained(directory)
 
 
@@ -47,17 +48,24 @@ def add_template(directory: Path, template: str, tokens: Sequence[str]) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def special_tokens(path: str | Path) -> SpecialTokens:
+def special_tokens(
+    path: str | Path, revision: str | None = None, added: Sequence[str] = ()
+) -> SpecialTokens:
     """Return the length and special tokens of the tokenizer in a directory or of a Hub id.
+
+    revision: of the Hub id; None = main
+    added: tokens that the run adds to it, if it lacks them
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = _load(str(path), None)
+    tokenizer = _load(str(path), revision)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
+    known = tokenizer.get_vocab() if added else {}
+    length = len(tokenizer) + sum(token not in known for token in added)
     return SpecialTokens(
-        len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        length, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
 
 
