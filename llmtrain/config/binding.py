@@ -36,6 +36,9 @@ _FREE = (
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
+# Binding keys that earlier versions did not have, and the values with which those trained. With
+# such a value a key is left out: a run that began before there was the key can still be resumed.
+_LATER: Mapping[str, object] = {"optimizer.name": "adamw", "optimizer.groups": []}
 
 
 class Change(NamedTuple):
@@ -63,7 +66,8 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    binding = {key: value for key, value in values.items() if _binds(key)}
+    bound = {key: value for key, value in values.items() if _binds(key)}
+    binding = {k: v for k, v in bound.items() if k not in _LATER or v != _LATER[k]}
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -102,6 +106,7 @@ def data_settings(config: Config) -> DataSettings:
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
     """Return the differences between the binding values of two configs."""
+    old, new = {**_LATER, **old}, {**_LATER, **new}
     found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
     return [change for change in found if change.old != change.new]
 
