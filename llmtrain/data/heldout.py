@@ -21,8 +21,8 @@ import heapq
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 from typing import TypeVar
 
@@ -142,6 +142,20 @@ def _documents(
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The documents of one source in a held-out set.
+
+    bytes: UTF-8 bytes of their scored text
+    chat: whether they are conversations, of which a byte says nothing
+    """
+
+    label: str
+    documents: int
+    bytes: int
+    chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class HeldOut:
     """The held-out set as tokens.
 
@@ -151,6 +165,8 @@ class HeldOut:
     documents: number of documents
     bytes: UTF-8 bytes of the scored text
     pad: id that fills the last block
+    parts: the sources, if there are several, or if one is chat
+    owners (documents,) int64: number of each document's source in `parts`; None without parts
     """
 
     ids: np.ndarray
@@ -159,6 +175,8 @@ class HeldOut:
     documents: int
     bytes: int
     pad: int
+    parts: tuple[Part, ...] = ()
+    owners: np.ndarray | None = None
 
     def num_blocks(self, seq_len: int) -> int:
         """Return the number of blocks of `seq_len` positions that cover every token once."""
@@ -186,6 +204,17 @@ class HeldOut:
         labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
         return ids, labels, starts.astype(np.int32)
 
+    def block_parts(self, g: int, seq_len: int) -> np.ndarray:
+        """Return the number in `parts` of the source of each label of block g, (S,) int64.
+
+        Labels before the first document, and behind the last one, are not scored.
+        """
+        assert self.owners is not None, "there are no parts"
+        labels = np.arange(1, seq_len + 1) + g * seq_len
+        documents = np.searchsorted(self.starts, labels, side="right") - 1
+        found: np.ndarray = self.owners[documents.clip(0)]
+        return found
+
 
 def prepare(
     manifest: Manifest,
@@ -206,25 +235,40 @@ def prepare(
     reader = Reader(reading)
     asked = sources or manifest.sources
     token_cache.check_tokenizer(sources, tokenizer)
-    streams = [_documents(source, tokenizer, manifest.seed, reader) for source in asked]
+    streams = [
+        zip(repeat(k), _documents(source, tokenizer, manifest.seed, reader), strict=False)
+        for k, source in enumerate(asked)
+    ]
     ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
     scored = [np.zeros(len(part), dtype=bool) for part in ids]
     starts: list[int] = []
-    size, end = 0, len(ids)
-    for text, document in islice(in_turn(streams), max_documents):
+    owners: list[int] = []
+    sizes, end = [0] * len(asked), len(ids)
+    for k, (text, document) in islice(in_turn(streams), max_documents):
         heartbeat.beat("tokenizing the held-out documents")
         mask, nbytes = _score(text, document, tokenizer, manifest.document_mask)
         starts.append(end)
+        owners.append(k)
         ids.append(document)
         scored.append(mask)
-        size, end = size + nbytes, end + len(document)
+        sizes[k] += nbytes
+        end += len(document)
     if any(mask.any() for mask in scored):
         found = (np.concatenate(ids), np.concatenate(scored), np.array(starts, np.int64))
-        _save(HeldOut(*found, len(starts), size, tokenizer.pad), path)
+        parts = [Part(s.label, owners.count(k), sizes[k]) for k, s in enumerate(asked)]
+        whole = HeldOut(*found, len(starts), sum(sizes), tokenizer.pad)
+        _save(_with_parts(whole, parts, owners), path)
     elif sources:
         places = ", ".join(source.path for source in sources)
         expected = "at least one document that is not empty"
         raise UserError(Problem("evaluation.sources", places, expected))
+
+
+def _with_parts(held: HeldOut, parts: Sequence[Part], owners: Sequence[int]) -> HeldOut:
+    """Return the held-out set with its sources, unless a single one is text."""
+    if len(parts) == 1 and not parts[0].chat:
+        return held
+    return replace(held, parts=tuple(parts), owners=np.array(owners, np.int64))
 
 
 def _score(
@@ -258,15 +302,24 @@ def load(path: Path) -> HeldOut | None:
         return None
     with safe_open(str(path), framework="numpy") as file:
         facts = json.loads(file.metadata()["heldout"])
+        parts = tuple(Part(**part) for part in facts.pop("parts", ()))
         tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
-        return HeldOut(*tensors, **facts)
+        owners = file.get_tensor("owners") if parts else None
+        return HeldOut(*tensors, **facts, parts=parts, owners=owners)
 
 
 def _save(held: HeldOut, path: Path) -> None:
     from safetensors.numpy import save
 
-    facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
+    facts: dict[str, object] = {
+        "documents": held.documents,
+        "bytes": held.bytes,
+        "pad": held.pad,
+    }
     tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
+    if held.owners is not None:
+        facts["parts"] = [asdict(part) for part in held.parts]
+        tensors["owners"] = held.owners
     durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
