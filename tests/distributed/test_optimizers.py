@@ -33,8 +33,8 @@ def train(server: Server, folder: Path, world_size: int, job: Job) -> dict[str, 
     ("world_size", "job"),
     [
         (2, Job("fsdp2", "thin", micro=4, optimizer="muon")),
-        pytest.param(4, Job("fsdp2", "odd", micro=2, optimizer="muon"), marks=pytest.mark.wide),
-        pytest.param(4, Job("hsdp", "thin", micro=2, optimizer="muon"), marks=pytest.mark.wide),
+        (4, Job("fsdp2", "odd", micro=2, optimizer="muon")),
+        (4, Job("hsdp", "thin", micro=2, optimizer="muon")),
     ],
     ids=["one row", "fewer rows than ranks", "hsdp"],
 )
