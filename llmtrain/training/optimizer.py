@@ -61,7 +61,8 @@ def make_optimizer(
     ]
     match config.name:
         case "adamw":
-            return torch.optim.AdamW(groups, betas=config.betas, fused=fused)
+            rate = config.learning_rate
+            return torch.optim.AdamW(groups, rate, config.betas, fused=fused)
         case "muon":
             return MuonAndAdamW(groups, config.betas, fused=fused)
         case "adamw_8bit":
