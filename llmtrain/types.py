@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +83,12 @@ def tensor_bytes(tensor: TensorSpec) -> int:
     return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
 
 
+# The optimizer that updates a parameter; also the names of `optimizer.name`.
+Algorithm = Literal["adamw", "adamw_8bit", "muon"]
+
+# Name → dtype and shape of each tensor that an optimizer keeps for one parameter.
+StateSpec = Mapping[str, TensorSpec]
+
 # File name → tensor name → dtype and shape, in the order of the files. Equal on all ranks.
 Spec = Mapping[str, Mapping[str, TensorSpec]]
 
@@ -107,12 +113,14 @@ class ParameterShape:
     trainable: whether it has a gradient
     cast: whether autocast keeps a bf16 copy of it for the backward
     block: number of the repeated block that it is in; None outside of them
+    algorithm: the optimizer that updates it
     """
 
     shape: tuple[int, ...]
     trainable: bool
     cast: bool
     block: int | None
+    algorithm: Algorithm = "adamw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,16 +295,20 @@ class Evaluation:
     """The result of an evaluation on held-out data.
 
     loss: nats per scored token
-    bits_per_byte: over the UTF-8 bytes of the scored documents
+    bits_per_byte: over the UTF-8 bytes of the scored documents; None if some are conversations,
+        whose bytes include those of a template
+    seconds: how long it took; 0 in a result of `sources`, as all are scored together
+    sources: label → the result on its documents, if there are several sources
     """
 
     loss: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     bytes: int
     documents: int
     seconds: float
+    sources: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ _NEWER: Mapping[str, object] = {
     "model.pad_vocab_to": None,
     "data.sources.*.columns": {},
     "evaluation.sources.*.columns": {},
+    "optimizer.name": "adamw",
+    "optimizer.groups": [],
 }
 _NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig}
 _NO_DEFAULT = object()
@@ -126,6 +128,7 @@ def data_settings(config: Config) -> DataSettings:
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
     """Return the differences between the binding values of two configs."""
+    old, new = {**_LATER, **old}, {**_LATER, **new}
     found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
     return [change for change in found if change.old != change.new]
 

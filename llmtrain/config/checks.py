@@ -21,6 +21,7 @@ from llmtrain.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DistributedConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -28,10 +29,17 @@ from llmtrain.config.schema import (
     TrainingConfig,
 )
 from llmtrain.errors import Problem
+from llmtrain.types import Algorithm
 
 # A function that returns what is wrong with some sections; its parameters have their names.
 Rule = Callable[..., Iterable[Problem]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
+# Optimizers that do not work under all strategies. Muon needs whole matrices: FSDP2 can gather them,
+# ZeRO cuts them anywhere. 8-bit moments have a scale for each block of a whole parameter.
+_STRATEGIES: Mapping[Algorithm, tuple[str, ...]] = {
+    "muon": ("ddp", "hsdp", "fsdp2"),
+    "adamw_8bit": ("ddp",),
+}
 
 
 def check(config: Config) -> list[Problem]:
@@ -161,6 +169,36 @@ def check_best(
         yield Problem("checkpoint.keep_best", checkpoint.keep_best, expected, remedy)
 
 
+def check_patience(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
+    """Check that there are evaluations to lose patience with."""
+    if evaluation.patience is not None and not evaluates(data, evaluation):
+        expected = "null without an evaluation: data.heldout is 0, evaluation.sources is empty"
+        remedy = "evaluation.patience=null, or data.heldout=0.005"
+        yield Problem("evaluation.patience", evaluation.patience, expected, remedy)
+
+
+def check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> list[Problem]:
+    """Check that the strategy, if one is named, can run the optimizer."""
+    asked = distributed.strategy
+    if asked == "auto" or asked in supported(optimizer.name, [asked]):
+        return []
+    return [unsupported(optimizer.name, asked)]
+
+
+def supported(optimizer: Algorithm, strategies: Iterable[str]) -> tuple[str, ...]:
+    """Return those of some strategies under which an optimizer works."""
+    only = _STRATEGIES.get(optimizer)
+    return tuple(name for name in strategies if only is None or name in only)
+
+
+def unsupported(optimizer: Algorithm, strategy: str) -> Problem:
+    """Return the problem of an optimizer that does not work under a strategy."""
+    only = _STRATEGIES[optimizer]
+    expected = f"adamw under {strategy}; {optimizer} works only under {' or '.join(only)}"
+    remedy = f"distributed.strategy={only[-1]}, or optimizer.name=adamw"
+    return Problem("optimizer.name", optimizer, expected, remedy)
+
+
 def check_stop_after(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that `stop_after` is a length of time."""
     value = checkpoint.stop_after
@@ -203,6 +241,8 @@ RULES: tuple[Rule, ...] = (
     check_warmup,
     check_retention,
     check_best,
+    check_patience,
+    check_optimizer,
     check_stop_after,
     check_resume,
     check_accepted,

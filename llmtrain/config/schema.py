@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmtrain.types import Algorithm
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
@@ -178,21 +180,41 @@ class TrainingConfig(Section):
     """This many skipped updates in a row end the run."""
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+class GroupConfig(Section):
+    """Parameters with a learning rate or decay of their own."""
 
+    match: Text
+    """Pattern (with * and ?) of parameter names; a parameter belongs to the first entry that
+    matches.
+    """
+    learning_rate: AboveZero | None = None
+    """Peak learning rate; null = that of all others."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Decay, also of what is not decayed otherwise; null = as for all others."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Algorithm = "adamw"
+    """adamw; adamw_8bit (bitsandbytes, where the model is not sharded); muon: for the matrices
+    between embedding and head, with AdamW for the rest (not under ZeRO; under FSDP2 losses depend
+    on the number of processes).
+    """
     learning_rate: AboveZero = 3e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay of weight matrices; none on embeddings, norms and biases."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """Decay rates of AdamW's two moments."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: AboveZero = 100
     """Steps of linear warm-up; a fraction below 1 is a share of the steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Last learning rate as a share of the peak."""
+    groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = ()
+    """Exceptions for some parameters: their learning rate, their decay."""
 
 
 class DdpConfig(Section):
@@ -234,7 +256,9 @@ class CheckpointConfig(Section):
     keep_every: Count = 0
     """Checkpoints at multiples of this many steps are kept permanently; 0 = none."""
     keep_best: Count = 1
-    """Checkpoints of lowest held-out loss to keep."""
+    """Checkpoints of lowest held-out loss to keep; each evaluation that is the best so far is
+    saved. 0 = none.
+    """
     background: bool | Auto = "auto"
     """Whether files are written beside the training; auto = with a GPU."""
     stop_after: Text | None = None
@@ -272,6 +296,8 @@ class EvaluationConfig(Section):
     """Held-out documents that are scored."""
     prompts: Texts = ()
     """Texts that the model continues at every evaluation."""
+    patience: Positive | None = None
+    """This many evaluations in a row without a lower loss end the run; null = never."""
 
 
 class LoggingConfig(Section):

@@ -56,6 +56,7 @@ _NAMES = {
     "checkpoint.keep_best": "load_best_model_at_end",
     "evaluation.every_steps": "eval_steps eval_interval eval_every",
     "evaluation.max_documents": "max_eval_samples",
+    "evaluation.patience": "early_stopping_patience",
     "logging.every_steps": "logging_steps log_interval log_every",
     "logging.trackers": "report_to log_with",
 }
@@ -89,7 +90,7 @@ _CONVERTED = {
         "training.precision",
         "bf16 or fp32; fp16 is not offered",
     ),
-    "optim": ("", "the optimizer is AdamW"),
+    "optim": ("optimizer.name", "adamw, adamw_8bit or muon"),
     "num_processes num_gpus": ("", "use --processes N, or num_processes in the accelerate file"),
     "ddp_timeout": ("distributed.timeout_minutes", "in minutes: seconds / 60"),
     "eval_iters": ("evaluation.max_documents", "documents, not batches"),
@@ -159,7 +160,7 @@ def near_section(name: str) -> str:
 
 
 def _candidates(general: str) -> list[str]:
-    """Return our keys; those of a source only if it may be meant (not for `optimizer.name`)."""
+    """Return our keys; those of a source only if it may be meant (not for `training.path`)."""
     anywhere = "." not in general or general.startswith(("data.", "evaluation.sources."))
     return [key.name for key in all_keys() if anywhere or ITEM not in key.name]
 

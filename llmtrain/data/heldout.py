@@ -3,50 +3,33 @@
 A few units of a source are its evaluation units. A document in them is held out if the hash of its
 id is below a threshold. So the split does not depend on file order or on what else is read, and one
 pass over the held-out documents reads a few units, not the whole source.
-
-The held-out set is one stream, in which every token of a document is scored once:
-
-    ids      eos  d o c u m e n t  eos  d o c  eos …        scored: the letters
-
-(a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
-
-Behind the texts come the conversations, which are never cut: `seq_len` ids at a time are filled
-with whole sequences and padding, and what the model would have to say is scored.
-
-The trap: with a document mask and no begin token, nothing precedes a document's first token, so
-training never predicts it. Then it is not scored and its bytes are not counted, so that
-bits_per_byte covers only tokens that a model could learn.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice, pairwise
+from dataclasses import replace
+from itertools import chain, cycle, islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from llmtrain import durable, heartbeat
+from llmtrain import heartbeat
 from llmtrain.data.audit.ledger import bad_row
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest, Source
-from llmtrain.data.packing import fit
+from llmtrain.data.heldout_set import Held, lay_out, save
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encoder
-from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
-from llmtrain.types import NOT_TRAINED
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
-FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
 _WHOLE = 1 << 64
 T = TypeVar("T")
 
@@ -135,15 +118,10 @@ def _rows(
             yield rows, row
 
 
-class _Held(NamedTuple):
-    """A held-out document: its text, and its ids with separators."""
-
-    text: str
-    encoded: Encoded
-
-
-def _documents(source: Source, encoder: Encoder, seed: int, reader: Reader) -> Iterator[_Held]:
-    """Yield the held-out documents of a source.
+def _documents(
+    source: Source, k: int, encoder: Encoder, seed: int, reader: Reader
+) -> Iterator[Held]:
+    """Yield the held-out documents of source number k.
 
     Units come in the order in which they were chosen, and their documents in file order. Raises
     UserError for a row that is no conversation, unless such rows are skipped.
@@ -158,57 +136,11 @@ def _documents(source: Source, encoder: Encoder, seed: int, reader: Reader) -> I
                 if encoded.bad is not None and not reader.reading.skip_bad_rows:
                     raise UserError(bad_row(source, u, row, reader, str(encoded.bad)))
                 if len(encoded.ids):
-                    yield _Held(text, encoded)
+                    yield Held(k, text, encoded)
             else:
                 ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
                 whole = np.array([*begin, *ids, tokenizer.eos], np.int32)
-                yield _Held(tokenizer.decode(ids), Encoded(whole))
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """The held-out set as tokens.
-
-    ids (n,) int32
-    scored (n,) bool: which ids are scored
-    starts (documents,) int64: where documents begin
-    documents: number of documents
-    bytes: UTF-8 bytes of the scored text; 0 if there are conversations, of which only a part counts
-    pad: id that fills the last block
-    """
-
-    ids: np.ndarray
-    scored: np.ndarray
-    starts: np.ndarray
-    documents: int
-    bytes: int
-    pad: int
-
-    def num_blocks(self, seq_len: int) -> int:
-        """Return the number of blocks of `seq_len` positions that cover every token once."""
-        return max(1, math.ceil((len(self.ids) - 1) / seq_len))
-
-    def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, labels and starts of block g.
-
-        ids (S + 1,) int32
-        labels (S,) int64: −100 = not scored
-        starts (n,) int32: where documents begin in ids[:-1]; the first is 0
-
-        After the last token there is padding, as a document of its own; also in blocks after the
-        last.
-        """
-        begin = g * seq_len
-        part = slice(begin, begin + seq_len + 1)
-        ids = np.full(seq_len + 1, self.pad, dtype=np.int32)
-        scored = np.zeros(seq_len + 1, dtype=bool)
-        found = self.ids[part]
-        ids[: len(found)], scored[: len(found)] = found, self.scored[part]
-        first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
-        starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
-        starts = starts[starts < seq_len] if len(found) else starts[:1]
-        labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
-        return ids, labels, starts.astype(np.int32)
+                yield Held(k, tokenizer.decode(ids), Encoded(whole))
 
 
 def prepare(
@@ -230,113 +162,23 @@ def prepare(
     reader, tokenizer = Reader(reading), encoder.tokenizer
     asked = sources or manifest.sources
     token_cache.check_tokenizer(sources, tokenizer)
-    streams = [_documents(source, encoder, manifest.seed, reader) for source in asked]
-    texts: list[_Held] = []
-    conversations: list[_Held] = []
+    streams = [
+        _documents(source, k, encoder, manifest.seed, reader) for k, source in enumerate(asked)
+    ]
+    documents: list[Held] = []
     for one in islice(in_turn(streams), max_documents):
         heartbeat.beat("tokenizing the held-out documents")
-        (conversations if one.encoded.cuts else texts).append(one)
-    laid = _lay_out(texts, tokenizer, manifest.document_mask)
-    if conversations:
-        laid = _add_conversations(laid, conversations, manifest.seq_len, tokenizer.pad)
-    if laid.scored.any():
-        _save(laid, path)
+        documents.append(one)
+    parts = [(source.label, source.form is not None) for source in asked]
+    held = lay_out(
+        documents, parts, tokenizer, document_mask=manifest.document_mask, seq_len=manifest.seq_len
+    )
+    if held.scored.any():
+        save(held, path)
     elif sources:
         places = ", ".join(source.path for source in sources)
         expected = "at least one document that is not empty"
         raise UserError(Problem("evaluation.sources", places, expected))
-
-
-def _lay_out(texts: Sequence[_Held], tokenizer: Tokenizer, document_mask: bool) -> HeldOut:
-    """Return texts one after the other."""
-    ids = [np.array([tokenizer.eos] if tokenizer.bos is None else [], np.int32)]
-    scored = [np.zeros(len(part), dtype=bool) for part in ids]
-    starts: list[int] = []
-    size, end = 0, len(ids[0])
-    for text, encoded in texts:
-        mask, nbytes = _score(text, encoded.ids, tokenizer, document_mask)
-        starts.append(end)
-        ids.append(encoded.ids)
-        scored.append(mask)
-        size, end = size + nbytes, end + len(encoded.ids)
-    found = (np.concatenate(ids), np.concatenate(scored), np.array(starts, np.int64))
-    return HeldOut(*found, len(texts), size, tokenizer.pad)
-
-
-def _add_conversations(
-    held: HeldOut, conversations: Sequence[_Held], seq_len: int, pad: int
-) -> HeldOut:
-    """Return a set with the sequences of conversations behind it, each whole within `seq_len` ids.
-
-    What is left of these ids is padding, as a document of its own.
-    """
-    sequences = [
-        (one.encoded.ids[first:stop], trained[first:stop])
-        for one in conversations
-        if (trained := one.encoded.trained) is not None
-        for first, stop in pairwise(one.encoded.cuts)
-    ]
-    begin = -(-len(held.ids) // seq_len) * seq_len if held.documents else 0
-    bins = fit([len(ids) for ids, _ in sequences], seq_len)
-    ids = np.full(begin + len(bins) * seq_len, pad, np.int32)
-    scored = np.zeros(len(ids), dtype=bool)
-    starts = held.starts.tolist()
-    if held.documents:
-        ids[: len(held.ids)], scored[: len(held.ids)] = held.ids, held.scored
-        starts += [len(held.ids)] * (len(held.ids) < begin)
-    for number, members in enumerate(bins):
-        end = begin + number * seq_len
-        for index in members:
-            part, trained = sequences[index]
-            starts.append(end)
-            ids[end : end + len(part)], scored[end + 1 : end + len(part)] = part, trained[1:]
-            end += len(part)
-        starts += [end] * (end < begin + (number + 1) * seq_len)
-    count = held.documents + len(conversations)
-    return HeldOut(ids, scored, np.array(starts, np.int64), count, 0, pad)
-
-
-def _score(
-    text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
-) -> tuple[np.ndarray, int]:
-    """Return which tokens of a document are scored, (n,) bool, and the UTF-8 bytes of their text.
-
-    Separators are not scored. With a document mask and no begin token, neither are the tokens of
-    the first character.
-    """
-    mask, size = np.ones(len(ids), dtype=bool), len(text.encode())
-    mask[-1] = False
-    if tokenizer.bos is not None:
-        mask[0] = False
-    elif document_mask:
-        for count in range(1, min(FIRST_TOKENS, len(ids) - 1) + 1):
-            first = tokenizer.decode(ids[:count])
-            if first and text.startswith(first):
-                mask[:count] = False
-                return mask, size - len(first.encode())
-        mask[0] = False  # the tokenizer changes the text: leave out the bytes of an average token
-        return mask, size - size // max(1, len(ids) - 1)
-    return mask, size
-
-
-def load(path: Path) -> HeldOut | None:
-    """Return what `prepare` wrote, or None if nothing was held out."""
-    from safetensors import safe_open
-
-    if not path.exists():
-        return None
-    with safe_open(str(path), framework="numpy") as file:
-        facts = json.loads(file.metadata()["heldout"])
-        tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
-        return HeldOut(*tensors, **facts)
-
-
-def _save(held: HeldOut, path: Path) -> None:
-    from safetensors.numpy import save
-
-    facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
-    tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
-    durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
 def in_turn(streams: Sequence[Iterator[T]]) -> Iterator[T]:

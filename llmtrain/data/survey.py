@@ -47,17 +47,16 @@ __all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The sources with units and split, before there is a tokenizer."""
+    """The sources with units and split, before there is a tokenizer.
+
+    has_chat: whether any of them has conversations, or any of `evaluation.sources`
+    """
 
     sources: tuple[Source, ...]
     lanes: int
     settings: DataSettings
     reading: Reading
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether any source has conversations."""
-        return any(source.form is not None for source in self.sources)
+    has_chat: bool
 
 
 def survey(
@@ -85,11 +84,12 @@ def survey(
     drafts = _each(lambda one: _draft(*one, reader), both)
     _warn_of_shared_files([source for source, _ in drafts])
     _tell_of_text_files([source for source, _ in drafts])
+    has_chat = any(source.form is not None for source, _ in drafts)
     drafts = drafts[: len(named)]
-    chat = [source.form is not None for source, _ in drafts]
-    raise_any(_unfit_packing(data, any(chat)))
+    raise_any(_unfit_packing(data, has_chat))
     units = sum(len(parts) for _, parts in drafts)
-    auto = default_lanes(processes, units, chat=all(chat))
+    only_chat = all(source.form is not None for source, _ in drafts)
+    auto = default_lanes(processes, units, chat=only_chat)
     lanes = lanes or (auto if data.lanes == "auto" else data.lanes)
     sources = [
         replace(
@@ -101,7 +101,7 @@ def survey(
     ]
     share = 0.0 if settings.evaluation else data.heldout
     split = _each(lambda k: _split(sources[k], k, share, seed, reader), range(len(sources)))
-    return Survey(tuple(split), lanes, settings, reading)
+    return Survey(tuple(split), lanes, settings, reading, has_chat)
 
 
 def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:

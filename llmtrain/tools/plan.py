@@ -16,7 +16,6 @@ from llmtrain.checkpoint.disk_space import most_at_once
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
-from llmtrain.distributed.launch.environment import allowed_strategies
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan.memory import (
     Hardware,
@@ -101,7 +100,7 @@ class Plan:
     def suggestions(self) -> tuple[str, ...]:
         """Remedies that make the nearest miss fit, or need less; empty if something fits."""
         near = self.choice.nearest_miss
-        return () if self.chosen or near is None else tuple(_suggestions(near))
+        return () if self.chosen or near is None else tuple(_suggestions(near, self.shape))
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain plan --json` prints."""
@@ -168,7 +167,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
     If activations cannot be counted, the rest is computed, and `uncounted` is the reason.
     """
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
-    allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None
+    allowed, uncounted = planning.strategies_for(config, {}), None
     try:
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:
@@ -211,7 +210,7 @@ def _unknown(one: Candidate) -> dict[str, Any]:
     return {"parts": parts, "total_bytes": None, "host_bytes": None, "fits": fits}
 
 
-def _suggestions(near: Candidate) -> Iterator[str]:
+def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
     """Yield remedies that make the nearest miss fit, or need less memory.
 
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
@@ -220,7 +219,8 @@ def _suggestions(near: Candidate) -> Iterator[str]:
     yield near.remedy
     if moments:
         where = near.layout.strategy
-        yield f"8-bit Adam would save {gib(3 * moments // 4)} of {where}; it is not supported yet"
+        if where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
+            yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
         saved = gib(gradients + moments)
         yield f"adapters (LoRA) would save up to {saved} of {where}; they are not supported yet"
 

@@ -92,7 +92,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "optimizer_steps": run.engine.optimizer_steps(),
         "evaluation": run.log.last_evaluation,
         "skipped_in_a_row": run.guards.skipped_in_a_row,
-        "patience": None,
+        "patience": None if run.due.patience is None else run.due.without_gain,
         "ended": run.due.data_ended,
         "auto": json.loads(run.processes.auto.to_bytes()),
         "versions": run.processes.versions,

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmtrain.distributed.engines import state
+from llmtrain.distributed.optimizer_state import states
 from llmtrain.types import Piece, Spec
 
 Kind = Literal["partitions", "bf16", "fragments"]
@@ -84,6 +85,7 @@ def kind(optimizer: Any) -> Kind:
 def create_state(optimizer: Any) -> None:
     """Give every master of this rank moments of zero and a step count of 0."""
     base = optimizer.optimizer
+    moments = states("adamw", ())  # ZeRO has no other optimizer
     counts_on_host = type(base).__name__ == "DeepSpeedCPUAdam"  # a Python number
     fused = any(group.get("fused") for group in base.param_groups)
     for master in vars(optimizer)[_MASTERS[kind(optimizer)]]:
@@ -91,7 +93,7 @@ def create_state(optimizer: Any) -> None:
         step = 0 if counts_on_host else torch.zeros((), dtype=torch.float32, device=device)
         base.state[master] = {
             "step": step,
-            **{moment: torch.zeros_like(master, requires_grad=False) for moment in state.MOMENTS},
+            **{moment: torch.zeros_like(master, requires_grad=False) for moment in moments},
         }
     if kind(optimizer) != "partitions":
         # A backward or a step may have linked the old moments already, so link them again.

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 
+from llmtrain.distributed.optimizer_state import state_bytes
 from llmtrain.types import ModelShape, ParameterShape, Saved
 
 # The arithmetic of a forward, as in `model.count`:
@@ -161,18 +162,18 @@ def memory(
 
 
 def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Hardware) -> States:
-    """Return the bytes of parameters, fp32 gradients and AdamW's two fp32 moments on a rank.
+    """Return the bytes of parameters, fp32 gradients and the optimizer's state on a rank.
 
-    For ZeRO the optimizer's bytes include the fp32 masters.
+    For ZeRO, which has AdamW alone, the optimizer's bytes include the fp32 masters.
     """
     count, trainable = shape.parameters, trained_parameters(shape)
     across = shards(strategy, hardware)
     if strategy in FSDP:
-        mine = _by_rows(trainable, across)
-        return States(4 * _by_rows(count, across), 4 * mine, 8 * mine)
+        kept = sum(state_bytes(one.algorithm, _rows(one, across)) for one in trainable)
+        return States(4 * _by_rows(count, across), 4 * _by_rows(trainable, across), kept)
     if strategy in ZERO:
         return _zero_states(shape, strategy, precision, across)
-    return States(4 * shape.count, 4 * shape.trainable, 8 * shape.trainable)
+    return States(4 * shape.count, 4 * shape.trainable, _optimizer_bytes(trainable))
 
 
 def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:
@@ -214,8 +215,8 @@ def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Return the bytes of a checkpoint's fp32 weights and moments. Other files add a few MB."""
-    return 4 * shape.count + 8 * shape.trainable
+    """Return the bytes of a checkpoint's tensors. Other files add a few MB."""
+    return 4 * shape.count + _optimizer_bytes(trained_parameters(shape))
 
 
 def trained_parameters(shape: ModelShape) -> list[ParameterShape]:
@@ -241,12 +242,19 @@ def _compute_bytes(precision: str) -> int:
     return 4 if precision == "fp32" else 2
 
 
+def _optimizer_bytes(parameters: Iterable[ParameterShape]) -> int:
+    """Return the bytes of the optimizer's state of whole parameters."""
+    return sum(state_bytes(one.algorithm, one.shape) for one in parameters)
+
+
 def _by_rows(parameters: Iterable[ParameterShape], across: int) -> int:
     """Return the first rank's elements, the most of all ranks, if dim 0 is split over ranks."""
-    return sum(
-        -(-one.shape[0] // across) * math.prod(one.shape[1:]) if one.shape else 1
-        for one in parameters
-    )
+    return sum(math.prod(_rows(one, across)) for one in parameters)
+
+
+def _rows(one: ParameterShape, across: int) -> tuple[int, ...]:
+    """Return the shape of the first rank's part of a parameter."""
+    return (-(-one.shape[0] // across), *one.shape[1:]) if one.shape else ()
 
 
 def _by_elements(parameters: Iterable[ParameterShape], across: int) -> int:

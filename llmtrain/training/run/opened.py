@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from llmtrain.config.binding import Bound
-from llmtrain.data.heldout import HeldOut
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream

@@ -15,11 +15,11 @@ from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainingConfig
-from llmtrain.data import heldout, survey
+from llmtrain.data import heldout, heldout_set, survey
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE
-from llmtrain.data.heldout import HeldOut
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, carry_over, check, differing
@@ -170,7 +170,7 @@ def _open_heldout(
     """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
     path = config.run_dir / HELDOUT
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, encoder, path, reading))
-    held = agreed(ranks, lambda: heldout.load(path))
+    held = agreed(ranks, lambda: heldout_set.load(path))
     tokens = len(held.ids) if held else 0
     wanted = from_rank_zero(ranks, lambda: tokens)
 
@@ -190,7 +190,7 @@ def _prepare_heldout(
 
     try:
         if path.exists():
-            heldout.load(path)
+            heldout_set.load(path)
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)

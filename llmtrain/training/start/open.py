@@ -151,6 +151,9 @@ def _assemble(
         last_evaluation=evaluation["step"] if evaluation else None,
         heldout=data.heldout is not None,
         data_ended=data.ended,
+        keep_best=config.checkpoint.keep_best > 0,
+        patience=config.evaluation.patience,
+        without_gain=saved.get("patience") or 0,
     )
     rows = config.training.global_batch_size // launched.ranks.world_size
     planned = processes.planned.memory

@@ -15,13 +15,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtrain.checkpoint import format as form
+from llmtrain.config.checks import supported, unsupported
 from llmtrain.config.schema import ChatConfig, Config, TrainTokenizer
+from llmtrain.data.chat.template import NAMED
 from llmtrain.distributed.engines import zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family
@@ -46,6 +49,7 @@ from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
 from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status
+from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.opened import Planned
 from llmtrain.training.start.base import find_base
 from llmtrain.types import ModelShape, Saved
@@ -93,7 +97,8 @@ def describe(
         seq_len, freeze = config.data.seq_len, config.model.freeze
         return count_saved(found, seq_len, arithmetic, checkpointing, freeze)
 
-    return PaperModel(census(found, config.model.freeze), count)
+    updates = partial(algorithms, config.optimizer)
+    return PaperModel(census(found, config.model.freeze, updates), count)
 
 
 def _check_depth(model_config: Any, hardware: Hardware) -> None:
@@ -166,9 +171,7 @@ def plan_start(
     hardware = this_machine(config, os.environ)
     model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu)
-    allowed, without = _possible(
-        allowed_strategies(os.environ, config.distributed.strategy), cpu=hardware.cpu
-    )
+    allowed, without = _possible(strategies_for(config, os.environ), cpu=hardware.cpu)
     resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
@@ -183,6 +186,18 @@ def plan_start(
     layout, needed = choice.chosen.layout, choice.chosen.memory
     planned = Planned(layout, model.shape, hardware, needed, choice.reason)
     return _prefer_frozen(planned, model.count, asked, run_dir)
+
+
+def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the strategies that this launch and the optimizer allow, the preferred one first.
+
+    Raises UserError if the launch names a strategy that the optimizer does not work under.
+    """
+    launched = allowed_strategies(env, config.distributed.strategy)
+    allowed = supported(config.optimizer.name, launched)
+    if not allowed:
+        raise UserError(unsupported(config.optimizer.name, launched[0]))
+    return allowed
 
 
 def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:

@@ -101,7 +101,8 @@ def _write(config: Config, found: Survey, directory: Path, base: Base | None) ->
         settings = settings_of(config.chat, datetime.now().isoformat(timespec="seconds"))
         chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
         first = check_first_rows(found, Encoder(tokenizer, chat))
-        _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
+        if first is not None:
+            _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
     manifest = freeze(found, tokenizer, chat and chat_facts(chat))
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 

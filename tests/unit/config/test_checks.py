@@ -189,3 +189,47 @@ def test_sizes_of_a_model_are_whole_numbers(tmp_path, name, value):
     found = problems(tmp_path, f"model.config.{name}={value}")
     assert list(found) == [f"model.config.{name}"]
     assert "a whole number ≥ 1" in found[f"model.config.{name}"]
+
+
+def test_patience_without_an_evaluation_is_refused(tmp_path):
+    said = problems(tmp_path, "data.heldout=0", "evaluation.patience=2")["evaluation.patience"]
+    assert "null without an evaluation: data.heldout is 0, evaluation.sources is empty" in said
+    assert problems(tmp_path, "evaluation.patience=0").keys() == {"evaluation.patience"}
+    assert not problems(tmp_path, "evaluation.patience=2")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "fine"),
+    [
+        ("adamw", "zero3_offload", True),
+        ("muon", "auto", True),
+        ("muon", "hsdp", True),
+        ("muon", "zero2", False),
+        ("muon", "fsdp2_offload", False),
+        ("adamw_8bit", "ddp", True),
+        ("adamw_8bit", "fsdp2", False),
+        ("adamw_8bit", "zero1", False),
+    ],
+)
+def test_an_optimizer_is_refused_under_a_strategy_that_cannot_run_it(
+    tmp_path, optimizer, strategy, fine
+):
+    asked = (f"optimizer.name={optimizer}", f"distributed.strategy={strategy}")
+    found = problems(tmp_path, *asked)
+    assert found.keys() == (set() if fine else {"optimizer.name"})
+    if not fine:
+        said = found["optimizer.name"]
+        assert f"optimizer.name = {optimizer}" in said
+        assert f"adamw under {strategy}; {optimizer} works only under ddp" in said
+        assert "optimizer.name=adamw" in said
+
+
+def test_a_group_names_its_parameters(tmp_path):
+    assert not problems(tmp_path, "optimizer.groups=[{match: '*norm*', weight_decay: 0.1}]")
+    found = problems(tmp_path, "optimizer.groups=[{learning_rate: 0}, {match: ' ', decay: 1}]")
+    assert found.keys() == {
+        "optimizer.groups.0.match",
+        "optimizer.groups.0.learning_rate",
+        "optimizer.groups.1.match",
+        "optimizer.groups.1.decay",
+    }

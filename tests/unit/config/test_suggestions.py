@@ -32,6 +32,8 @@ from llmtrain.config.suggestions import foreign, guess, near_section
         ("bf16", "training.precision"),
         ("fp16", "training.precision"),
         ("report_to", "logging.trackers"),
+        ("optim", "optimizer.name"),
+        ("early_stopping_patience", "evaluation.patience"),
         ("model_name_or_path", "model.from"),
         ("dataset_name", "data.sources.0.path"),
         ("dataset_config_name", "data.sources.0.name"),
@@ -70,7 +72,7 @@ def test_a_name_of_other_trainers_has_to_be_nearly_the_same(name):
     assert not set(guess(name).advice.splitlines()) & {advice for _, advice in foreign().values()}
 
 
-@pytest.mark.parametrize("name", ["lora_r", "chat", "training.foo", "optimizer.name", "bar.baz"])
+@pytest.mark.parametrize("name", ["lora_r", "chat", "training.foo", "optimizer.foo", "bar.baz"])
 def test_where_nothing_is_near_the_keys_beside_it_are_named(name):
     found = guess(name)
     assert found.key == ""

@@ -117,14 +117,23 @@ def test_ux_10_a_refusal_says_which_change_fits(tmp_path):
     assert plan(large(tmp_path, *changed), 8, device_memory_gb=80).chosen.layout.strategy == "fsdp2"
 
 
-def test_where_nothing_fits_8_bit_moments_and_adapters_are_named_though_they_are_not_there(
-    tmp_path,
-):
-    config = large(tmp_path, "distributed.strategy=ddp")
-    said = " ".join(plan(config, device_memory_gb=24).suggestions)
-    assert "8-bit Adam" in said
+def test_where_nothing_fits_8_bit_moments_and_adapters_are_named(tmp_path):
+    found = plan(large(tmp_path, "distributed.strategy=ddp"), device_memory_gb=24)
+    said = " ".join(found.suggestions)
+    assert "optimizer.name=adamw_8bit would save" in said
     assert "LoRA" in said
-    assert said.count("not supported yet") == 2
+    eight_bit = ("distributed.strategy=ddp", "optimizer.name=adamw_8bit")
+    less = plan(large(tmp_path, *eight_bit), device_memory_gb=24)
+    assert "adamw_8bit" not in " ".join(less.suggestions)
+    one, other = (made.choice.candidates[0].memory.parts for made in (found, less))
+    assert other["optimizer"] < 0.27 * one["optimizer"]
+
+
+def test_an_optimizer_of_fewer_strategies_is_planned_for_those(tmp_path):
+    found = plan(small(tmp_path, "optimizer.name=muon"), devices=2)
+    assert {one.layout.strategy for one in found.choice.candidates} <= {"ddp", "fsdp2"}
+    with pytest.raises(UserError, match="optimizer.name = adamw_8bit"):
+        plan(small(tmp_path, "optimizer.name=adamw_8bit", "distributed.strategy=fsdp2"))
 
 
 def test_ux_19_a_plan_states_the_bytes_that_a_run_writes(tmp_path):

@@ -210,3 +210,22 @@ def test_checkpoint_bytes_are_those_of_a_real_models_spec():
     spec = state.spec(model, optimizer, 2**30)
     shape = of((7,), (3, 7), frozen=[(7, 5)])
     assert checkpoint_bytes(shape) == state.bytes_of(spec)
+
+
+@pytest.mark.parametrize(("algorithm", "each"), [("adamw", 8), ("muon", 4)])
+def test_each_optimizer_has_the_bytes_of_its_own_state(algorithm, each):
+    matrix = ParameterShape((9, 4), True, True, 0, algorithm)
+    shape = replace(of((7,)), parameters=(matrix, *of((7,)).parameters))
+    assert model_states(shape, "ddp", "fp32", gpus(2, 80)).optimizer == each * 36 + 8 * 7
+    assert model_states(shape, "fsdp2", "fp32", gpus(2, 80)).optimizer == each * 20 + 8 * 4
+    assert checkpoint_bytes(shape) == 4 * 43 + each * 36 + 8 * 7
+    frozen = replace(shape, parameters=(replace(matrix, trainable=False),))
+    assert model_states(frozen, "ddp", "fp32", gpus(2, 80)).optimizer == 0
+
+
+def test_8_bit_moments_need_about_a_quarter():
+    matrix = ParameterShape((1024, 1024), True, True, 0, "adamw_8bit")
+    shape = replace(of(()), parameters=(matrix,))
+    found = model_states(shape, "ddp", "fp32", gpus(1, 80)).optimizer
+    assert found == pytest.approx(8 * 2**20 / 4, rel=0.02)
+    assert checkpoint_bytes(shape) == 4 * 2**20 + found
