@@ -30,7 +30,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
     Raises UserError if it cannot be loaded, needs its own code or is not a fast tokenizer.
     """
-    tokenizer = _load(path, revision)
+    tokenizer = load(path, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
@@ -42,7 +42,7 @@ def special_tokens(path: str | Path) -> SpecialTokens:
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = _load(str(path), None)
+    tokenizer = load(str(path), None)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
@@ -51,7 +51,12 @@ def special_tokens(path: str | Path) -> SpecialTokens:
     )
 
 
-def _load(path: str, revision: str | None) -> Any:
+def load(path: str, revision: str | None) -> Any:
+    """Load the tokenizer of a directory or Hub id with transformers.
+
+    Raises UserError if it cannot be loaded or needs its own code.
+    """
+| None) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
