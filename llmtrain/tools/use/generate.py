@@ -101,7 +101,7 @@ def converse(
         turns.append({"role": "assistant", "content": answer.text})
 
 
-def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:| Path, sampling: Sampling) -> tuple[Opened, Sampling]:
+def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:
     """Open the model, after the options have been checked."""
     checks = (
         ("--max-new-tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
