@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +174,17 @@ def logits(made: Any, rows: int = 300) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = made(ids).logits
     return found
+
+
+def command(output: str, *arguments: str) -> None:
+    """Give a command of llmtrain in a process of the rank server; its stdout goes to a file."""
+    from llmtrain.cli.main import main
+
+    code = 0
+    with Path(output).open("w", encoding="utf-8") as file:
+        sys.stdout = file
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    os._exit(code)
