@@ -298,21 +298,6 @@ class Evaluation:
     documents: int
     seconds: float
 
-    @classmethod
-    def of(
-        cls, nll: float, tokens: float, num_bytes: int, documents: int, seconds: float
-    ) -> Evaluation:
-        """Return the figures of a sum over scored tokens. nll: in nats."""
-        return cls(
-            loss=nll / tokens,
-            perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
-            bits_per_byte=nll / (math.log(2) * num_bytes),
-            tokens=round(tokens),
-            bytes=num_bytes,
-            documents=documents,
-            seconds=seconds,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -45,8 +45,15 @@ def evaluate(run: Run) -> Evaluation | None:
             scored[0] += run.model(inputs, targets, **hidden)
             scored[1] += (targets != NOT_TRAINED).sum()
     nll, tokens = sum_over_ranks(scored).tolist()
-    seconds = time.perf_counter() - start
-    return Evaluation.of(nll, tokens, heldout.bytes, heldout.documents, seconds)
+    return Evaluation(
+        loss=nll / tokens,
+        perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
+        bits_per_byte=nll / (math.log(2) * heldout.bytes),
+        tokens=round(tokens),
+        bytes=heldout.bytes,
+        documents=heldout.documents,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def round_blocks(

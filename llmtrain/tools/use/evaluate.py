@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, UserError
-from llmtrain.rundir import contents
+from llmtrain.rundir import contents, record
 from llmtrain.tools.use import documents, packed, rolling
 from llmtrain.tools.use import tasks as benchmarks
 from llmtrain.tools.use.load import open_model
@@ -45,6 +45,8 @@ class Evaluated:
         found: dict[str, Any] = {"model": str(self.model), "step": self.step}
         if self.figures is not None:
             found |= {"kind": "eval", "split": self.split, **asdict(self.figures)}
+        shown = found | ({"tasks": self.tasks} if self.tasks else {})
+        return {key: record.finite(value) for key, value in shown.items()}|= {"kind": "eval", "split": self.split, **asdict(self.figures)}
         return found | ({"tasks": self.tasks} if self.tasks else {})
 
 

@@ -24,7 +24,6 @@ from llmtrain.distributed.engines import state
 from llmtrain.errors import Problem, needed_on_disk, raise_any
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.tools.use import adapters, card, hub, merge, tensors
-from llmtrain.tools.use.load import base_directory
 from llmtrain.tools.use.reload import Losses, compare
 from llmtrain.tools.use.target import KEY, Target, find
 
@@ -140,8 +139,8 @@ def _create(partial: Path) -> None:
 def _write_model(target: Target, partial: Path, dtype: str, shard_bytes: int) -> None:
     directory = target.directory
     if target.is_adapter:
-        rows = len(tokenizers.load(str(directory), None))
-        weights = merge.merged(directory, base_directory(directory), rows, dtype)
+        entries = len(tokenizers.load(str(directory), None))
+        weights = merge.merged(target, entries, dtype)
     else:
         weights = merge.whole(directory, dtype)
     spec = state.files("model", weights.specs, shard_bytes, numbered=False)

@@ -11,7 +11,7 @@ from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
-from llmtrain.tools.use import adapters
+from llmtrain.tools.use import adapters, four_bits
 from llmtrain.tools.use.target import KEY, Target, as_argument, download
 
 if TYPE_CHECKING:
@@ -60,12 +60,11 @@ def open_model(
     Raises UserError for a model that cannot be loaded.
     """
     import torch
-    from transformers import GenerationConfig
 
-    directory, on_device = target.directory, torch.device("cpu" if on_cpu() else "cuda")
+    device = torch.device("cpu" if on_cpu() else "cuda")
     with as_argument():
-        tokenizer = tokenizers.load(str(directory), None)
-        base = base_directory(directory) if target.is_adapter else directory
+        tokenizer = tokenizers.load(str(target.directory), None)
+        base = base_directory(target.directory) if target.is_adapter else target.directory
         config = config_of(base)
         stored = config.dtype
         model: Any = build.build(config, ModelConfig.model_validate({"from": str(base)}), None)
@@ -74,14 +73,30 @@ def open_model(
     if seq_len is not None:
         attention.install(model, seq_len)
     if target.is_adapter:
-        grow(model, len(tokenizer))
-        adapters.attach(model.to(torch.bfloat16) if precision == "bf16" else model, directory)
-        if (directory / "generation_config.json").is_file():  # ends at the end of a turn
-            model.generation_config = GenerationConfig.from_pretrained(directory)
-    if small and on_device.type == "cuda" and stored is not None:
+        model = _with_adapter(model, target, len(tokenizer), precision)
+    if small and device.type == "cuda" and stored is not None:
         model = model.to(stored)
-    model = model.eval().requires_grad_(False).to(on_device)
-    return Opened(target, model, tokenizer, on_device)
+    return Opened(target, model.eval().requires_grad_(False).to(device), tokenizer, device)
+
+
+def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> Any:
+    """Return the model with an adapter. entries: of the tokenizer. The others: as `open_model`."""
+    import torch
+    from transformers import GenerationConfig
+
+    stored = model.get_input_embeddings().weight.shape[0]
+    grow(model, rows_of(target, entries, stored))
+    if four_bits.are_held(target.state):
+        held = four_bits.names(model)
+        for name, weight in model.named_parameters():
+            if name in held:
+                weight.data = four_bits.rounded(weight.data, precision)
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)
+    adapters.attach(model, target.directory)
+    if (target.directory / "generation_config.json").is_file():  # with the end of a turn
+        model.generation_config = GenerationConfig.from_pretrained(target.directory)
+    return model
 
 
 def base_directory(adapter: Path) -> Path:
@@ -99,8 +114,14 @@ def config_of(directory: Path) -> Any:
     return build.stored_config(directory)
 
 
+def rows_of(target: Target, entries: int, stored: int) -> int:
+    """Return how many rows a run gave its base: as stored, if the tokenizer has no more entries."""
+    padded = (target.state.get("config") or {}).get("model.pad_vocab_to") or 0
+    return stored if entries <= stored else max(entries, padded)
+
+
 def grow(model: Any, rows: int) -> None:
-    """Give embeddings and head as many rows as the tokenizer has entries. Never remove any.
+    """Give embeddings and head so many rows. Never remove any.
 
     New rows are the mean of the old ones, as when a run starts.
     """
@@ -110,4 +131,4 @@ def grow(model: Any, rows: int) -> None:
     model.resize_token_embeddings(rows, mean_resizing=False)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = module.weight.data
-        weight[old:] = weight[:old].float().mean(0)
+        weight[old:] = weight[:old].double().mean(0)

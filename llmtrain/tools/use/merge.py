@@ -21,8 +21,9 @@ from llmtrain.distributed.engines.state import persistent_buffers
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import build
 from llmtrain.model.shape import on_meta
-from llmtrain.tools.use import adapters, tensors
-from llmtrain.tools.use.load import config_of
+from llmtrain.tools.use import adapters, four_bits, tensors
+from llmtrain.tools.use.load import base_directory, config_of, rows_of
+from llmtrain.tools.use.target import Target
 from llmtrain.tools.use.tensors import Stored
 from llmtrain.types import DTYPES, TensorSpec
 
@@ -77,21 +78,23 @@ def whole(directory: Path, dtype: str) -> Weights:
     return Weights(_described(config, dtype), _specs(own, dtype), read)
 
 
-def merged(directory: Path, base: Path, rows: int, dtype: str) -> Weights:
+def merged(target: Target, entries: int, dtype: str) -> Weights:
     """Return the weights of a model with an adapter merged into it.
 
-    directory: the adapter
-    base: the model that it was trained on
-    rows: entries of the adapter's tokenizer; embeddings get as many rows if they have fewer
+    target: the adapter
+    entries: of its tokenizer
 
-    Raises UserError if the adapter does not fit, or has what cannot be merged.
+    Raises UserError if the adapter does not fit, has what cannot be merged, or its base is gone.
     """
+    directory, base = target.directory, base_directory(target.directory)
     config = config_of(base)
     read_base = _base_reader(base, config)
     text = config.get_text_config()
-    text.vocab_size = max(text.vocab_size, rows)
+    text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
     own, tied = _tensors(skeleton), _tied(skeleton)
+    rounded = four_bits.names(skeleton) if four_bits.are_held(target.state) else frozenset()
+    precision = str(((target.state.get("auto") or {}).get("run") or {}).get("precision", "fp32"))
     layers = _layers(skeleton, directory)
     apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
     if apart:
@@ -101,6 +104,8 @@ def merged(directory: Path, base: Path, rows: int, dtype: str) -> Weights:
 
     def read(name: str) -> Iterator[Tensor]:
         tensor = _grown(read_base(tied.get(name, name)), own[name].shape[:1])
+        if name in rounded:
+            tensor = four_bits.rounded(tensor, precision)
         if layer := layers.get(name):
             values = {leaf: stored.read(file).float() for leaf, file in layer.parts.items()}
             tensor = _merge(layer.module, tensor.float(), values)
@@ -187,9 +192,8 @@ def _grown(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
 
     if tuple(tensor.shape[:1]) == tuple(rows):
         return tensor
-    old = tensor.float()
-    new = old.mean(0, keepdim=True).expand(rows[0] - len(old), *old.shape[1:])
-    return torch.cat((old, new))
+    mean = tensor.double().mean(0, keepdim=True).to(tensor.dtype)
+    return torch.cat((tensor, mean.expand(rows[0] - len(tensor), *tensor.shape[1:])))
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:

@@ -99,8 +99,22 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
             scored += _score_rank(opened, measured, rank, told)
     nll, tokens = scored.tolist()
     held = measured.held
-    seconds = time.perf_counter() - start
-    return Evaluation.of(nll, tokens, held.bytes, held.documents, seconds)
+    return figures(nll, tokens, held.bytes, held.documents, time.perf_counter() - start)
+
+
+def figures(
+    nll: float, tokens: float, num_bytes: int, documents: int, seconds: float
+) -> Evaluation:
+    """Return the figures of a sum over scored tokens. nll: in nats."""
+    return Evaluation(
+        loss=nll / tokens,
+        perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
+        bits_per_byte=nll / (math.log(2) * num_bytes) if num_bytes else math.nan,
+        tokens=round(tokens),
+        bytes=num_bytes,
+        documents=documents,
+        seconds=seconds,
+    )
 
 
 def _score_rank(

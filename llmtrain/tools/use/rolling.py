@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.loss import LossModule
 from llmtrain.tools.use.load import Opened
-from llmtrain.tools.use.packed import Told
+from llmtrain.tools.use.packed import Told, figures
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def score(opened: Opened, texts: Iterable[str], stride: int | None, told: Told) 
             nll += module(inputs, targets)
     if not tokens:
         raise UserError(Problem("--data", None, "at least one document that is not empty"))
-    seconds = time.perf_counter() - start
-    return Evaluation.of(float(nll), tokens, num_bytes, documents, seconds)
+    return figures(float(nll), tokens, num_bytes, documents, time.perf_counter() - start)
 
 
 def windows(ids: Sequence[int], begin: int, size: int, stride: int) -> Iterator[Window]:

@@ -223,7 +223,7 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
     expected = used.logits(with_adapter(grown, checkpoint), rows)
     opened = open_model(find(str(checkpoint))).model
     assert float((used.logits(opened, rows) - expected).abs().max()) <= 1e-5
-    weights = tool.merge.merged(checkpoint, base, rows, "F32")
+    weights = tool.merge.merged(find(str(checkpoint)), rows, "F32")
     found = {name: torch.cat([*weights.read(name)]) for name in weights.specs}
     config = weights.config
     made = AutoModelForCausalLM.from_config(config)
@@ -253,9 +253,10 @@ def test_an_adapter_that_lacks_a_tensor_or_has_another_is_refused(tmp_path):
             json.dumps(settings | {"target_modules": targets})
         )
         from llmtrain.tools.use import merge
+        from llmtrain.tools.use.target import find
 
         with pytest.raises(UserError, match=found):
-            merge.merged(checkpoint, base, 1, "F32")
+            merge.merged(find(str(checkpoint)), 1, "F32")
 
 
 def test_an_adapter_whose_base_is_gone_is_refused(tmp_path):
