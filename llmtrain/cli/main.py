@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from llmtrain.cli import checkpoints, data
+from llmtrain.cli import checkpoints, data, use
 from llmtrain.cli.escapes import LogLine
 from llmtrain.cli.options import AccelerateFile, AsJson, ConfigFile, Overrides
 from llmtrain.errors import harmless
@@ -176,6 +176,11 @@ def report(
 
     print(write_report(run, out))
 
+
+_use = {"rich_help_panel": "Use"}
+app.command(help="a run's held-out loss again, other documents, tasks", **_use)(use.evaluate)
+app.command(help="continue a text, or answer in a conversation", **_use)(use.generate)
+app.command(help="a model directory, proved to compute the same", **_use)(use.export)
 
 app.add_typer(
     data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"

@@ -106,6 +106,19 @@ def training_rows(source: Source, u: int, seed: int, reader: Reader) -> Iterator
         yield row, str(rows.text(row)[0])
 
 
+def texts(sources: Sequence[Source], seed: int, reading: Reading) -> Iterator[str]:
+    """Yield the held-out documents of sources of text, from the sources in turn."""
+    reader = Reader(reading)
+
+    def of(source: Source) -> Iterator[str]:
+        for u in source.heldout_units:
+            for rows, row in _rows(source, u, seed, reader, heldout=True):
+                assert isinstance(rows, Rows), "a token cache has no texts"
+                yield str(rows.text(row)[0])
+
+    return in_turn([of(source) for source in sources])
+
+
 def _rows(
     source: Source, u: int, seed: int, reader: Reader, *, heldout: bool
 ) -> Iterator[tuple[Rows | token_cache.Rows, int]]:

@@ -31,7 +31,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
     Raises UserError if it cannot be loaded, needs its own code or is not a fast tokenizer.
     """
-    tokenizer = _load(path, revision)
+    tokenizer = load(path, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
@@ -41,7 +41,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
 def add_template(directory: Path, template: str, tokens: Sequence[str]) -> None:
     """Give a saved tokenizer a chat template, and the special tokens of it that it lacks."""
-    tokenizer = _load(str(directory), None)
+    tokenizer = load(str(directory), None)
     lacking = [token for token in tokens if token not in tokenizer.get_vocab()]
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in lacking], True)
     tokenizer.chat_template = template
@@ -58,7 +58,7 @@ def special_tokens(
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = _load(str(path), revision)
+    tokenizer = load(str(path), revision)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
@@ -69,7 +69,12 @@ def special_tokens(
     )
 
 
-def _load(path: str, revision: str | None) -> Any:
+def load(path: str, revision: str | None) -> Any:
+    """Load the tokenizer of a directory or Hub id with transformers.
+
+    Raises UserError if it cannot be loaded or needs its own code.
+    """
+| None) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:

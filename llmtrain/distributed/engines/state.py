@@ -44,8 +44,8 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
         for key, tensor in kept[id(parameter)].items()
     }
     return {
-        **_files("model", weights, shard_bytes, numbered=False),
-        **_files("optimizer", moments, shard_bytes, numbered=True),
+        **files("model", weights, shard_bytes, numbered=False),
+        **files("optimizer", moments, shard_bytes, numbered=True),
     }
 
 
@@ -230,7 +230,7 @@ def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(dtype, tuple(tensor.shape))
 
 
-def _files(
+def files(
     kind: str, tensors: Mapping[str, TensorSpec], shard_bytes: int, *, numbered: bool
 ) -> dict[str, dict[str, TensorSpec]]:
     """Distribute tensors over files in order. Wide dtypes come first, so that all are aligned."""

@@ -1,0 +1,160 @@
+"""`generate`, against transformers' own."""
+
+import pytest
+import torch
+from helpers import used
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain import generate
+from llmtrain.errors import UserError
+from llmtrain.rundir import contents
+from llmtrain.tools.use.generate import Sampling, converse
+
+PROMPT = "Article 7\nstones lie"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no begin token", "begin token"])
+def made(request, tmp_path_factory):
+    """A model directory."""
+    folder = tmp_path_factory.mktemp("generate")
+    files = used.tokenizer(folder / "tokenizer", bos=request.param)
+    return used.directory(folder / "model", used.model(), files)
+
+
+def plainly(directory, ids, count, **options):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    row = torch.tensor([ids])
+    mask = torch.ones_like(row)
+    found = model.generate(row, attention_mask=mask, max_new_tokens=count, **options)
+    return found[0, len(ids) :].tolist()
+
+
+def test_greedy_is_what_transformers_writes(made):
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    expected = plainly(made, tokenizer(PROMPT).input_ids, 12, do_sample=False)
+    parts = []
+    found = generate(made, PROMPT, max_new_tokens=12, told=parts.append)
+    assert found.text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert (found.prompt, found.tokens) == (PROMPT, len(expected))
+    assert "".join(parts) == found.text
+    assert found.to_json() == {
+        "prompt": PROMPT,
+        "text": found.text,
+        "tokens": found.tokens,
+        "ended": found.ended,
+    }
+
+
+def test_a_seed_decides_what_is_drawn_and_nobody_elses_numbers_change(made):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    options = {"max_new_tokens": 20, "temperature": 1.5}
+    found = [generate(made, PROMPT, seed=seed, **options).text for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_tiny_top_p_leaves_only_the_likeliest(made):
+    greedy = generate(made, PROMPT, max_new_tokens=12)
+    drawn = generate(made, PROMPT, max_new_tokens=12, temperature=2.0, top_p=1e-6, seed=9)
+    assert drawn == greedy
+
+
+def test_options_in_the_models_own_files_have_no_effect(made, tmp_path):
+    from transformers import GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    other = used.directory(tmp_path / "other", model, made)
+    GenerationConfig(do_sample=True, repetition_penalty=5.0, eos_token_id=0).save_pretrained(other)
+    assert generate(other, PROMPT, max_new_tokens=12) == generate(made, PROMPT, max_new_tokens=12)
+
+
+def test_a_checkpoint_continues_a_text_behind_what_it_was_trained_behind(tmp_path):
+    run = used.run(tmp_path / "run")
+    directory = used.checkpoint(run, 4, used.model())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = [tokenizer.eos_token_id, *tokenizer(PROMPT).input_ids]
+    expected = plainly(directory, ids, 12, do_sample=False)
+    assert generate(run, PROMPT, max_new_tokens=12).text == tokenizer.decode(
+        expected, skip_special_tokens=True
+    )
+    assert generate(run, "", max_new_tokens=3).tokens == 3
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A run whose model answers with one token for ever, which is not the end of a turn."""
+    run = used.run(tmp_path_factory.mktemp("chat") / "run", chat=True)
+    return run
+
+
+def ended(run, step, word):
+    """A checkpoint that always writes this word; a turn ends at END_OF_TURN."""
+    tokenizer = AutoTokenizer.from_pretrained(run / contents.TOKENIZER)
+    model = used.one_word(tokenizer.convert_tokens_to_ids(word))
+    turn = tokenizer.convert_tokens_to_ids(used.END_OF_TURN)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, turn]
+    return used.checkpoint(run, step, model)
+
+
+def test_an_answer_ends_at_the_end_of_the_turn(chat):
+    directory = ended(chat, 4, used.END_OF_TURN)
+    found = generate(directory, "Hi?", chat=True)
+    assert (found.text, found.tokens, found.ended) == ("", 1, True)
+    found = generate(ended(chat, 8, "e"), "Hi?", chat=True, max_new_tokens=5)
+    assert (found.text, found.tokens, found.ended) == ("eeeee", 5, False)
+
+
+def test_a_conversation_holds_what_was_said_before(chat, monkeypatch):
+    from llmtrain.tools.use import generate as tool
+
+    directory = ended(chat, 12, "e")
+    seen = []
+    real = tool._write
+    monkeypatch.setattr(
+        tool, "_write", lambda opened, prompt, ids, *rest: seen.append(ids) or real(
+            opened, prompt, ids, *rest
+        )
+    )
+    sampling = Sampling(max_new_tokens=2)
+    answers = list(converse(directory, ["one", "two"], sampling, lambda text: None))
+    assert [answer.text for answer in answers] == ["ee", "ee"]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    said = [("user", "one"), ("assistant", "ee"), ("user", "two")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True).input_ids
+    assert seen[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"max_new_tokens": 0}, "--max-new-tokens"),
+        ({"temperature": -0.1}, "--temperature"),
+        ({"top_p": 0.0}, "--top-p"),
+        ({"chat": True}, "chat template"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(made, options, key):
+    with pytest.raises(UserError, match=key):
+        generate(made, PROMPT, **options)
+
+
+def test_a_prompt_longer_than_the_positions_is_refused_and_a_long_text_ends_there(made):
+    with pytest.raises(UserError, match="the model's positions"):
+        generate(made, PROMPT * 60)
+    length = len(AutoTokenizer.from_pretrained(made)(PROMPT).input_ids)
+    assert generate(made, PROMPT, max_new_tokens=1000).tokens <= 64 - length
+
+
+def test_an_adapter_ends_where_its_own_files_say(tmp_path):
+    pytest.importorskip("peft")
+    from transformers import GenerationConfig
+
+    files = used.tokenizer(tmp_path / "tokenizer", chat=True)
+    base = used.directory(tmp_path / "base", used.one_word(70), files)
+    # A trained row of the embedding changes nothing that this model writes.
+    folder = used.adapter(tmp_path / "a", base, files, target_modules=["c_fc"])
+    GenerationConfig(eos_token_id=[0, 70]).save_pretrained(folder)
+    assert generate(folder, "Hi?", chat=True).tokens == 1
+    assert generate(base, "Hi?", chat=True, max_new_tokens=7).tokens == 7
