@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.data import heldout
-from llmtrain.data.heldout import HeldOut
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.probe_texts import PROBES
 from llmtrain.errors import Problem, UserError
