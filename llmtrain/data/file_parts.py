@@ -70,8 +70,8 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
     return parts, [look.columns for look in looks if look.columns is not None]
 
 
-def first_columns(source: Source, reader: Reader) -> list[str]:
-    """Return the columns of the first file in which some can be seen; [] = there are none.
+def first_columns(source: Source, reader: Reader) -> tuple[str, list[str]]:
+    """Return the first file in which columns can be seen, and these; ("", []) = there are none.
 
     What cannot be read is passed over here: `inspect` reports it.
     """
@@ -79,14 +79,14 @@ def first_columns(source: Source, reader: Reader) -> list[str]:
         kind = (file_format(known.name) or ("",))[0]
         try:
             if kind == "parquet":
-                names: list[str] = reader.units.footer(source, file).schema.to_arrow_schema().names
-                return names
+                schema = reader.units.footer(source, file).schema.to_arrow_schema()
+                return source.where(file), schema.names
             found = reader.keys_of_first_line(source, file) if kind == "jsonl" else []
         except (UserError, ValueError, pa.ArrowException, EOFError, OSError):
             continue
         if found:
-            return found
-    return []
+            return f"the first line of {source.where(file)}", found
+    return "", []
 
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,9 +22,9 @@ from llmtrain import heartbeat
 from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import heldout
-from llmtrain.data.chat.rows import BadRowError, contents, form_of, renamed, to_example
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.file_parts import Part, cut, first_columns, inspect, missing_column
+from llmtrain.data.file_parts import Part, cut, inspect, missing_column
+from llmtrain.data.forms import max_epochs, plain, unfit_packing, with_form
 from llmtrain.data.lanes import default_lanes
 from llmtrain.data.manifest import ChatFacts, Manifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.request import Stopping
@@ -86,7 +85,7 @@ def survey(
     _tell_of_text_files([source for source, _ in drafts])
     has_chat = any(source.form is not None for source, _ in drafts)
     drafts = drafts[: len(named)]
-    raise_any(_unfit_packing(data, has_chat))
+    raise_any(unfit_packing(data, has_chat))
     units = sum(len(parts) for _, parts in drafts)
     only_chat = all(source.form is not None for source, _ in drafts)
     auto = default_lanes(processes, units, chat=only_chat)
@@ -95,7 +94,7 @@ def survey(
         replace(
             source,
             units=tuple(cut(parts, lanes)),
-            max_epochs=_max_epochs(source, settings.epochs),
+            max_epochs=max_epochs(source, settings.epochs),
         )
         for source, parts in drafts
     ]
@@ -159,21 +158,9 @@ def _units(survey: Survey) -> list[Iterator[Iterator[str]]]:
 
     def units(k: int, source: Source) -> Iterator[Iterator[str]]:
         for u in sorted(range(len(source.units)), key=partial(mix, seed, 8, k)):
-            yield _plain(source, heldout.training_texts(source, u, seed, reader))
+            yield plain(source, heldout.training_texts(source, u, seed, reader))
 
     return [units(k, source) for k, source in enumerate(survey.sources) if not source.cached]
-
-
-def _plain(source: Source, texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts for a tokenizer: of a conversation what is said in it, not its JSON."""
-    for text in texts:
-        if source.form is None:
-            yield text
-            continue
-        try:
-            yield contents(to_example(text, source.form, source.columns))
-        except BadRowError:
-            continue  # the first rows are checked, and later ones when they are read
 
 
 def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
@@ -266,23 +253,6 @@ def packing_of(data: DataConfig, *, chat: bool) -> tuple[PackingName, bool]:
     return packing, packing != "concat" if asked == "auto" else asked
 
 
-def _unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:
-    """Yield what of the packing does not go with conversations."""
-    if chat and data.packing == "concat":
-        expected = "bestfit or auto with conversations: concat would cut them anywhere"
-        yield Problem("data.packing", "concat", expected, "data.packing=auto")
-    if chat and data.document_mask is False:
-        expected = "true or auto with conversations: those of a block must not see each other"
-        yield Problem("data.document_mask", False, expected, "data.document_mask=auto")
-
-
-def _max_epochs(source: Source, epochs: float | None) -> int | None:
-    """Return the passes over a source: over conversations as many as the run has epochs."""
-    if source.max_epochs is None and source.form is not None and epochs is not None:
-        return math.ceil(epochs)
-    return source.max_epochs
-
-
 def _warn_of_shared_files(sources: Sequence[Source]) -> None:
     """Warn of files in two sources: what one holds out, the other may train on."""
     first: dict[tuple[int, str], str] = {}
@@ -343,7 +313,7 @@ def _draft(
         columns=configured.columns,
     )
     if "text_column" not in configured.model_fields_set and not source.cached:
-        source = _with_form(source, key, reader)
+        source = with_form(source, key, reader)
     parts, columns = inspect(source, key, reader)
     if not parts:
         files = range(len(source.files))
@@ -355,26 +325,6 @@ def _draft(
     if not present and "id_column" in configured.model_fields_set:
         raise UserError(missing_column(f"{key}.id_column", name, configured.path, columns[0]))
     return replace(source, id_column=name if present else None), parts
-
-
-def _with_form(source: Source, key: str, reader: Reader) -> Source:
-    """Return the source with the form of its conversations, if its first file has one.
-
-    Raises UserError for columns that are neither a text nor a form.
-    """
-    there = first_columns(source, reader)
-    if not there:
-        return source
-    form = form_of(renamed(there, source.columns, f"{key}.columns"))
-    if form is None and source.text_column not in there:
-        names = ", ".join(harmless(name) for name in there)
-        expected = (
-            f"a column {source.text_column!r}, or those of a conversation: messages, "
-            "conversations, prompt and completion, or instruction and output"
-        )
-        remedy = f"{key}.columns={{prompt: …, completion: …}}, or set {key}.text_column"
-        raise UserError(Problem(f"{key}.path", f"columns {names}", expected, remedy))
-    return replace(source, form=form)
 
 
 def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
