@@ -177,10 +177,13 @@ def report(
     print(write_report(run, out))
 
 
-_use = {"rich_help_panel": "Use"}
-app.command(help="a run's held-out loss again, other documents, tasks", **_use)(use.evaluate)
-app.command(help="continue a text, or answer in a conversation", **_use)(use.generate)
-app.command(help="a model directory, proved to compute the same", **_use)(use.export)
+app.command(help="a run's held-out loss again, other documents, tasks", rich_help_panel="Use")(
+    use.evaluate
+)
+app.command(help="continue a text, or answer in a conversation", rich_help_panel="Use")(
+    use.generate
+)
+app.command(help="a model directory, proved to compute the same", rich_help_panel="Use")(use.export)
 
 app.add_typer(
     data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"

@@ -128,8 +128,11 @@ def data_settings(config: Config) -> DataSettings:
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
     """Return the differences between the binding values of two configs."""
-    old, new = {**_LATER, **old}, {**_LATER, **new}
-    found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
+    unset = _unset()
+    found = [
+        Change(key, *(side.get(key, unset.get(general_name(key))) for side in (old, new)))
+        for key in {**old, **new}
+    ]
     return [change for change in found if change.old != change.new]
 
 

@@ -21,8 +21,8 @@ from llmtrain import heartbeat
 from llmtrain.data.audit.ledger import bad_row
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import Rows
-from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.heldout_set import Held, lay_out, save
+from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.errors import Problem, UserError

@@ -224,10 +224,11 @@ def load(path: Path) -> HeldOut | None:
         return None
     with safe_open(str(path), framework="numpy") as file:
         facts = json.loads(file.metadata()["heldout"])
-        parts = tuple(Part(**part) for part in facts.pop("parts", ()))
+        parts = tuple(Part(**part) for part in facts.get("parts", ()))
         tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
         owners = file.get_tensor("owners") if parts else None
-        return HeldOut(*tensors, **facts, parts=parts, owners=owners)
+        known = (facts[name] for name in ("documents", "bytes", "pad"))
+        return HeldOut(*tensors, *known, parts, owners)
 
 
 def save(held: HeldOut, path: Path) -> None:

@@ -19,7 +19,7 @@ def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = corpus.write_jsonl(folder / "chat.jsonl", rows)
     asked = {"training__steps": STEPS, "evaluation__every_steps": STEPS, **changes}
-    config = tiny_config(folder / "run", data__seq_len=64, data__heldout=0.1, **asked)
+    config = tiny_config(folder / "run", data__seq_len=256, data__heldout=0.1, **asked)
     config["data"]["sources"] = [{"path": str(path)}]
     config["chat"] = {"template": "chatml"}
     return write_config(folder, config)
@@ -57,7 +57,9 @@ def test_ft_20_a_resume_on_two_processes_has_the_same_batches_and_losses(
     path = config_of(other, chats.rows_of(80), checkpoint__every_steps=STEPS // 2)
     assert server.run(["train", str(path)], 2, other) == [0, 0]
     assert digests(other) == digests(straight)
-    for one, two in zip(lines(other / "run", "train"), lines(straight / "run", "train"), strict=True):
+    for one, two in zip(
+        lines(other / "run", "train"), lines(straight / "run", "train"), strict=True
+    ):
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
         assert one["tokens"] == two["tokens"]
 

@@ -150,7 +150,19 @@ def check_against_library(chat: Chat, directory: Path, messages: list[Message]) 
 
 def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Conversations of one to three turns, of very uneven lengths; each names itself."""
-    words = "der river flows past hills where old stones lie under moss".split()
+    words = [
+        "der",
+        "river",
+        "flows",
+        "past",
+        "hills",
+        "where",
+        "old",
+        "stones",
+        "lie",
+        "under",
+        "moss",
+    ]
     rows = []
     for n in range(first, first + count):
         turns = []
@@ -172,7 +184,7 @@ def data_of(
     """The manifest and encoder of a fresh run on these sources."""
     described = [one if isinstance(one, dict) else {"path": str(one)} for one in sources]
     config = Config.model_validate({
-        "data": {"sources": described, "seq_len": 64, "heldout": 0.0, **data},
+        "data": {"sources": described, "seq_len": 256, "heldout": 0.0, **data},
         "chat": chat or {},
         "training": {"steps": 10} if epochs is None else {"epochs": epochs},
     })  # fmt: skip

@@ -131,9 +131,7 @@ def run(folder: Path, *, bos: bool = False, chat: bool = False, **data: Any) -> 
     articles = corpus.write_parquet(folder / "articles.parquet", corpus.articles(120))
     manifest = corpus.manifest_of(made, articles, heldout=0.2, seq_len=SEQ_LEN, **data)
     (run_dir / contents.MANIFEST).write_bytes(manifest.to_bytes())
-    heldout.prepare(
-        manifest, open_tokenizer(made), run_dir / contents.HELDOUT, 20, Reading(60)
-    )
+    heldout.prepare(manifest, open_tokenizer(made), run_dir / contents.HELDOUT, 20, Reading(60))
     return run_dir
 
 

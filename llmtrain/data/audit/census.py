@@ -109,9 +109,7 @@ class _Piece:
 class _Format:
     """The units of one format of a source, and what was found in them so far."""
 
-    def __init__(
-        self, source: Source, k: int, seed: int, encoder: Encoder, reader: Reader
-    ) -> None:
+    def __init__(self, source: Source, k: int, seed: int, encoder: Encoder, reader: Reader) -> None:
         self.source = source
         self.k = k
         self.seed = seed

@@ -24,8 +24,8 @@ from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import BadConversationError, Lanes
 from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
-from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.state import DataState
+from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.hashing import mix
 
@@ -74,9 +74,7 @@ def epoch(
 
 def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader) -> int:
     """Return the number of the first block from which on all are padding."""
-    lanes = Lanes(
-        manifest, _Lengths(encoder), reader, DataState.fresh(manifest).cursors, 0
-    )
+    lanes = Lanes(manifest, _Lengths(encoder), reader, DataState.fresh(manifest).cursors, 0)
     last = 0
     for lane in range(manifest.lanes):
         heartbeat.beat("counting the blocks of the run")
@@ -95,11 +93,11 @@ class _Lengths:
     def __init__(self, encoder: Encoder) -> None:
         self.tokenizer = encoder.tokenizer
         self._encoder = encoder
-        self._known: dict[tuple[str, int], Encoded] = {}
+        self._known: dict[tuple[str, bytes], Encoded] = {}
 
     def documents(self, source: Source, texts: Sequence[str]) -> list[Encoded]:
         """Return encoded documents as `Encoder` does, in their lengths."""
-        keys = [(source.label, xxhash.xxh3_64_intdigest(text)) for text in texts]
+        keys = [(source.label, xxhash.xxh3_128_digest(text.encode())) for text in texts]
         new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
         found = self._encoder.documents(source, list(new.values()))
         for key, one in zip(new, found, strict=True):

@@ -64,9 +64,7 @@ def _rows(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Iterat
             yield _Row(u, row, encoder.documents(source, [text])[0])
 
 
-def _problems(
-    source: Source, key: str, rows: list[_Row], reader: Reader
-) -> Iterator[Problem]:
+def _problems(source: Source, key: str, rows: list[_Row], reader: Reader) -> Iterator[Problem]:
     good = [one for one in rows if one.encoded.bad is None]
     if good and all(one.encoded.trained is None for one in good):
         expected = f"a turn of the assistant to train on in the first {len(rows)} rows"

@@ -147,9 +147,7 @@ def origins(
     return found
 
 
-def bad_conversation(
-    manifest: Manifest, reader: Reader, error: BadConversationError
-) -> UserError:
+def bad_conversation(manifest: Manifest, reader: Reader, error: BadConversationError) -> UserError:
     """Return the message for a row that a lane cannot use, with its file and line."""
     k, lane, epoch, position, row = error.place
     u = _unit_at(manifest, k, lane, epoch, position)

@@ -205,7 +205,9 @@ def cast(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _specs(own: Mapping[str, Tensor], dtype: str) -> dict[str, TensorSpec]:
-    specs = {name: TensorSpec(_NAMES[str(one.dtype)], tuple(one.shape)) for name, one in own.items()}
+    specs = {
+        name: TensorSpec(_NAMES[str(one.dtype)], tuple(one.shape)) for name, one in own.items()
+    }
     return cast_specs(specs, dtype)
 
 

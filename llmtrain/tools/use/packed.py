@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.data import heldout
+from llmtrain.data import heldout_set
 from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.probe_texts import PROBES
@@ -62,7 +62,7 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
 
     Raises UserError if the run held nothing out.
     """
-    held, manifest = heldout.load(run_dir / contents.HELDOUT), run_dir / contents.MANIFEST
+    held, manifest = heldout_set.load(run_dir / contents.HELDOUT), run_dir / contents.MANIFEST
     if held is None or not manifest.is_file():
         expected = f"a run that held documents out ({contents.HELDOUT} in it)"
         raise UserError(Problem(key, run_dir, expected, "--data FILE scores other documents"))
@@ -117,9 +117,7 @@ def figures(
     )
 
 
-def _score_rank(
-    opened: Opened, measured: HeldOutOfRun, rank: int, told: Told
-) -> torch.Tensor:
+def _score_rank(opened: Opened, measured: HeldOutOfRun, rank: int, told: Told) -> torch.Tensor:
     """Return Σ nll and the number of scored tokens of one rank's blocks, (2,) fp64."""
     import numpy as np
     import torch

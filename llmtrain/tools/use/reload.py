@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.data import heldout
+from llmtrain.data import heldout_set
 from llmtrain.data.manifest import glance
 from llmtrain.errors import RunError
 from llmtrain.rundir import contents
@@ -64,7 +64,7 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
 
 def _blocks(target: Target) -> dict[str, Any]:
     """Return ids and labels of blocks of the run's held-out set; made-up ones if it has none."""
-    held = heldout.load(target.run_dir / contents.HELDOUT) if target.run_dir else None
+    held = heldout_set.load(target.run_dir / contents.HELDOUT) if target.run_dir else None
     if held is None or target.run_dir is None:
         rows, length = _MADE_UP
         ids = [[7 * row + step for step in range(length + 1)] for row in range(rows)]

@@ -120,10 +120,12 @@ def _steps_of(training: TrainingConfig, counted: Mapping[str, Any]) -> int:
 
     Whole epochs of conversations end with the data, where the last lane ends.
     """
-    epochs, until_end = training.epochs or 0.0, counted.get("until_end")
+    epochs = training.epochs or 0.0
+    until_end: int | None = counted.get("until_end")
+    blocks: int = counted["blocks"]
     if until_end is not None and epochs.is_integer():
         return math.ceil(until_end / training.global_batch_size)
-    return max(1, round(epochs * counted["blocks"] / training.global_batch_size))
+    return max(1, round(epochs * blocks / training.global_batch_size))
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:

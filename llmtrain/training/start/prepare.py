@@ -96,14 +96,15 @@ def _write(config: Config, found: Survey, directory: Path, base: Base | None) ->
     _tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
-    chat = None
+    facts = None
     if found.has_chat:
         settings = settings_of(config.chat, datetime.now().isoformat(timespec="seconds"))
         chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
+        facts = chat_facts(chat)
         first = check_first_rows(found, Encoder(tokenizer, chat))
         if first is not None:
             _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
-    manifest = freeze(found, tokenizer, chat and chat_facts(chat))
+    manifest = freeze(found, tokenizer, facts)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 

@@ -9,12 +9,12 @@ import pytest
 from helpers import corpus
 from helpers.streams import BLOCKS, Run, named, rows_of
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
 from llmtrain.data.packing import START
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Blocks, Stream
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
 

@@ -22,6 +22,7 @@ from llmtrain.errors import UserError
 from llmtrain.types import NOT_TRAINED
 
 COUNT = 60
+SEQ_LEN = 256  # of `chats.data_of`
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +127,9 @@ def test_held_out_conversations_are_whole_and_only_answers_are_scored(place, tmp
     known = Counter(sequences_of(encoder, chats.rows_of(COUNT)))
     assert held.bytes == 0
     found: Counter = Counter()
-    for g in range(held.num_blocks(64)):
-        ids, labels, starts = held.block(g, 64)
-        for first, stop in zip(starts, [*starts[1:], 64], strict=True):
+    for g in range(held.num_blocks(SEQ_LEN)):
+        ids, labels, starts = held.block(g, SEQ_LEN)
+        for first, stop in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
             part = tuple(ids[first:stop].tolist())
             if (labels[first : stop - 1] == NOT_TRAINED).all() and part not in dict(known):
                 assert set(part) == {encoder.tokenizer.pad}
@@ -138,7 +139,7 @@ def test_held_out_conversations_are_whole_and_only_answers_are_scored(place, tmp
             assert labels[stop - 1] == NOT_TRAINED
     assert found.keys() <= known.keys()
     assert found.total() >= held.documents > 5
-    assert held.num_blocks(64) * 64 == len(held.ids)
+    assert held.num_blocks(SEQ_LEN) * SEQ_LEN == len(held.ids)
 
 
 def test_texts_are_held_out_before_conversations(place, tmp_path):
@@ -148,7 +149,7 @@ def test_texts_are_held_out_before_conversations(place, tmp_path):
     prepare(alone, tokens, tmp_path / "text", 1000, Reading(60))
     both, text = load(tmp_path / "both"), load(tmp_path / "text")
     assert (both.ids[: len(text.ids)] == text.ids).all()
-    first = -(-len(text.ids) // 64) * 64
+    first = -(-len(text.ids) // SEQ_LEN) * SEQ_LEN
     assert both.starts[text.documents] in (len(text.ids), first)
     assert not both.scored[len(text.ids) : first + 1].any()
 
@@ -158,9 +159,7 @@ def test_the_manifest_keeps_what_decides_and_a_changed_template_is_refused(place
     (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
     from llmtrain.config.schema import SourceConfig
 
-    again = load_manifest(
-        tmp_path / "manifest.json", [SourceConfig(path=str(place / "a.jsonl"))]
-    )
+    again = load_manifest(tmp_path / "manifest.json", [SourceConfig(path=str(place / "a.jsonl"))])
     assert again == manifest
     assert again.fingerprint == manifest.fingerprint
     other, _ = data_of(place, "a.jsonl", chat={"train_turns": "last"})

@@ -23,12 +23,12 @@ from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.types import Cursor

@@ -10,10 +10,10 @@ import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.config.binding import data_settings
 from llmtrain.data.manifest import load
 from llmtrain.data.survey import check, differing_tokenizer, freeze, survey, training_texts
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 

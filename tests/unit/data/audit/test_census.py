@@ -2,9 +2,9 @@ import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.audit.census import census
 from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 ROWS = [*corpus.articles(900), {"id": "blank", "title": "", "text": " \n"}]

@@ -4,11 +4,11 @@ import pytest
 from helpers import corpus, megatron
 from helpers.reference_stream import is_heldout, unit_rows
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.audit import census, epochs
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.types import Cursor
 
@@ -128,7 +128,9 @@ def test_a_token_cache_is_counted_beside_text(place):
     assert (alone.documents, alone.tokens, alone.exact) == (300, tokens, True)
     assert alone.blocks == -(-tokens // 100)
     text = epoch(manifest_of(place, "b.jsonl", seq_len=100), Encoder(tokenizer), Reading(60))
-    both = epoch(manifest_of(place, "b.jsonl", "cache", seq_len=100), Encoder(tokenizer), Reading(60))
+    both = epoch(
+        manifest_of(place, "b.jsonl", "cache", seq_len=100), Encoder(tokenizer), Reading(60)
+    )
     assert both.tokens == alone.tokens + text.tokens
     assert both.blocks == -(-both.tokens // 100)
     fitted = epoch(manifest_of(place, "cache", packing="bestfit"), Encoder(tokenizer), Reading(60))

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, megatron, reference_stream
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.audit.ledger import document_of, is_whole, origins, replay, text_of
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import open_stream
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 BLOCKS = 700  # several epochs of each source

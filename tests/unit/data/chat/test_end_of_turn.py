@@ -3,7 +3,9 @@ from helpers.chats import make, open_chat
 
 from llmtrain.errors import UserError
 
-CHATML = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + END }}{% endfor %}"
+CHATML = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + END }}{% endfor %}"
+)
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 TOKENS = ("<|im_start|>", "<|im_end|>", "<|im|>", "<|im_end|>s", "<think>")
 

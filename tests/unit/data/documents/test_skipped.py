@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from helpers import corpus
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import skipped
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
@@ -17,6 +16,7 @@ from llmtrain.data.lanes import Lane
 from llmtrain.data.manifest import load
 from llmtrain.data.stream import open_stream
 from llmtrain.data.survey import check, freeze, survey, training_texts
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Cursor

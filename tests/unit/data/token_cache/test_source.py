@@ -7,7 +7,6 @@ import pytest
 import xxhash
 from helpers import corpus, megatron
 
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.config.binding import data_settings
 from llmtrain.data import heldout, heldout_set
 from llmtrain.data.audit.census import census
@@ -18,6 +17,7 @@ from llmtrain.data.lanes import START, Lane, units_of
 from llmtrain.data.survey import check
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import TokenFile
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.hashing import mix, permutation

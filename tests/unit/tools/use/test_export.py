@@ -185,7 +185,9 @@ def test_ft_24_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
     export(run, tmp_path / "out", merge_adapters=True, verify=False)
     made = reloaded(tmp_path / "out")
     assert made.config.tie_word_embeddings is False
-    assert float((used.logits(made) - used.logits(with_adapter(base, checkpoint))).abs().max()) <= 1e-5
+    assert (
+        float((used.logits(made) - used.logits(with_adapter(base, checkpoint))).abs().max()) <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", LORA)
@@ -238,7 +240,11 @@ def test_an_adapter_alone_keeps_its_files_and_loads_with_peft(tmp_path):
     found = export(run, tmp_path / "out", verify=False)
     expected = used.logits(with_adapter(base, checkpoint))
     assert torch.equal(used.logits(with_adapter(base, tmp_path / "out")), expected)
-    assert {"adapter_model.safetensors", "adapter_config.json", "adapter.json"} <= found.files.keys()
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "adapter.json",
+    } <= found.files.keys()
     assert not any(name.startswith(("model", "optimizer")) for name in found.files)
 
 

@@ -112,9 +112,9 @@ def test_a_conversation_holds_what_was_said_before(chat, monkeypatch):
     seen = []
     real = tool._write
     monkeypatch.setattr(
-        tool, "_write", lambda opened, prompt, ids, *rest: seen.append(ids) or real(
-            opened, prompt, ids, *rest
-        )
+        tool,
+        "_write",
+        lambda opened, prompt, ids, *rest: seen.append(ids) or real(opened, prompt, ids, *rest),
     )
     sampling = Sampling(max_new_tokens=2)
     answers = list(converse(directory, ["one", "two"], sampling, lambda text: None))

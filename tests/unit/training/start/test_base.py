@@ -146,9 +146,7 @@ def test_rank_0_alone_looks_and_all_have_what_it_found(
 
 
 @pytest.fixture
-def hub(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ModelHub]:
+def hub(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
     """The model on the Hub, and a later commit with other weights."""
     later = save_base(tmp_path / "later", hidden_size=8, intermediate_size=12, seed=4)
     with serving_model({OLD: read_files(made), NEW: read_files(later)}) as server:
