@@ -53,11 +53,16 @@ class Epoch:
 
 
 def epoch(
-    manifest: Manifest, encoder: Encoder, reading: Reading, known: Sequence[Census] = ()
+    manifest: Manifest,
+    encoder: Encoder,
+    reading: Reading,
+    known: Sequence[Census] = (),
+    state: DataState | None = None,
 ) -> Epoch:
     """Count, or estimate, one epoch. Raises UserError or RunError as reading does.
 
     known: a census of each source; one that is exact is not made again
+    state: where the run is now, for `until_end`; None = at its beginning
     """
     reader = Reader(reading)
     documents = tokens = blocks = 0.0
@@ -67,18 +72,18 @@ def epoch(
         documents, tokens, exact = documents + found[0], tokens + found[1], exact and found[2]
         blocks += found[1] * _blocks_a_token(manifest, k, encoder, reader)
     whole = math.ceil(round(blocks, 6))  # 700 · (1 / 100) is a little more than 7
+    begin = state or DataState.fresh(manifest)
     ends = exact and manifest.chat and all(one.max_epochs for one in manifest.sources)
-    until_end = _until_end(manifest, encoder, reader) if ends else None
+    until_end = _until_end(manifest, encoder, reader, begin) if ends else None
     return Epoch(round(documents), round(tokens), max(1, whole), exact, until_end)
 
 
-def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader) -> int:
-    """Return the number of the first block from which on all are padding."""
-    lanes = Lanes(manifest, _Lengths(encoder), reader, DataState.fresh(manifest).cursors, 0)
-    last = 0
-    for lane in range(manifest.lanes):
+def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader, state: DataState) -> int:
+    """Return the number of the first block from which on all are padding. state: where to begin"""
+    lanes = Lanes(manifest, _Lengths(encoder), reader, state.cursors, state.next_block)
+    last = state.next_block
+    for g in range(state.next_block, state.next_block + manifest.lanes):
         heartbeat.beat("counting the blocks of the run")
-        g = lane
         try:
             while lanes.take(g).source >= 0:
                 last, g = max(last, g + 1), g + manifest.lanes

@@ -103,7 +103,7 @@ def with_steps(
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
             reading = reading_of(data_settings(config), config.run_dir, stop)
             counted = from_rank_zero(
-                ranks, lambda: asdict(epoch(data.manifest, data.encoder, reading))
+                ranks, lambda: asdict(epoch(data.manifest, data.encoder, reading, (), data.state))
             )
             auto.run["epoch"] = {"data": data.manifest.fingerprint, **counted}
         steps = _steps_of(training, auto.run["epoch"])

@@ -85,20 +85,23 @@ def prepare(
     partial.mkdir()
     if not any(key.startswith("model.") for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
-    _write(config, found, partial, base)
+    _write(config, found, partial, base, _date_of(run_dir / MANIFEST))
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
     _take_over(run_dir)
 
 
-def _write(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
+def _write(
+    config: Config, found: Survey, directory: Path, base: Base | None, date: str | None = None
+) -> None:
+    """Write tokenizer and manifest. date: that of the run, for chat templates; None = now"""
     _tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
     facts = None
     if found.has_chat:
-        settings = settings_of(config.chat, datetime.now().isoformat(timespec="seconds"))
+        settings = settings_of(config.chat, date or datetime.now().isoformat(timespec="seconds"))
         chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
         facts = chat_facts(chat)
         first = check_first_rows(found, Encoder(tokenizer, chat))
@@ -106,6 +109,13 @@ def _write(config: Config, found: Survey, directory: Path, base: Base | None) ->
             _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
     manifest = freeze(found, tokenizer, facts)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
+
+
+def _date_of(manifest: Path) -> str | None:
+    """Return the date in the manifest of a run with conversations."""
+    chat = manifests.glance(manifest).get("chat")
+    date: str | None = chat and chat["settings"]["date"]
+    return date
 
 
 def _take_over(run_dir: Path) -> None:
