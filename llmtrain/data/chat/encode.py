@@ -142,7 +142,9 @@ class Encoder:
         keys = {(part.kind, part.text) for part in parts}
         new = [key for key in keys if key not in self._known]
         behind = [text for kind, text in new if kind == "behind"]
-        guarded = self._encode(self._full, [self._guard + text for text in behind]) if behind else []
+        guarded = (
+            self._encode(self._full, [self._guard + text for text in behind]) if behind else []
+        )
         for text, ids in zip(behind, guarded, strict=True):
             self._known["behind", text] = ids[1:] if self._guard else ids
         for kind, text in new:

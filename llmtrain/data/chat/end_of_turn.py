@@ -78,9 +78,7 @@ def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str | None)
     before = texts[0].rpartition(_ANSWERS[0])[0]
     between = before.removeprefix(prompt) if before.startswith(prompt) else ""
     is_lead = _is_lead(between, tokens)
-    return EndOfTurn(
-        token, tokens[token], between if is_lead else "", "" if is_lead else between
-    )
+    return EndOfTurn(token, tokens[token], between if is_lead else "", "" if is_lead else between)
 
 
 def _token(end: str, tokens: Mapping[str, int], named: str | None) -> str:

@@ -18,7 +18,11 @@ def test_the_longest_word_at_the_leftmost_place_is_found():
     words = dict.fromkeys(["<a", "<a>", "<a><b>", "<b>", "b", "(", "\n"], "")
     pattern = longest(words)
     assert pattern.findall("<a><b> <a><c> <ab(") == ["<a><b>", "<a>", "<a", "b", "("]
-    assert longest({"<a>": r"\s*", "<ab>": ""}).findall("<a> \n<ab> <a>") == ["<a> \n", "<ab>", "<a>"]
+    assert longest({"<a>": r"\s*", "<ab>": ""}).findall("<a> \n<ab> <a>") == [
+        "<a> \n",
+        "<ab>",
+        "<a>",
+    ]
     assert longest({}).search("anything") is None
     many = [f"<{n}>" for n in range(2000)]
     assert longest(dict.fromkeys(many, "")).findall("".join(many)) == many

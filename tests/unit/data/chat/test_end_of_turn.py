@@ -3,7 +3,9 @@ from helpers.chats import make, open_chat
 
 from llmtrain.errors import UserError
 
-CHATML = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + END }}{% endfor %}"
+CHATML = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + END }}{% endfor %}"
+)
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 TOKENS = ("<|im_start|>", "<|im_end|>", "<|im|>", "<|im_end|>s", "<think>")
 
@@ -39,7 +41,7 @@ def test_another_one_that_the_template_writes_can_be_named(end):
 
 @pytest.mark.parametrize("text", ["'\n'", "'.'", "' stop<|im_end|>'"])
 def test_no_token_after_the_answer_is_refused(end, text):
-    with pytest.raises(UserError, match="no end-of-turn token after the answer.*\n.*set chat.end"):
+    with pytest.raises(UserError, match=r"no end-of-turn token after the answer.*\n.*set chat.end"):
         end(text)
 
 
