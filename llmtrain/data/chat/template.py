@@ -250,7 +250,7 @@ def _generation_tag() -> Any:
     from jinja2.parser import Parser
 
     class Generation(Extension):
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno

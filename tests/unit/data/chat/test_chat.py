@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -129,7 +130,11 @@ def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
 @pytest.mark.parametrize(
     ("here", "messages", "said"),
     [
-        ("m.content[:-1]", talk("Hi?", "Yes."), "turn 1: the template drops the assistant's text"),
+        (
+            "m.content.replace('Yes', '')",
+            talk("Hi?", "Yes."),
+            "turn 1: the template drops the assistant's text",
+        ),
         ("(m.content if m.role != 'user' else '')", talk("Hi?", "Yes."), r"before it \(user\)"),
         (
             "(m.content if m.role != 'system' else '')",
@@ -154,15 +159,7 @@ def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
     ],
 )
 def test_text_that_the_template_drops_makes_a_bad_row(place, here, messages, said):
-    directory = place(here)
-    chat = open_chat(directory, end_of_turn="<|im_end|>")
-    import re
-
-    try:
-        key, why = key_of(chat, messages)
-    except UserError as error:  # the template drops the probe's answer too
-        assert "writes every answer" in str(error) or "same after each" in str(error)
-        return
+    key, why = key_of(open_chat(place(here)), messages)
     assert key == "dropped"
     assert re.search(said, why)
 
@@ -198,7 +195,7 @@ def test_strings_are_trained_without_a_template(chatml):
         chat, tokens = open_chat(directory), open_tokenizer(directory)
         example = Example((), text=("Say <|im_end|>", " yes<|endoftext|>"))
         (one,) = chat.sequences(example).sequences
-        assert one.ids == tokens.encode("Say <|im_end|> yes<|endoftext|>").tolist() + [tokens.eos]
+        assert one.ids == [*tokens.encode("".join(example.text)), tokens.eos]
         first = len(tokens.encode("Say <|im_end|>"))
         assert one.trained == [n >= first for n in range(len(one.ids))]
     assert open_chat(SAMPLE).sequences(replace(example, untrained=frozenset({0}))).sequences == ()

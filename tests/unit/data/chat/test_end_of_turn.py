@@ -41,7 +41,7 @@ def test_another_one_that_the_template_writes_can_be_named(end):
 
 @pytest.mark.parametrize("text", ["'\n'", "'.'", "' stop<|im_end|>'"])
 def test_no_token_after_the_answer_is_refused(end, text):
-    with pytest.raises(UserError, match="no end-of-turn token after the answer.*\n.*set chat.end"):
+    with pytest.raises(UserError, match=r"no end-of-turn token after the answer.*\n.*set chat.end"):
         end(text)
 
 

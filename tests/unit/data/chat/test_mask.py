@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from helpers.chats import (
     check_against_library,
+    library,
     make,
     open_chat,
     plain,
@@ -37,10 +38,12 @@ def places(shared_data, tmp_path_factory):
 def chats(places):
     """One of each: opening a tokenizer of 150,000 entries takes half a second."""
     kwargs = {"qwen3 without thinking": NO_THINKING}
-    return {
+    found = {
         name: open_chat(place, template_kwargs=kwargs.get(name, {}))
         for name, place in places.items()
     }
+    found["qwen3 without thinking"].__dict__["_encoder"] = found["qwen3"]._encoder
+    return found
 
 
 def one_sequence(chat, messages, **more):
@@ -81,7 +84,8 @@ def test_by_hand_chatml(chats, places):
 
 
 def ids_of(tokenizer, text):
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids if isinstance(ids, list) else ids.ids
 
 
 def test_by_hand_two_turns(chats):
@@ -100,11 +104,11 @@ def test_by_hand_two_turns(chats):
     assert [ids for _, ids in spans(one.ids, one.trained)] == [[5592, 28723, 2], [1770, 28723, 2]]
 
 
-def test_by_hand_a_tool_call(chats):
+def test_by_hand_a_tool_call(chats, places):
     messages = [*talk("1+2?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     one = one_sequence(chats["qwen3 without thinking"], messages)
     text = '\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
-    tokens = plain(chats["qwen3"]._directory)
+    tokens = library(places["qwen3"])
     ((before, found),) = spans(one.ids, one.trained)
     assert found == [151657, *ids_of(tokens, text), 151658, 151645]  # <tool_call> … </tool_call>
     assert before[-4:] == [151667, 271, 151668, 271]
@@ -150,14 +154,14 @@ def test_ft_09_reasoning_is_written_once_and_trained(chats, places):
     wanted = ["<think>\nA greeting.\n</think>\n\nYes.<|im_end|>"]
     for messages in (inside, beside):
         found = trained_ids(chats["qwen3"], messages)
-        assert [plain(places["qwen3"]).decode(ids, False) for ids in found] == wanted
+        assert [library(places["qwen3"]).decode(ids, False) for ids in found] == wanted
 
 
 def test_ft_10_every_answer_is_trained_where_history_loses_its_reasoning(chats, places):
     messages = talk("a?", "<think>\nA.\n</think>\n\nYes.", "b?", "<think>\nB.\n</think>\n\nNo.")
     found = chats["qwen3"].sequences(Example(messages))
     said = [spans(one.ids, one.trained) for one in found.sequences]
-    texts = [[plain(places["qwen3"]).decode(ids, False) for _, ids in one] for one in said]
+    texts = [[library(places["qwen3"]).decode(ids, False) for _, ids in one] for one in said]
     assert texts == [
         ["<think>\nA.\n</think>\n\nYes.<|im_end|>"],
         ["<think>\nB.\n</think>\n\nNo.<|im_end|>"],

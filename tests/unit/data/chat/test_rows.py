@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -116,8 +117,12 @@ def test_tools_and_calls_are_parsed():
     found = example(row)
     assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert found.tools == [{"name": "f"}]
-    flat = [{"from": "human", "value": "?"}, {"from": "function_call", "value": json.dumps(
-        {"name": "f", "arguments": {"x": None}})}, {"from": "observation", "value": "1"}]  # fmt: skip
+    said = json.dumps({"name": "f", "arguments": {"x": None}})
+    flat = [
+        {"from": "human", "value": "?"},
+        {"from": "function_call", "value": said},
+        {"from": "observation", "value": "1"},
+    ]
     found = example({"conversations": flat, "tools": []}, "conversations")
     assert found.messages[1]["tool_calls"] == [CALL]
     assert found.messages[2] == {"role": "tool", "content": "1"}
@@ -155,8 +160,6 @@ def test_text_parts_are_joined_and_null_fields_dropped():
     ],
 )
 def test_a_bad_row_says_what_is_wrong(row, key, said):
-    import re
-
     found, text = why(row)
     assert found == key
     assert re.search(said, text)
