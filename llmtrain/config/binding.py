@@ -36,8 +36,8 @@ _FREE = (
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
-# Keys that came after the first runs, with their defaults. At its default such a key is left out, as
-# it is in the record of an older run.
+# Keys that came after the first runs, with their defaults. At its default such a key is left out,
+# as it is in the record of an older run.
 _NEWER: dict[str, object] = {"model.pad_vocab_to": None}
 
 

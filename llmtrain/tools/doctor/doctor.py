@@ -15,8 +15,8 @@ from pathlib import Path
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools.doctor import launch as doctor_launch
 from llmtrain.tools.doctor import base, machine, memory_plan, place, reduce, sources
+from llmtrain.tools.doctor import launch as doctor_launch
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, ok
 from llmtrain.tools.doctor.launch import describe_launch
 from llmtrain.tools.launch.file import read_launch_file

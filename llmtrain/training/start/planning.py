@@ -153,9 +153,7 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
     )
 
 
-def plan_start(
-    config: Config, run_dir: Path, precision: str, base: Base | None = None
-) -> Planned:
+def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None = None) -> Planned:
     """Return the plan of this start. Raises UserError if no allowed strategy fits the device.
 
     base: as for `describe`

@@ -35,9 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ModelHub]:
+def hub(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
     with serving_model({OLD: read_files(made)}) as server:
         take_for_hub(monkeypatch, server, tmp_path / "home")
         yield server
