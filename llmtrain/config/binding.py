@@ -40,8 +40,8 @@ _FREE = (
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
-# Keys that came after the first runs, with their defaults, and sections of such keys. They bind only
-# where they are set, so that a run that does without them is the same run with any version.
+# Keys that came after the first runs, with their defaults, and sections of such keys. They bind
+# only where they are set, so that a run that does without them is the same run with any version.
 _NEWER: Mapping[str, object] = {
     "model.pad_vocab_to": None,
     "data.sources.*.columns": {},

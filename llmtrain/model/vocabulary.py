@@ -58,5 +58,5 @@ def _longer(parameter: nn.Parameter, rows: int) -> nn.Parameter:
 
 def _mean(rows: Tensor) -> Tensor:
     """Return the mean of rows (V, …) in fp64, whatever their order of summation rounds to."""
-    parts = (part.double().sum(0) for part in rows.split(_ROWS_AT_ONCE))
+    parts = (part.double().sum(0) for part in torch.split(rows, _ROWS_AT_ONCE))
     return torch.stack(list(parts)).sum(0) / len(rows)

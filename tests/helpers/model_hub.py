@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from helpers.hub import Handler, Hub, etag, running, stand_in
+from helpers.hub import Handler, Hub, etag, running
 
 MODEL = "someone/tiny"
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -84,7 +84,12 @@ def serving_model(commits: Commits) -> Iterator[ModelHub]:
 
 def take_for_hub(patch: pytest.MonkeyPatch, server: ModelHub, home: Path) -> None:
     """This process takes the server for the Hub, with an empty cache in `home`."""
+    from huggingface_hub import constants
     from transformers.utils import hub
 
-    stand_in(patch, server, home)
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "ENDPOINT", server.endpoint)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr(constants, "HF_HOME", str(home))
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     patch.setattr(hub, "_hf_api", None)  # it keeps the address of the Hub

@@ -9,6 +9,7 @@ allocated its part.
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ from llmtrain.types import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 _SMALL_FILES = 10  # about how many a checkpoint has: configs, tokenizer, state, manifest
 
@@ -118,6 +121,7 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
             model = build.rebuild(mine, config.model)
         else:
             check_unchanged(base)
+            _log.info("loading the weights of %s", base)
             model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
         return model

@@ -73,9 +73,9 @@ def test_a_division_by_zero_within_transformers_is_refused() -> None:
 def test_a_wrong_field_of_weights_from_elsewhere_is_named(tmp_path, changed, value) -> None:
     fields = {**LLAMA, "vocab_size": 300, **changed}
     (tmp_path / "config.json").write_text(json.dumps(fields))
+    asked = ModelConfig.model_validate({"from": str(tmp_path)})
     with pytest.raises(UserError) as raised:
-        base = find_base(ModelConfig.model_validate({"from": str(tmp_path)}))
-        model_config(ModelConfig(), TOKENS, 16, base)
+        model_config(asked, TOKENS, 16, find_base(asked))
     assert f"{tmp_path / 'config.json'}: {value}" in str(raised.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ KINDS: dict[str, Any] = {
 
 def made(kind: str) -> PreTrainedModel:
     torch.manual_seed(5)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(KINDS[kind])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(KINDS[kind]))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.data)
     return model.eval()
