@@ -304,8 +304,8 @@ def load(path: Path) -> HeldOut | None:
         facts = json.loads(file.metadata()["heldout"])
         parts = tuple(Part(**part) for part in facts.pop("parts", ()))
         tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
-        owners = file.get_tensor("owners") if parts else None
-        return HeldOut(*tensors, **facts, parts=parts, owners=owners)
+        held = HeldOut(*tensors, **facts)
+        return replace(held, parts=parts, owners=file.get_tensor("owners")) if parts else held
 
 
 def _save(held: HeldOut, path: Path) -> None:
