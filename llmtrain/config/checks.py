@@ -34,7 +34,7 @@ from llmtrain.types import Algorithm
 # A function that returns what is wrong with some sections; its parameters have their names.
 Rule = Callable[..., Iterable[Problem]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
-# Optimizers that do not work under all strategies. Muon needs whole matrices: FSDP2 can gather them,
+# Optimizers that do not work under all strategies. Muon needs whole matrices: FSDP2 gathers them,
 # ZeRO cuts them anywhere. 8-bit moments have a scale for each block of a whole parameter.
 _STRATEGIES: Mapping[Algorithm, tuple[str, ...]] = {
     "muon": ("ddp", "hsdp", "fsdp2"),

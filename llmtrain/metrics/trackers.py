@@ -1,8 +1,8 @@
 """TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 only.
 
-Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, and for a single source
-`eval/LABEL/loss`. Ids are kept in `trackers.json`, so a resumed run continues the same tracker run.
-The trap: a tracker is an outside service. Its exceptions must never end the run: a failure is
+Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, and of one source
+`eval/LABEL/loss`. Ids are kept in `trackers.json`, so a resumed run continues the same tracker
+run. The trap: a tracker is an outside service. Its exceptions must never end the run: a failure is
 reported as one event, and the tracker is tried again every 100 logs.
 """
 
@@ -185,7 +185,7 @@ def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> Genera
 
 
 def _prefix(kind: str, fields: Mapping[str, object]) -> str:
-    """Return how the names of a line's values begin: with the kind, and the source if it has one."""
+    """Return the beginning of the names of a line's values: its kind, and its source if any."""
     source = str(fields.get("split", "")).removeprefix("heldout").lstrip("/")
     return f"{kind}/{source}" if source else kind
 

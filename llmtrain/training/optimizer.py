@@ -17,9 +17,11 @@ from typing import Any, assert_never
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from llmtrain.config.schema import GroupConfig, OptimizerConfig
+from llmtrain.distributed.engines.state import local
 from llmtrain.distributed.optimizer_state import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.freeze import no_match
@@ -100,7 +102,36 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for name, part in self._parts.items():
             part.param_groups = [one for one in self.param_groups if one["algorithm"] == name]
             part.state = self.state
+            if name == "muon":
+                _update_short(part)
             part.step()
+
+
+@torch.no_grad()
+def _update_short(muon: torch.optim.Optimizer) -> None:
+    """Update sharded matrices with fewer rows than ranks, and drop their gradients. Collective.
+
+    Every rank makes the update of the whole matrix, which is small, and keeps its rows. torch 2.13
+    refuses to do that itself: a product of such matrices is whole, and some shards are empty.
+    """
+    for group in muon.param_groups:
+        for parameter in group["params"]:
+            split = isinstance(parameter, DTensor) and parameter.grad is not None
+            if not split or parameter.shape[0] >= parameter.device_mesh.size():
+                continue
+            momentum = muon.state[parameter]["momentum_buffer"]
+            whole = parameter.detach().full_tensor()
+            whole.grad = parameter.grad.full_tensor()
+            alone: torch.optim.Optimizer = torch.optim.Muon([{**group, "params": [whole]}])
+            alone.state[whole]["momentum_buffer"] = momentum.full_tensor()
+            alone.step()
+            updated = (whole, alone.state[whole]["momentum_buffer"])
+            for sharded, value in zip((parameter, momentum), updated, strict=True):
+                mine = distribute_tensor(
+                    value, sharded.device_mesh, sharded.placements, src_data_rank=None
+                )
+                local(sharded).copy_(local(mine))
+            parameter.grad = None
 
 
 def algorithms(config: OptimizerConfig, model: nn.Module) -> dict[int, Algorithm]:

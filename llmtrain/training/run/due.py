@@ -98,7 +98,7 @@ class Due:
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save `step`: at its period, if asked for, at the best evaluation, at the end."""
+        """Whether to save `step`: at its period, on request, at the best evaluation or the end."""
         wanted = step % self.save_every == 0 or self._asked or self._best == step
         return (wanted or self.stop(step)) and self.unsaved(step)
 

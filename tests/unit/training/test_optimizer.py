@@ -139,7 +139,7 @@ def test_an_entry_without_a_parameter_is_refused() -> None:
     assert "q_proj" in unknown.remedy
     frozen = tiny(tied=True)
     frozen.model.norm.weight.requires_grad_(False)
-    with pytest.raises(UserError, match="groups.0.match"):
+    with pytest.raises(UserError, match=r"groups\.0\.match"):
         arrange(frozen, config({"match": "model.norm.weight"}))
 
 
@@ -168,7 +168,7 @@ def test_muon_without_a_matrix_is_refused() -> None:
     model = tiny(True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
-    with pytest.raises(UserError, match="optimizer.name = muon"):
+    with pytest.raises(UserError, match=r"optimizer\.name = muon"):
         make_optimizer(model, config(name="muon"))
 
 

@@ -272,7 +272,7 @@ def test_a_launch_of_another_strategy_is_refused(
 
 def test_groups_that_do_not_fit_are_refused_before_there_are_weights(tmp_path: Path) -> None:
     made = config(tmp_path, optimizer__groups=[{"match": "*q_projj*"}])
-    with pytest.raises(UserError, match="optimizer.groups.0.match") as refused:
+    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match") as refused:
         planned(made)
     assert "q_proj" in refused.value.problems[0].remedy
 
