@@ -62,7 +62,14 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
 
     Raises UserError if the run held nothing out.
     """
-    held, manifest = heldout.load(run_dir / contents.HELDOUT), run_dir / contents.MANIFEST
+    from safetensors import SafetensorError
+
+    manifest = run_dir / contents.MANIFEST
+    try:
+        held = heldout.load(run_dir / contents.HELDOUT)
+    except SafetensorError as error:
+        expected = f"a whole {contents.HELDOUT} ({error})"
+        raise UserError(Problem(key, run_dir, expected, "the next start makes it again")) from error
     if held is None or not manifest.is_file():
         expected = f"a run that held documents out ({contents.HELDOUT} in it)"
         raise UserError(Problem(key, run_dir, expected, "--data FILE scores other documents"))
