@@ -177,10 +177,12 @@ def report(
     print(write_report(run, out))
 
 
-_use = {"rich_help_panel": "Use"}
-app.command(help="a run's held-out loss again, other documents, tasks", **_use)(use.evaluate)
-app.command(help="continue a text, or answer in a conversation", **_use)(use.generate)
-app.command(help="a model directory, proved to compute the same", **_use)(use.export)
+for _command, _help in (
+    (use.evaluate, "a run's held-out loss again, other documents, tasks"),
+    (use.generate, "continue a text, or answer in a conversation"),
+    (use.export, "a model directory, proved to compute the same"),
+):
+    app.command(rich_help_panel="Use", help=_help)(_command)
 
 app.add_typer(
     data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"

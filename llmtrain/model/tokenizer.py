@@ -56,7 +56,6 @@ def load(path: str, revision: str | None) -> Any:
 
     Raises UserError if it cannot be loaded or needs its own code.
     """
-| None) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:

@@ -46,8 +46,7 @@ class Evaluated:
         if self.figures is not None:
             found |= {"kind": "eval", "split": self.split, **asdict(self.figures)}
         shown = found | ({"tasks": self.tasks} if self.tasks else {})
-        return {key: record.finite(value) for key, value in shown.items()}|= {"kind": "eval", "split": self.split, **asdict(self.figures)}
-        return found | ({"tasks": self.tasks} if self.tasks else {})
+        return {key: record.finite(value) for key, value in shown.items()}
 
 
 def evaluate(

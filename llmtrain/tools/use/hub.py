@@ -54,8 +54,8 @@ def _api() -> Any:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from httpx2 import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     return HfHubHTTPError, HFValidationError, HTTPError, OSError
 

@@ -124,9 +124,7 @@ def figures(
     )
 
 
-def _score_rank(
-    opened: Opened, measured: HeldOutOfRun, rank: int, told: Told
-) -> torch.Tensor:
+def _score_rank(opened: Opened, measured: HeldOutOfRun, rank: int, told: Told) -> torch.Tensor:
     """Return Σ nll and the number of scored tokens of one rank's blocks, (2,) fp64."""
     import numpy as np
     import torch
@@ -167,7 +165,7 @@ def _layout(run_dir: Path, step: int | None) -> tuple[int, int]:
 
 
 def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
-    """Raise UserError if the run's tokenizer gives other ids than the model's, or too large ones."""
+    """Raise UserError if the run's tokenizer gives other ids than the model's, or larger ones."""
     own = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
     ids = [one(list(PROBES), add_special_tokens=False).input_ids for one in (own, opened.tokenizer)]
     rows = opened.model.get_input_embeddings().weight.shape[0]

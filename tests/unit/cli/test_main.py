@@ -65,7 +65,9 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", "supervise", "doctor", "plan", *USE, *DATA, *CHECKPOINTS])
+@pytest.mark.parametrize(
+    "command", ["train", "supervise", "doctor", "plan", *USE, *DATA, *CHECKPOINTS]
+)
 @pytest.mark.launches
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")

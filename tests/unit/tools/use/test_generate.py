@@ -84,8 +84,7 @@ def test_a_checkpoint_continues_a_text_behind_what_it_was_trained_behind(tmp_pat
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
     """A run whose model answers with one token for ever, which is not the end of a turn."""
-    run = used.run(tmp_path_factory.mktemp("chat") / "run", chat=True)
-    return run
+    return used.run(tmp_path_factory.mktemp("chat") / "run", chat=True)
 
 
 def ended(run, step, word):
@@ -112,9 +111,9 @@ def test_a_conversation_holds_what_was_said_before(chat, monkeypatch):
     seen = []
     real = tool._write
     monkeypatch.setattr(
-        tool, "_write", lambda opened, prompt, ids, *rest: seen.append(ids) or real(
-            opened, prompt, ids, *rest
-        )
+        tool,
+        "_write",
+        lambda opened, prompt, ids, *rest: seen.append(ids) or real(opened, prompt, ids, *rest),
     )
     sampling = Sampling(max_new_tokens=2)
     answers = list(converse(directory, ["one", "two"], sampling, lambda text: None))
