@@ -177,13 +177,12 @@ def report(
     print(write_report(run, out))
 
 
-app.command(help="a run's held-out loss again, other documents, tasks", rich_help_panel="Use")(
-    use.evaluate
-)
-app.command(help="continue a text, or answer in a conversation", rich_help_panel="Use")(
-    use.generate
-)
-app.command(help="a model directory, proved to compute the same", rich_help_panel="Use")(use.export)
+for _command, _help in (
+    (use.evaluate, "a run's held-out loss again, other documents, tasks"),
+    (use.generate, "continue a text, or answer in a conversation"),
+    (use.export, "a model directory, proved to compute the same"),
+):
+    app.command(rich_help_panel="Use", help=_help)(_command)
 
 app.add_typer(
     data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"

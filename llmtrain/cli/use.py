@@ -54,6 +54,7 @@ def evaluate(
     """Measure a model on held-out data, on documents, on tasks."""
     from llmtrain.tools.use.evaluate import evaluate as measure
 
+    _hide_progress_of_transformers()
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     line = ProgressLine(wait=True)
 
@@ -88,6 +89,7 @@ def generate(
     try:
         from llmtrain.tools.use import generate as tool
 
+        _hide_progress_of_transformers()
         sampling = tool.Sampling(max_new_tokens, temperature, top_p, seed)
         if chat:
             messages = _lines() if prompt is None else iter([prompt])
@@ -125,6 +127,8 @@ def export(
 ) -> None:
     """Write a checkpoint as a model directory, and prove that it computes the same."""
     from llmtrain.tools.use.export import export as write
+
+    _hide_progress_of_transformers()
 
     def tell(doing: str) -> None:
         print(harmless(doing), file=sys.stderr, flush=True)
@@ -169,6 +173,13 @@ def exportation(found: Exported) -> Iterator[str]:
     if found.pushed:
         yield f"uploaded to {found.pushed}"
     yield f"{found.path}"
+
+
+def _hide_progress_of_transformers() -> None:
+    """Switch off the bars that it shows while it loads weights."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _lines() -> Iterator[str]:

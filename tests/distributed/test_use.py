@@ -180,9 +180,8 @@ def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[P
 
 def test_an_export_needs_little_more_memory_than_its_shards(tmp_path: Path) -> None:
     run = used.run(tmp_path / "run")
-    used.checkpoint(
-        run, 4, used.model(hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
-    )
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    used.checkpoint(run, 4, used.model(**large))
     shard = 4 << 20
     imports = "import torch, transformers, transformers.models.llama.modeling_llama"
     work = f"import llmtrain; llmtrain.export({str(run)!r}, {str(tmp_path / 'out')!r}, verify=False"

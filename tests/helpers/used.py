@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +145,8 @@ def adapter(folder: Path, base: Path, tokenizer_files: Path, **settings: Any) ->
     fields: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     torch.manual_seed(5)
     bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    made = get_peft_model(bare, LoraConfig(**{**fields, **settings}))
+    with quiet():
+        made = get_peft_model(bare, LoraConfig(**{**fields, **settings}))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name or "trainable_tokens" in name:
@@ -156,6 +160,14 @@ def adapter(folder: Path, base: Path, tokenizer_files: Path, **settings: Any) ->
         shutil.copy(tokenizer_files / name, folder / name)
     bare.generation_config.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of peft, which uses a deprecated name of transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def directory(folder: Path, made: Any, tokenizer_files: Path) -> Path:

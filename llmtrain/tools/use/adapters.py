@@ -11,6 +11,7 @@ compared first.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,10 @@ def inject(model: Any, directory: Path) -> dict[str, torch.nn.Parameter]:
     """
     from peft import get_peft_model_state_dict, inject_adapter_in_model
 
-    inject_adapter_in_model(_lora_config(directory), model, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        # That the weights of a Conv1D lie the other way round; peft finds that out by itself.
+        warnings.simplefilter("ignore", UserWarning)
+        inject_adapter_in_model(_lora_config(directory), model, low_cpu_mem_usage=True)
     own = get_peft_model_state_dict(
         model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
     )

@@ -89,7 +89,7 @@ def _license(base: Base | None) -> str | None:
     if path is None or not path.is_file():
         return None
     try:
-        found = ModelCard(path.read_text("utf-8", errors="replace")).data.license
+        found = ModelCard(path.read_text("utf-8", errors="replace")).data.get("license")
     except ValueError:  # no valid card: its licence is not known
         return None
     return found if isinstance(found, str) else None

@@ -23,13 +23,16 @@ from llmtrain.checkpoint import read
 from llmtrain.distributed.engines import state
 from llmtrain.errors import Problem, needed_on_disk, raise_any
 from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.untrusted import INDEX
 from llmtrain.tools.use import adapters, card, hub, merge, tensors
+from llmtrain.tools.use.load import base_directory
+from llmtrain.tools.use.merge import Weights
 from llmtrain.tools.use.reload import Losses, compare
 from llmtrain.tools.use.target import KEY, Target, find
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # Files of a checkpoint that an export writes itself, or that belong to the run.
-_OWN = {form.MANIFEST, form.STATE, "config.json", "model.safetensors.index.json"}
+_OWN = {form.MANIFEST, form.STATE, "config.json", INDEX}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +90,12 @@ def export(
     raise_any(_problems(target, out, dtype, merge_adapters, shard_gb))
     if push is not None:
         hub.check(push)
+    if target.is_adapter:
+        base_directory(target.directory)  # it is there, or no work is begun
     told(f"verifying {target.directory.name}")
     raise_any(read.verify(target.directory))
     partial = out.with_name(f"{out.name}.partial")
-    told(f"writing {partial}")
-    _create(partial)
-    if target.is_adapter and not merge_adapters:
-        _write_adapter(target.directory, partial, DTYPES[dtype])
-    else:
-        _write_model(target, partial, DTYPES[dtype], int(shard_gb * 2**30))
-    _copy(target.directory, partial, card.text(target, dtype, merged=merge_adapters))
+    _write(target, partial, dtype, shard_gb, merged=merge_adapters, told=told)
     losses = None
     if verify:
         told("loading it in another process")
@@ -128,25 +127,39 @@ def _problems(
         yield Problem("--shard-gb", shard_gb, "a number of GiB above 0")
 
 
-def _create(partial: Path) -> None:
-    """Make the directory; what an export that was cut off left there is removed."""
+def _write(
+    target: Target,
+    partial: Path,
+    dtype: str,
+    shard_gb: float,
+    *,
+    merged: bool,
+    told: Callable[[str], object],
+) -> None:
+    """Write all files. What an export that was cut off left under this name is removed."""
+    directory, kind = target.directory, DTYPES[dtype]
+    alone = target.is_adapter and not merged
+    weights = None if alone else _weights(target, kind)
+    told(f"writing {partial}")
     with needed_on_disk(partial):
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-
-
-def _write_model(target: Target, partial: Path, dtype: str, shard_bytes: int) -> None:
-    directory = target.directory
-    if target.is_adapter:
-        entries = len(tokenizers.load(str(directory), None))
-        weights = merge.merged(target, entries, dtype)
+    if weights is None:
+        _write_adapter(directory, partial, kind)
     else:
-        weights = merge.whole(directory, dtype)
-    spec = state.files("model", weights.specs, shard_bytes, numbered=False)
-    tensors.write(partial, spec, weights.read)
-    config = weights.config.to_json_string(use_diff=True).encode()
-    _write_small(partial, {"config.json": config, **state.index(spec)})
+        spec = state.files("model", weights.specs, int(shard_gb * 2**30), numbered=False)
+        tensors.write(partial, spec, weights.read)
+        config = weights.config.to_json_string(use_diff=True).encode()
+        _write_small(partial, {"config.json": config, **state.index(spec)})
+    _copy(directory, partial, card.text(target, dtype, merged=merged))
+
+
+def _weights(target: Target, dtype: str) -> Weights:
+    if not target.is_adapter:
+        return merge.whole(target.directory, dtype)
+    entries = len(tokenizers.load(str(target.directory), None))
+    return merge.merged(target, entries, dtype)
 
 
 def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:

@@ -44,7 +44,7 @@ def names(model: Any) -> frozenset[str]:
 
 
 def rounded(weight: Tensor, precision: str) -> Tensor:
-    """Return a weight in fp32, rounded as in a run. precision: of the run's forward, bf16 or fp32."""
+    """Return a weight in fp32, rounded as in a run. precision: of its forward, bf16 or fp32."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 

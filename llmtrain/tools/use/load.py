@@ -12,7 +12,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.tools.use import adapters, four_bits
-from llmtrain.tools.use.target import KEY, Target, as_argument, download
+from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +105,9 @@ def base_directory(adapter: Path) -> Path:
     A model of the Hub is downloaded at its commit. Raises UserError if it is not there.
     """
     base = adapters.base_of(adapter)
+    if not Path(base.path).is_dir() and not is_hub_id(base.path):
+        expected = "the model that the adapter was trained on, where it was; it is gone"
+        raise UserError(Problem(f"base of {adapter.name}", base.path, expected, "put it back"))
     return download(base.path, base.revision)
 
 

@@ -1,8 +1,8 @@
 """The weights of a model as an export writes them, one tensor at a time.
 
     whole     a tensor of the checkpoint, cast
-    merged    the base on meta, with peft's layers in it; of one layer at a time the base's weight and
-              the adapter's are read, peft merges them in fp32, then the result is cast
+    merged    the base on meta, with peft's layers in it; of one layer at a time the base's weight
+              and the adapter's are read, peft merges them in fp32, then the result is cast
 
 peft's own layers do it because a transposed weight (`Conv1D`), DoRA and rsLoRA have formulas of
 their own. The trap: a head that is tied to the embedding is not written. If an adapter changes one
@@ -205,9 +205,8 @@ def cast(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _specs(own: Mapping[str, Tensor], dtype: str) -> dict[str, TensorSpec]:
-    specs = {
-        name: TensorSpec(_NAMES[str(one.dtype)], tuple(one.shape)) for name, one in own.items()
-    }
+    kinds = {name: _NAMES[str(tensor.dtype)] for name, tensor in own.items()}
+    specs = {name: TensorSpec(kinds[name], tuple(own[name].shape)) for name in own}
     return cast_specs(specs, dtype)
 
 

@@ -62,7 +62,14 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
 
     Raises UserError if the run held nothing out.
     """
-    held, manifest = heldout_set.load(run_dir / contents.HELDOUT), run_dir / contents.MANIFEST
+    from safetensors import SafetensorError
+
+    manifest = run_dir / contents.MANIFEST
+    try:
+        held = heldout_set.load(run_dir / contents.HELDOUT)
+    except SafetensorError as error:
+        expected = f"a whole {contents.HELDOUT} ({error})"
+        raise UserError(Problem(key, run_dir, expected, "the next start makes it again")) from error
     if held is None or not manifest.is_file():
         expected = f"a run that held documents out ({contents.HELDOUT} in it)"
         raise UserError(Problem(key, run_dir, expected, "--data FILE scores other documents"))
@@ -158,7 +165,7 @@ def _layout(run_dir: Path, step: int | None) -> tuple[int, int]:
 
 
 def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
-    """Raise UserError if the run's tokenizer gives other ids than the model's, or too large ones."""
+    """Raise UserError if the run's tokenizer gives other ids than the model's, or larger ones."""
     own = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
     ids = [one(list(PROBES), add_special_tokens=False).input_ids for one in (own, opened.tokenizer)]
     rows = opened.model.get_input_embeddings().weight.shape[0]

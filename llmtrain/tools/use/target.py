@@ -63,9 +63,14 @@ def find(given: str) -> Target:
     path = Path(given)
     if path.is_dir():
         return _in_directory(given, path)
-    if path.exists() or not _HUB_ID.fullmatch(given):
+    if path.exists() or not is_hub_id(given):
         raise UserError(Problem(KEY, given, _EXPECTED))
     return Target(given, download(given, None))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this can be the name of a model of the Hub."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def download(name: str, revision: str | None) -> Path:

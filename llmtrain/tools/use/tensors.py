@@ -68,8 +68,9 @@ class Stored:
                     yield opened.get_tensor(name)
                     return
                 view = opened.get_slice(name)
-                for first in range(0, self.specs[name].shape[0], rows):
-                    yield view[first : first + rows]
+                count = self.specs[name].shape[0]
+                for first in range(0, count, rows):
+                    yield view[first : min(first + rows, count)]
         except (OSError, safetensors.SafetensorError) as error:
             remedy = "see that the disk can be read, then give the same command again"
             raise RunError(f"cannot read {path}: {error}", DISK_FAILED, remedy) from error

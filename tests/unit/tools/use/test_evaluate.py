@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def plainly(directory, run_dir, *, hidden=False):
     for g in range(held.num_blocks(used.SEQ_LEN)):
         ids, labels, starts = held.block(g, used.SEQ_LEN)
         borders = [*starts, used.SEQ_LEN] if hidden else [0, used.SEQ_LEN]
-        for first, end in zip(borders, borders[1:], strict=False):
+        for first, end in pairwise(borders):
             row = torch.from_numpy(ids[first:end].astype(np.int64))[None]
             targets = torch.from_numpy(labels[first:end])
             with torch.no_grad():
@@ -152,7 +153,7 @@ def test_any_documents_are_scored_one_by_one(run, tmp_path, suffix):
 def test_a_configs_held_out_documents_are_scored_one_by_one(run, tmp_path):
     articles = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(300), group=5)
     config = tmp_path / "my.yaml"
-    config.write_text(SMALLEST.replace("path: sample", f"path: {articles}"))
+    config.write_text(SMALLEST.replace("path: sample}]", f"path: {articles}}}], heldout: 0.3"))
     config.write_text(config.read_text() + "evaluation: {max_documents: 7}\n")
     assert evaluate(run, config).figures.documents == 7
     lines = corpus.write_lines(tmp_path / "b.txt", [b"one", b"two"])

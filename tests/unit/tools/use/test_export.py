@@ -1,5 +1,7 @@
-"""`export`: what it writes computes what the checkpoint computed. Nothing is reloaded elsewhere here;
-`tests/distributed/test_use.py` does that."""
+"""`export`: what it writes computes what the checkpoint computed.
+
+That another process proves it is tested in `tests/distributed/test_use.py`.
+"""
 
 import json
 import os
@@ -151,7 +153,8 @@ def with_adapter(base, checkpoint, rows=None):
     made = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if rows:
         made.resize_token_embeddings(rows, mean_resizing=False)
-    return PeftModel.from_pretrained(made, checkpoint).eval()
+    with used.quiet():
+        return PeftModel.from_pretrained(made, checkpoint).eval()
 
 
 def base_of(tmp_path, model):
@@ -171,7 +174,7 @@ def test_merged_adapters_compute_what_the_adapters_do(tmp_path, kind):
 
 def test_ft_24_a_tied_head_is_not_written_and_stays_tied(tmp_path):
     base = base_of(tmp_path, used.model())
-    run, checkpoint = adapter_run(tmp_path, base)
+    run, _ = adapter_run(tmp_path, base)
     export(run, tmp_path / "out", merge_adapters=True, verify=False)
     assert "lm_head.weight" not in stored(tmp_path / "out")
     made = reloaded(tmp_path / "out")
@@ -185,9 +188,8 @@ def test_ft_24_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
     export(run, tmp_path / "out", merge_adapters=True, verify=False)
     made = reloaded(tmp_path / "out")
     assert made.config.tie_word_embeddings is False
-    assert (
-        float((used.logits(made) - used.logits(with_adapter(base, checkpoint))).abs().max()) <= 1e-5
-    )
+    expected = used.logits(with_adapter(base, checkpoint))
+    assert float((used.logits(made) - expected).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", LORA)
@@ -212,11 +214,11 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
 
     bigger = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     grow(bigger, rows)
-    mean = bigger.get_input_embeddings().weight[: rows - 2].mean(0)
+    mean = bigger.get_input_embeddings().weight[: rows - 2].double().mean(0).float()
     assert torch.equal(bigger.get_input_embeddings().weight[rows - 1], mean)
     grown = used.directory(tmp_path / "grown", bigger, tmp_path / "tokens")
     indices = {"embed_tokens": [rows - 2, rows - 1]} | ({} if tied else {"lm_head": [rows - 1]})
-    run, checkpoint = adapter_run(tmp_path, grown, trainable_token_indices=indices)
+    _, checkpoint = adapter_run(tmp_path, grown, trainable_token_indices=indices)
     path = checkpoint / "adapter.json"  # the adapter was trained on the smaller model, grown
     named = json.dumps({"base": {"path": str(base)}})
     path.write_text(named)
@@ -240,17 +242,14 @@ def test_an_adapter_alone_keeps_its_files_and_loads_with_peft(tmp_path):
     found = export(run, tmp_path / "out", verify=False)
     expected = used.logits(with_adapter(base, checkpoint))
     assert torch.equal(used.logits(with_adapter(base, tmp_path / "out")), expected)
-    assert {
-        "adapter_model.safetensors",
-        "adapter_config.json",
-        "adapter.json",
-    } <= found.files.keys()
+    names = {"adapter_model.safetensors", "adapter_config.json", "adapter.json"}
+    assert names <= found.files.keys()
     assert not any(name.startswith(("model", "optimizer")) for name in found.files)
 
 
 def test_an_adapter_that_lacks_a_tensor_or_has_another_is_refused(tmp_path):
     base = base_of(tmp_path, used.model())
-    run, checkpoint = adapter_run(tmp_path, base)
+    _, checkpoint = adapter_run(tmp_path, base)
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     for targets, found in ((["q_proj"], "not in the model"), (["q_proj", "lm_head"], "missing")):
         if found == "missing":
@@ -299,7 +298,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     run = used.run(tmp_path / "run")
     directory = used.checkpoint(run, 4, used.model())
     flip(directory / "model.safetensors")
-    with pytest.raises(UserError, match="model.safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         export(run, tmp_path / "out", verify=False)
 
 
@@ -358,7 +357,7 @@ def test_the_card_of_an_adapter_names_its_base_and_takes_over_its_licence(tmp_pa
     from llmtrain.tools.use import card
     from llmtrain.tools.use.target import find
 
-    text = card.text(find(str(run)), "fp32", merged=True)
+    text = card.text(find(str(checkpoint)), "fp32", merged=True)
     assert "base_model: owner/name" in text
     assert "| base | owner/name at abc |" in text
     assert "library_name: transformers" in text

@@ -84,8 +84,7 @@ def test_a_checkpoint_continues_a_text_behind_what_it_was_trained_behind(tmp_pat
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
     """A run whose model answers with one token for ever, which is not the end of a turn."""
-    run = used.run(tmp_path_factory.mktemp("chat") / "run", chat=True)
-    return run
+    return used.run(tmp_path_factory.mktemp("chat") / "run", chat=True)
 
 
 def ended(run, step, word):

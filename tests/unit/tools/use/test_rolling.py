@@ -79,5 +79,5 @@ def test_batches_do_not_change_the_sum(opened, monkeypatch):
 
 def test_a_stride_beyond_the_positions_and_no_text_at_all_are_refused(opened):
     for texts, stride in ((TEXTS, 25), (TEXTS, 0), ([], None), ([""], None)):
-        with pytest.raises(UserError, match="--stride|--data"):
+        with pytest.raises(UserError, match=r"--stride|--data"):
             rolling.score(opened, texts, stride, lambda done, of: None)

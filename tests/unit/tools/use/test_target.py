@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from helpers import used
-from helpers.checkpoints import flip, save
+from helpers.checkpoints import RUN, flip, save
+from helpers.runs import status, write_run
 
 from llmtrain.errors import UserError
 from llmtrain.tools.use.target import KEY, find
@@ -12,7 +12,7 @@ from llmtrain.tools.use.target import KEY, find
 
 @pytest.fixture
 def run(tmp_path):
-    return used.write_run(tmp_path / "run", [])
+    return write_run(tmp_path / "run", [], status(run_id=RUN))
 
 
 def named(path):
@@ -63,7 +63,7 @@ def test_an_empty_run_an_empty_directory_and_a_partial_checkpoint_are_refused(ru
     save(run / "checkpoints", 4)
     partial = run / "checkpoints" / "step-00000008.partial"
     partial.mkdir()
-    empty = used.write_run(tmp_path / "other", [])
+    empty = write_run(tmp_path / "other", [])
     (tmp_path / "nothing").mkdir()
     for path in (partial, empty, tmp_path / "nothing"):
         with pytest.raises(UserError, match=KEY):

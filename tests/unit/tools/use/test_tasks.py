@@ -32,7 +32,7 @@ def written(tmp_path, data):
 
 def test_ft_29_data_files_without_a_split_are_refused_with_the_remedy(tmp_path, installed):
     for data in ("my.txt", "[a.txt, b.txt]", "{train: my.txt}"):
-        with pytest.raises(UserError, match="data_files: {test: FILE}"):
+        with pytest.raises(UserError, match=r"data_files: \{test: FILE\}"):
             tasks.check([written(tmp_path, data)])
     tasks.check([written(tmp_path, "{test: my.txt}")])
 
