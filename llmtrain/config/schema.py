@@ -88,7 +88,7 @@ class DocumentsConfig(Section):
     revision: Text | None = None
     """Commit, tag or branch of a Hub data set."""
     text_column: Text = "text"
-    """Column (JSONL: key) that holds the text. Left out, columns of conversations are looked for."""
+    """Column (JSONL: key) that holds the text; left out, columns of conversations come first."""
     columns: dict[Text, Text] = Field({})
     """Conversations: names as `prompt` or `messages` → the source's own columns."""
 
@@ -136,8 +136,8 @@ class ChatConfig(Section):
     """How conversations become tokens, and which of these are trained on."""
 
     template: Text | None = None
-    """chatml, llama3, gemma, a .jinja file, or the template itself; null = that of the tokenizer. The
-    named ones add their tokens to the tokenizer, also in a run on texts.
+    """chatml, llama3, gemma, a .jinja file, or the template itself; null = that of the tokenizer.
+    The named ones add their tokens to the tokenizer, also in a run on texts.
     """
     template_kwargs: dict[str, Any] = Field({})
     """Further variables of the template, such as enable_thinking: false."""

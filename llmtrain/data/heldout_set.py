@@ -225,10 +225,10 @@ def load(path: Path) -> HeldOut | None:
     with safe_open(str(path), framework="numpy") as file:
         facts = json.loads(file.metadata()["heldout"])
         parts = tuple(Part(**part) for part in facts.get("parts", ()))
-        tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
+        ids, scored, starts = (file.get_tensor(name) for name in ("ids", "scored", "starts"))
         owners = file.get_tensor("owners") if parts else None
-        known = (facts[name] for name in ("documents", "bytes", "pad"))
-        return HeldOut(*tensors, *known, parts, owners)
+        documents, size, pad = (facts[name] for name in ("documents", "bytes", "pad"))
+        return HeldOut(ids, scored, starts, documents, size, pad, parts, owners)
 
 
 def save(held: HeldOut, path: Path) -> None:

@@ -8,8 +8,8 @@
     block 1          e f g h i         its cursor names the document and token of e
 
 `bestfit` takes a window of documents and puts each, whole, into the block that it fills best; only
-documents longer than a block are cut. Of a conversation each sequence is placed by itself. Its cursor names the window's start and counts the blocks of
-the window that were yielded:
+documents longer than a block are cut. Of a conversation each sequence is placed by itself. Its
+cursor names the window's start and counts the blocks of the window that were yielded:
 
     window   aaaaaaa bbb cc ddd        the next window starts after ddd
     blocks   aaaaa · ··a aa(bb b)…     full blocks of long documents, tails and whole documents

@@ -108,8 +108,9 @@ def is_whole(
 ) -> bool:
     """Return whether a span that begins its document has all of the document.
 
-    Sequences of a conversation are never cut. A text ends with the first end-of-text token, since nothing in it is encoded as one. Documents
-    of a token cache may have any tokens, so their length decides.
+    Sequences of a conversation are never cut. A text ends with the first end-of-text token, since
+    nothing in it is encoded as one. Documents of a token cache may have any tokens, so their length
+    decides.
     """
     source = manifest.sources[document.source]
     if source.form is not None:

@@ -127,7 +127,7 @@ def chat_facts(chat: Chat) -> ChatFacts:
 
 
 def differing_chat(manifest: Manifest, encoder: Encoder) -> list[Problem]:
-    """Return how the template differs from the manifest's. Every process that encodes calls this."""
+    """Return how the template differs from the manifest's, for every process that encodes."""
     if manifest.chat is None:
         return []
     assert encoder.chat is not None

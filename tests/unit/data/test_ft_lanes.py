@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -189,8 +190,7 @@ def test_a_later_bad_row_is_named_by_file_and_line(place, tmp_path):
     how = {"blocks_per_step": 4, "rank": 0, "world_size": 1, "workers": 0}
     stream = open_stream(manifest, place / "tokenizer", **how, reading=Reading(60))
     with pytest.raises(UserError) as error:
-        for _ in range(30):
-            next(stream)
+        list(islice(stream, 30))
     stream.close()
     assert f"{path}, line 18" in str(error.value)
     assert "role 'bot'" in str(error.value)
