@@ -195,14 +195,20 @@ def test_ft_10_every_answer_is_trained_where_history_loses_its_reasoning(chats, 
     assert found.counts["ids"] > found.counts["longest_ids"]
 
 
-def test_ft_12_and_35_the_blank_before_an_answer_belongs_to_it(chats):
-    end = chats["mistral-v1"].check()
-    assert (end.text, end.id, end.lead, end.header) == ("</s>", 2, "", " ")
+def test_ft_12_answers_are_found_though_their_ids_differ_in_the_text(chats):
+    """Mistral's "Yes" alone is not the token that it is behind a prompt."""
     messages = talk("Hi?", "Yes.", "Hi?", "Yes.", "[/INST] Hi?", "Yes.")
     found = chats["mistral-v1"].sequences(Example(messages))
     assert "straddles" not in found.counts
     (one,) = found.sequences
     assert [ids for _, ids in spans(one.ids, one.trained)] == [[5592, 28723, 2]] * 3
+
+
+def test_ft_35_the_blank_before_an_answer_belongs_to_it(chats):
+    end = chats["mistral-v1"].check()
+    assert (end.text, end.id, end.lead, end.header) == ("</s>", 2, "", " ")
+    assert trained_ids(chats["mistral-v1"], talk("Hi?", "Yes.")) == [[5592, 28723, 2]]
+    assert chats["mistral-v1"].prompt_ids(talk("Hi?"))[-1] == 28793  # "]", without a blank
 
 
 def test_ft_13_the_terminator_of_gemma_is_trained(chats, places):
