@@ -117,7 +117,9 @@ def library(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(directory))
 
 
-def check_against_library(chat: Chat, directory: Path, messages: list[Message]) -> int:
+def check_against_library(
+    chat: Chat, directory: Path, messages: list[Message], tools: Any = None
+) -> int:
     """Compare a conversation with transformers: prompts, answers and ends. Return the spans."""
     theirs, end = library(directory), chat.check()
     kwargs = dict(chat.settings.template_kwargs)
@@ -126,16 +128,16 @@ def check_against_library(chat: Chat, directory: Path, messages: list[Message]) 
         if message["role"] != "assistant":
             continue
         prompt = theirs.apply_chat_template(
-            messages[:index], add_generation_prompt=True, tokenize=False, **kwargs
+            messages[:index], tools, add_generation_prompt=True, tokenize=False, **kwargs
         )
-        whole = theirs.apply_chat_template(messages[: index + 1], tokenize=False, **kwargs)
+        whole = theirs.apply_chat_template(messages[: index + 1], tools, tokenize=False, **kwargs)
         assert whole.startswith(prompt + end.lead)
         stop = whole.rindex(end.text) + len(end.text)
         ids = theirs(prompt + end.lead, add_special_tokens=False)["input_ids"]
-        assert ids == chat.prompt_ids(messages[:index])
+        assert ids == chat.prompt_ids(messages[:index], tools)
         both = theirs(whole[:stop], add_special_tokens=False)["input_ids"]
         expected.append((ids, both[len(ids) :] if both[: len(ids)] == ids else None))
-    sequences = chat.sequences(Example(messages)).sequences
+    sequences = chat.sequences(Example(messages, tools)).sequences
     found = [span for one in sequences for span in spans(one.ids, one.trained)]
     assert sorted(ids for ids, _ in found) == sorted(ids for ids, _ in expected)
     answers = {tuple(ids): answer for ids, answer in expected}

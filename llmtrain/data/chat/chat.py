@@ -132,9 +132,12 @@ class Chat:
         return Encoded(found, +counts)
 
     def probe(self) -> str:
-        """Digest of the ids and masks of made-up conversations: equal if the data would be."""
+        """Digest of the ids and masks of made-up conversations: equal if the data would be.
+
+        Without a template there are none: strings have the ids of the run's `Tokenizer`.
+        """
         digest = xxhash.xxh3_64()
-        for example in PROBES:
+        for example in PROBES if self.has_template else ():
             try:
                 found = self.sequences(example).sequences
             except BadRowError as error:

@@ -12,7 +12,7 @@ from helpers.chats import (
     trained_ids,
 )
 
-from llmtrain.data.chat.rows import Example
+from llmtrain.data.chat.rows import BadRowError, Example, to_example
 
 NO_THINKING = {"enable_thinking": False}
 CASES = ("qwen3", "qwen3 without thinking", "mistral-v1", "chatml", "llama3", "gemma")
@@ -125,6 +125,31 @@ def test_ids_before_each_span_on_a_thousand_conversations(name, chats, places):
     assert compare(name, chats, places, 1000, seed=2) > 1500
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_ids_before_each_span_on_real_rows(name, chats, places, shared_data):
+    lines = (shared_data / "sft" / "heldout.jsonl").read_text("utf-8").splitlines()[:100]
+    if name in ("qwen3", "qwen3 without thinking", "chatml"):
+        lines += (shared_data / "sft" / "tools.jsonl").read_text("utf-8").splitlines()
+    for line in lines:
+        one = to_example(line, "messages")
+        check_against_library(chats[name], places[name], list(one.messages), one.tools)
+
+
+def test_real_calls_of_tools_are_trained(chats, shared_data):
+    lines = (shared_data / "sft" / "tools.jsonl").read_text("utf-8").splitlines()
+    for line in lines[:40]:
+        example = to_example(line, "messages")
+        calls = [one for m in example.messages for one in m.get("tool_calls", ())]
+        found = chats["qwen3"].sequences(example).sequences
+        said = [ids for one in found for _, ids in spans(one.ids, one.trained)]
+        assert sum(ids.count(151657) for ids in said) == len(calls)
+        assert all(ids[-1] == 151645 for ids in said)
+        with pytest.raises(BadRowError) as error:  # its template drops them
+            chats["mistral-v1"].sequences(example)
+        assert error.value.key in ("dropped", "template")
+
+
 def compare(name, chats, places, count, seed):
     rng = np.random.default_rng(seed)
     talks = [random_talk(rng) for _ in range(count)]
@@ -170,14 +195,20 @@ def test_ft_10_every_answer_is_trained_where_history_loses_its_reasoning(chats, 
     assert found.counts["ids"] > found.counts["longest_ids"]
 
 
-def test_ft_12_and_35_the_blank_before_an_answer_belongs_to_it(chats):
-    end = chats["mistral-v1"].check()
-    assert (end.text, end.id, end.lead, end.header) == ("</s>", 2, "", " ")
+def test_ft_12_answers_are_found_though_their_ids_differ_in_the_text(chats):
+    """Mistral's "Yes" alone is not the token that it is behind a prompt."""
     messages = talk("Hi?", "Yes.", "Hi?", "Yes.", "[/INST] Hi?", "Yes.")
     found = chats["mistral-v1"].sequences(Example(messages))
     assert "straddles" not in found.counts
     (one,) = found.sequences
     assert [ids for _, ids in spans(one.ids, one.trained)] == [[5592, 28723, 2]] * 3
+
+
+def test_ft_35_the_blank_before_an_answer_belongs_to_it(chats):
+    end = chats["mistral-v1"].check()
+    assert (end.text, end.id, end.lead, end.header) == ("</s>", 2, "", " ")
+    assert trained_ids(chats["mistral-v1"], talk("Hi?", "Yes.")) == [[5592, 28723, 2]]
+    assert chats["mistral-v1"].prompt_ids(talk("Hi?"))[-1] == 28793  # "]", without a blank
 
 
 def test_ft_13_the_terminator_of_gemma_is_trained(chats, places):
