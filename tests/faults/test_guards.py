@@ -173,7 +173,7 @@ def test_f45_replicas_that_differ_are_not_saved(faulty, straight):
 
 def worker_dies(faulty, block: int):
     """A run on one process whose data worker dies before that block, and that nothing has saved."""
-    asked = {"data__workers": 1, "checkpoint__every_steps": 1000}
+    asked = {"data__workers": 1, "checkpoint__every_steps": 1000, "checkpoint__keep_best": 0}
     return faulty(1, **asked), f"worker.block@nth={block}=kill"
 
 

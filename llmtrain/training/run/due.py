@@ -108,7 +108,7 @@ class Due:
             return self.stop_reason or "end"
         if step % self.save_every == 0:
             return "period"
-        return "best" if self._best == step else "asked"
+        return "asked" if self._asked else "best"
 
     def unsaved(self, step: int) -> bool:
         """Whether the state of `step` is neither saved nor being saved."""

@@ -178,6 +178,13 @@ def test_the_best_evaluation_so_far_is_saved_at_its_step() -> None:
     assert not one.begins(40)
 
 
+def test_what_somebody_asked_for_is_saved_as_asked() -> None:
+    one = due(keep_best=True)
+    one.learn(replace(numbers(19), save=True))
+    one.record_evaluation(20, lower=True)
+    assert one.reason(20) == "asked"
+
+
 def test_what_is_saved_anyway_keeps_its_reason() -> None:
     one = due(keep_best=True)
     one.record_evaluation(30, lower=True)
