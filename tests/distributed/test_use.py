@@ -178,17 +178,18 @@ def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[P
         assert abs(found["tasks"]["mine"]["bits_per_byte"] - expected) <= 1e-4
 
 
+@pytest.mark.slow
 def test_an_export_needs_little_more_memory_than_its_shards(tmp_path: Path) -> None:
     run = used.run(tmp_path / "run")
-    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     used.checkpoint(run, 4, used.model(**large))
-    shard = 4 << 20
+    shard = 48 << 20
     imports = "import torch, transformers, transformers.models.llama.modeling_llama"
     work = f"import llmtrain; llmtrain.export({str(run)!r}, {str(tmp_path / 'out')!r}, verify=False"
     baseline, needed = peak(imports), peak(f"{work}, shard_gb={shard / 2**30})")
     size = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
-    assert size > 20 * shard
-    assert needed - baseline <= 2 * shard + (200 << 20), (needed, baseline)
+    assert size > 4 * shard
+    assert needed - baseline <= 2 * shard, (needed, baseline)
 
 
 def peak(code: str) -> int:

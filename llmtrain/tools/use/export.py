@@ -27,7 +27,7 @@ from llmtrain.model.untrusted import INDEX
 from llmtrain.tools.use import adapters, card, hub, merge, tensors
 from llmtrain.tools.use.load import base_directory
 from llmtrain.tools.use.merge import Weights
-from llmtrain.tools.use.reload import Losses, compare
+from llmtrain.tools.use.proof import Losses, compare
 from llmtrain.tools.use.target import KEY, Target, find
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

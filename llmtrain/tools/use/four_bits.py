@@ -43,11 +43,12 @@ def names(model: Any) -> frozenset[str]:
     )
 
 
-def rounded(weight: Tensor, precision: str) -> Tensor:
-    """Return a weight in fp32, rounded as in a run. precision: of its forward, bf16 or fp32."""
+def rounded(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Return a weight in fp32, rounded as in the run of a checkpoint. state: as for `are_held`."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
+    precision = ((state.get("auto") or {}).get("run") or {}).get("precision")
     before = weight.to(torch.bfloat16 if precision == "bf16" else torch.float32)
     packed, how = quantize_4bit(before, quant_type="nf4", compress_statistics=True)
     found: Tensor = dequantize_4bit(packed, how).float()

@@ -90,7 +90,7 @@ def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> A
         held = four_bits.names(model)
         for name, weight in model.named_parameters():
             if name in held:
-                weight.data = four_bits.rounded(weight.data, precision)
+                weight.data = four_bits.rounded(weight.data, target.state)
     if precision == "bf16":
         model = model.to(torch.bfloat16)
     adapters.attach(model, target.directory)

@@ -94,7 +94,6 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
     skeleton = on_meta(config)
     own, tied = _tensors(skeleton), _tied(skeleton)
     rounded = four_bits.names(skeleton) if four_bits.are_held(target.state) else frozenset()
-    precision = str(((target.state.get("auto") or {}).get("run") or {}).get("precision", "fp32"))
     layers = _layers(skeleton, directory)
     apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
     if apart:
@@ -105,7 +104,7 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
     def read(name: str) -> Iterator[Tensor]:
         tensor = _grown(read_base(tied.get(name, name)), own[name].shape[:1])
         if name in rounded:
-            tensor = four_bits.rounded(tensor, precision)
+            tensor = four_bits.rounded(tensor, target.state)
         if layer := layers.get(name):
             values = {leaf: stored.read(file).float() for leaf, file in layer.parts.items()}
             tensor = _merge(layer.module, tensor.float(), values)

@@ -1,107 +1,56 @@
-"""The proof of an export: another process loads it, and computes the loss of the run's own model.
+"""A program that loads models as anybody would and prints their losses: the proof of an export.
 
-    this process    8 blocks of the run's held-out set ─► stdin of another process
-    the other one   loads the run's model, then the export; prints both losses
+    {"models": […], "ids": [[…]], "labels": [[…]], "state": {…}} ─► [loss, …]
 
-The other process loads a whole model as anybody would, with transformers; adapters with peft. It
-needs the memory of one model. Its arithmetic is fp32, so only what was written can make a
-difference.
+Whole models are loaded by transformers and nothing else. Adapters are put by peft on the model that
+they name, which is held as `state`, of the checkpoint, says.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from llmtrain.data import heldout_set
-from llmtrain.data.manifest import glance
-from llmtrain.errors import RunError
-from llmtrain.rundir import contents
-from llmtrain.tools.use.load import open_model
-from llmtrain.tools.use.target import Target
-from llmtrain.types import NOT_TRAINED
-
-_BLOCKS = 8
-_MADE_UP = (2, 32)  # blocks and positions where a run held nothing out
-# Nats a token, by dtype: weights of 16 bits are rounded, those of 32 are not.
-BOUNDS = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """Mean nats a token of the run's model and of the export, on the same blocks."""
-
-    run: float
-    export: float
-
-
-def compare(target: Target, exported: Path, dtype: str) -> Losses:
-    """Compare an export with the checkpoint that it was made of.
-
-    Raises RunError 1 if the losses differ by more than the bound of the dtype, or it does not load.
-    """
-    body = {"models": [str(target.directory), str(exported)], **_blocks(target)}
-    command = [sys.executable, "-m", "llmtrain.tools.use.reload"]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, input=json.dumps(body), capture_output=True, text=True, env=env, check=False
-    )
-    remedy = f"{exported} is left as it is, to be looked at"
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RunError(f"the export cannot be loaded again: {said}", 1, remedy)
-    run, export = json.loads(done.stdout.splitlines()[-1])
-    if not abs(run - export) <= BOUNDS[dtype]:
-        text = f"the export computes another loss than the run's model: {export} instead of {run}"
-        raise RunError(text, 1, remedy)
-    return Losses(run, export)
-
-
-def _blocks(target: Target) -> dict[str, Any]:
-    """Return ids and labels of blocks of the run's held-out set; made-up ones if it has none."""
-    held = heldout_set.load(target.run_dir / contents.HELDOUT) if target.run_dir else None
-    if held is None or target.run_dir is None:
-        rows, length = _MADE_UP
-        ids = [[7 * row + step for step in range(length + 1)] for row in range(rows)]
-        return {"ids": [row[:-1] for row in ids], "labels": [row[1:] for row in ids]}
-    seq_len = glance(target.run_dir / contents.MANIFEST)["seq_len"]
-    blocks = [held.block(g, seq_len) for g in range(min(_BLOCKS, held.num_blocks(seq_len)))]
-    return {
-        "ids": [ids[:-1].tolist() for ids, _, _ in blocks],
-        "labels": [labels.tolist() for _, labels, _ in blocks],
-    }
 
 
 def main() -> None:
     """Read models and blocks from stdin, print the loss of each model as one line of JSON."""
     asked = json.load(sys.stdin)
-    losses = [_loss(Path(path), asked["ids"], asked["labels"]) for path in asked["models"]]
+    models = (_load(Path(path), asked["state"]) for path in asked["models"])
+    losses = [_loss(model, asked["ids"], asked["labels"]) for model in models]
     sys.stdout.write(f"{json.dumps(losses)}\n")
 
 
-def _loss(directory: Path, ids: list[list[int]], labels: list[list[int]]) -> float:
-    """Load a model and return its mean loss on these blocks, in nats."""
+def _loss(model: Any, ids: list[list[int]], labels: list[list[int]]) -> float:
+    """Return the mean loss of a model on these blocks, in nats."""
     import torch
     from torch.nn import functional as F
-    from transformers import AutoModelForCausalLM
 
-    if (directory / "adapter_config.json").is_file():
-        model: Any = open_model(Target(str(directory), directory)).model
-    else:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    total = count = 0.0
+    from llmtrain.types import NOT_TRAINED
+
+    total, count = 0.0, 0
     with torch.no_grad():
         for row, targets in zip(ids, labels, strict=True):
             logits = model(torch.tensor([row]), use_cache=False).logits[0]
             wanted = torch.tensor(targets)
-            total += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            loss = F.cross_entropy(logits, wanted, ignore_index=NOT_TRAINED, reduction="sum")
+            total += float(loss)
             count += int((wanted != NOT_TRAINED).sum())
-    return total / max(1.0, count)
+    return total / max(1, count)
+
+
+def _load(directory: Path, state: dict[str, Any]) -> Any:
+    import torch
+
+    if (directory / "adapter_config.json").is_file():
+        from llmtrain.tools.use.load import open_model
+        from llmtrain.tools.use.target import Target
+
+        return open_model(Target(str(directory), directory, None, state)).model
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Written files have the layout of a checkpoint's, so their headers come before th
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from llmtrain.types import DTYPES, Spec, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_BYTES = 32 << 20  # of a tensor that is only copied
+CHUNK_BYTES = 16 << 20  # of a tensor that is only copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ def _write_tensors(
 ) -> None:
     import torch
 
+    since = 0  # bytes written since freed memory was given back
     for name, (_, start, tensor) in form.places_in("", part, offset).items():
         end = start + form.tensor_bytes(tensor)
         for chunk in read(name):
@@ -135,3 +137,15 @@ def _write_tensors(
             disk.write_at(descriptor, data, start)
             start += data.nbytes
         assert start == end, f"{name} has another size than planned"
+        since += form.tensor_bytes(tensor)
+        if since >= CHUNK_BYTES:
+            since = 0
+            _give_back()
+    _give_back()
+
+
+def _give_back() -> None:
+    """Return freed memory to the system; otherwise glibc keeps blocks of several MiB for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

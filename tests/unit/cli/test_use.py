@@ -13,7 +13,7 @@ from llmtrain.cli.main import main
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run_dir = used.run(tmp_path_factory.mktemp("use") / "run", chat=True)
-    used.checkpoint(run_dir, 4, used.model(), loss=2.0)
+    used.checkpoint(run_dir, 4, used.model(max_position_embeddings=256), loss=2.0)
     return run_dir
 
 
@@ -104,7 +104,7 @@ def test_an_export_lists_its_files_and_ends_with_its_path(run, tmp_path, shown):
         (["evaluate", "absent/run/here"], "MODEL_OR_RUN = absent/run/here"),
         (["generate", "RUN"], "PROMPT"),
         (["generate", "RUN", "x", "--top-p", "2"], "--top-p = 2.0"),
-        (["generate", "RUN", "x " * 90], "the model's positions"),
+        (["generate", "RUN", "x " * 300], "the model's positions"),
         (["export", "RUN", "--out", "RUN"], "--out"),
         (["export", "RUN", "--out", "new", "--merge-adapters"], "--merge-adapters"),
         (["evaluate", "RUN", "--stride", "8"], "--stride"),

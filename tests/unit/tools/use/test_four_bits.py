@@ -39,6 +39,6 @@ def test_rounded_weights_compute_what_the_four_bit_layer_does(precision):
     packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     x = torch.randn(3, 64)
     expected = packed.to("cpu")(x)
-    rounded = four_bits.rounded(dense.weight.detach(), precision)
+    rounded = four_bits.rounded(dense.weight.detach(), {"auto": {"run": {"precision": precision}}})
     assert float((x @ rounded.T - expected).abs().max()) <= 1e-5
     assert float((rounded - dense.weight).abs().max()) > 1e-3
