@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -70,8 +71,8 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
     return parts, [look.columns for look in looks if look.columns is not None]
 
 
-def first_columns(source: Source, reader: Reader) -> tuple[str, list[str]]:
-    """Return the first file in which columns can be seen, and these; ("", []) = there are none.
+def first_columns(source: Source, reader: Reader) -> list[str]:
+    """Return the columns of the first file in which some can be seen; [] = there are none.
 
     What cannot be read is passed over here: `inspect` reports it.
     """
@@ -79,14 +80,14 @@ def first_columns(source: Source, reader: Reader) -> tuple[str, list[str]]:
         kind = (file_format(known.name) or ("",))[0]
         try:
             if kind == "parquet":
-                schema = reader.units.footer(source, file).schema.to_arrow_schema()
-                return source.where(file), schema.names
+                names: list[str] = reader.units.footer(source, file).schema.to_arrow_schema().names
+                return names
             found = reader.keys_of_first_line(source, file) if kind == "jsonl" else []
         except (UserError, ValueError, pa.ArrowException, EOFError, OSError):
             continue
         if found:
-            return f"the first line of {source.where(file)}", found
-    return "", []
+            return found
+    return []
 
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
@@ -133,7 +134,7 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
     if source.form is not None:
         return _other_form(source, key, where, schema.names) or _groups(file, footer, schema.names)
     if source.text_column not in schema.names:
-        return missing_column(f"{key}.text_column", source.text_column, where, schema.names)
+        return _no_text(source, key, where, schema.names)
     column = schema.field(source.text_column).type
     if not is_text(column):
         expected = f"a column of strings; in {where} it is {column}"
@@ -149,6 +150,14 @@ def _groups(file: int, footer: pq.FileMetaData, names: list[str]) -> Look:
         if group.num_rows
     ]
     return Look(units, names)
+
+
+def _no_text(source: Source, key: str, where: str, there: Sequence[str]) -> Problem:
+    """Return the problem of a file with neither the text column nor the columns of a form."""
+    problem = missing_column(f"{key}.text_column", source.text_column, where, there)
+    forms = "messages, conversations, prompt and completion, or instruction and output"
+    remedy = f"for conversations ({forms}): {key}.columns={{prompt: …, completion: …}}"
+    return replace(problem, remedy=remedy)
 
 
 def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
@@ -187,7 +196,7 @@ def _look_into_json(
         if source.form is not None and (problem := _other_form(source, key, where, keys)):
             return problem
         if source.form is None and source.text_column not in keys:
-            return missing_column(f"{key}.text_column", source.text_column, where, keys)
+            return _no_text(source, key, where, keys)
     return Look(_ranges(source, file, compressed), keys)
 
 

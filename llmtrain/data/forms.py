@@ -9,26 +9,20 @@ from dataclasses import replace
 from llmtrain.config.schema import DataConfig
 from llmtrain.data.chat.rows import BadRowError, contents, form_of, renamed, to_example
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.file_parts import first_columns, missing_column
+from llmtrain.data.file_parts import first_columns
 from llmtrain.data.manifest import Source
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem
 
 
 def with_form(source: Source, key: str, reader: Reader) -> Source:
     """Return the source with the form of its conversations, if its first file has one.
 
-    Raises UserError for columns that are neither a text nor a form.
+    Raises UserError for columns that the source lacks, and for preference pairs.
     """
-    where, there = first_columns(source, reader)
+    there = first_columns(source, reader)
     if not there:
         return source
-    form = form_of(renamed(there, source.columns, f"{key}.columns"))
-    if form is None and source.text_column not in there:
-        problem = missing_column(f"{key}.text_column", source.text_column, where, there)
-        others = "messages, conversations, prompt and completion, or instruction and output"
-        remedy = f"for conversations ({others}): {key}.columns={{prompt: …, completion: …}}"
-        raise UserError(replace(problem, remedy=remedy))
-    return replace(source, form=form)
+    return replace(source, form=form_of(renamed(there, source.columns, f"{key}.columns")))
 
 
 def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:

@@ -72,7 +72,7 @@ class Source:
     heldout_units: tuple[int, ...] = ()
     threshold: int = 0
     form: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def cached(self) -> bool:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from llmtrain.checkpoint import format as form
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reading
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
@@ -134,7 +135,9 @@ def run(folder: Path, *, bos: bool = False, chat: bool = False, **data: Any) -> 
     articles = corpus.write_parquet(folder / "articles.parquet", corpus.articles(120))
     manifest = corpus.manifest_of(made, articles, heldout=0.2, seq_len=SEQ_LEN, **data)
     (run_dir / contents.MANIFEST).write_bytes(manifest.to_bytes())
-    heldout.prepare(manifest, open_tokenizer(made), run_dir / contents.HELDOUT, 20, Reading(60))
+    heldout.prepare(
+        manifest, Encoder(open_tokenizer(made)), run_dir / contents.HELDOUT, 20, Reading(60)
+    )
     return run_dir
 
 

@@ -116,10 +116,10 @@ class Inspection:
     lengths: tuple[Bucket, ...]
     blocks: tuple[Shown, ...]
     estimated: tuple[str, ...]
-    sequences: int | None
-    straddles: int | None
-    rejected: Mapping[str, int] | None
-    rewriting: float | None
+    sequences: int | None = None
+    straddles: int | None = None
+    rejected: Mapping[str, int] | None = None
+    rewriting: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -180,7 +180,7 @@ def _chat(found: Sequence[Census]) -> dict[str, Any]:
     for one in found:
         counts.update(one.chat)
     if not counts:
-        return {"sequences": None, "straddles": None, "rejected": None, "rewriting": None}
+        return {}
     reasons = {name.partition("_")[2]: n for name, n in counts.items() if "rejected_" in name}
     return {
         "sequences": counts["sequences"],

@@ -50,7 +50,9 @@ def _load(directory: Path, state: dict[str, Any]) -> Any:
         return open_model(Target(str(directory), directory, None, state)).model
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).eval()
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_a_misspelt_section_is_a_section(name, section):
     assert guess(name, is_section=True).key == section
 
 
-@pytest.mark.parametrize("name", ["streaming", "chat", "foo", "distributed.fsdp", "lr"])
+@pytest.mark.parametrize("name", ["streaming", "foo", "distributed.fsdp", "lr"])
 def test_what_is_like_no_section_is_none(name):
     assert near_section(name) == ""
 
@@ -72,7 +72,7 @@ def test_a_name_of_other_trainers_has_to_be_nearly_the_same(name):
     assert not set(guess(name).advice.splitlines()) & {advice for _, advice in foreign().values()}
 
 
-@pytest.mark.parametrize("name", ["lora_r", "chat", "training.foo", "optimizer.foo", "bar.baz"])
+@pytest.mark.parametrize("name", ["lora_r", "training.foo", "optimizer.foo", "bar.baz"])
 def test_where_nothing_is_near_the_keys_beside_it_are_named(name):
     found = guess(name)
     assert found.key == ""

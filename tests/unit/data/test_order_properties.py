@@ -20,6 +20,7 @@ from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors
+from llmtrain.data.tokens import encode
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
@@ -65,7 +66,7 @@ def frozen(place):
 def _one_tokenizer():
     """Every virtual rank opens the tokenizer; here they share it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "open_tokenizer", lru_cache(open_tokenizer))
+        patch.setattr(encode, "open_tokenizer", lru_cache(open_tokenizer))
         patch.setattr(stream, "differing_tokenizer", lambda manifest, tokenizer: [])
         yield
 

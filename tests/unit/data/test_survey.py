@@ -164,9 +164,8 @@ def test_a_source_without_a_training_document_is_refused(place, texts):
 
 def test_a_compressed_file_that_says_it_is_too_large_is_refused_at_start(place, monkeypatch):
     monkeypatch.setattr("llmtrain.data.file_parts.DECODED_LIMIT", 100)
-    for suffix in ("gz", "zst"):
-        path = corpus.write_jsonl(place / f"c.jsonl.{suffix}", corpus.articles(50))
-        assert "a larger one" in message(path)
+    path = corpus.write_jsonl(place / "c.jsonl.gz", corpus.articles(50))
+    assert "a larger one" in message(path)
 
 
 def test_a_manifest_comes_back_from_its_file_as_it_was(place, tokenizer):
