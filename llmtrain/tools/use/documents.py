@@ -9,6 +9,7 @@ from itertools import islice
 from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
+from llmtrain.data import heldout
 from llmtrain.data.documents.reader import reading_of
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import evaluation_sources, survey
