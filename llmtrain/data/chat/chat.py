@@ -17,10 +17,9 @@ import xxhash
 
 from llmtrain.data.chat.control import Control, control_of, unmark, without_marks
 from llmtrain.data.chat.encode import Encoder, open_encoder
-from llmtrain.data.chat.end_of_turn import EndOfTurn, find_end_of_turn
+from llmtrain.data.chat.end_of_turn import EndOfTurn, Write, find_end_of_turn
 from llmtrain.data.chat.mask import (
     TokenSequence,
-    Write,
     find_turns,
     group,
     to_sequences,
@@ -118,10 +117,10 @@ class Chat:
         ids that inference feeds. Raises BadRowError.
         """
         counts: Counter[str] = Counter()
-        if example.text is not None:
-            pieces = [self._of_strings(*example.text, counts)] if not example.untrained else []
-        else:
-            pieces = self._of_messages(example, counts)
+        try:
+            pieces = self._pieces(example, counts)
+        except RecursionError:
+            raise BadRowError("json", "its tools or tool calls are nested too deeply") from None
         pieces = [self._shortened(piece, counts) for piece in pieces]
         found = tuple(one for piece in pieces for one in piece)
         counts["untrained"] += not pieces
@@ -167,9 +166,9 @@ class Chat:
     @cached_property
     def _end(self) -> EndOfTurn:
         tokens = {token.content: id for id, token in self._encoder.added.items()}
-        named = None if self.settings.end_of_turn == "auto" else self.settings.end_of_turn
-        found = find_end_of_turn(self._writer(None), tokens, named)
-        if self._encoder.encode(f"Yes.{found.text}").ids[-1:] != [found.id]:
+        found = find_end_of_turn(self._writer(None), tokens, self.settings.end_of_turn)
+        ends = [self._encoder.encode(f"{text}{found.text}").ids[-1] for text in ("Yes", "Yes.\n")]
+        if ends != [found.id] * 2:
             expected = "a token that the tokenizer finds behind text"
             raise UserError(Problem("chat.end_of_turn", found.text, expected))
         return found
@@ -186,6 +185,12 @@ class Chat:
         if self.settings.train_turns == "last":
             turns = turns[-1:]
         return [n for n in turns if n > 0 and n not in example.untrained]
+
+    def _pieces(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
+        """Return the sequences of each piece, which may be too long."""
+        if example.text is None:
+            return self._of_messages(example, counts)
+        return [] if example.untrained else [self._of_strings(*example.text, counts)]
 
     def _of_messages(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
         """Return the sequences of a conversation, of each piece if it is split."""

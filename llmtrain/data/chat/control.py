@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.data.chat.rows import Message
+from llmtrain.data.chat.rows import REASONING, Message
 
 if TYPE_CHECKING:
     import tokenizers
 
 START, END = "\U000f0000", "\U000f0001"
 _REMOVE = {ord(START): None, ord(END): None}
-_SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
+_SPOKEN = ("content", *REASONING)
 
 
 @dataclass(frozen=True, slots=True)

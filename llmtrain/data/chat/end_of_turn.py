@@ -52,12 +52,12 @@ class EndOfTurn:
         return at + len(self.text) if at >= 0 else -1
 
 
-def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str | None) -> EndOfTurn:
+def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str) -> EndOfTurn:
     """Find the end-of-turn token of a template.
 
     write: renders messages
     tokens: added token → id
-    named: the value of `chat.end_of_turn`; None or "auto" = it is detected
+    named: the value of `chat.end_of_turn`; "auto" = it is detected
     Raises UserError if there is none, or the template does not write the named one.
     """
     question: Message = {"role": "user", "content": "Which one?"}
@@ -74,15 +74,15 @@ def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str | None)
     if len(ends) != 1 or _ANSWERS[0] not in texts[0]:
         expected = "a template that writes every answer, and the same after each"
         raise UserError(Problem("chat.template", None, expected))
-    token = _token(ends.pop(), tokens, None if named == AUTO else named)
+    token = _token(ends.pop(), tokens, named)
     before = texts[0].rpartition(_ANSWERS[0])[0]
     between = before.removeprefix(prompt) if before.startswith(prompt) else ""
     is_lead = _is_lead(between, tokens)
     return EndOfTurn(token, tokens[token], between if is_lead else "", "" if is_lead else between)
 
 
-def _token(end: str, tokens: Mapping[str, int], named: str | None) -> str:
-    if named is not None:
+def _token(end: str, tokens: Mapping[str, int], named: str) -> str:
+    if named != AUTO:
         if named not in tokens:
             raise UserError(Problem(_KEY, named, "an added token of the tokenizer"))
         if named not in end:

@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmtrain.data.chat.control import unmark
 from llmtrain.data.chat.encode import Encoder
-from llmtrain.data.chat.end_of_turn import EndOfTurn
-from llmtrain.data.chat.rows import BadRowError, Message
+from llmtrain.data.chat.end_of_turn import EndOfTurn, Write
+from llmtrain.data.chat.rows import REASONING, BadRowError, Message
 
 _NEEDED = 20  # characters at the end of a message that must be in the text, white space aside
 _SHOWN = 24  # characters of a text in a message
-
-Write = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt → text
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +187,8 @@ def _split_reasoning(message: Message) -> tuple[str, str]:
     if message["role"] != "assistant":
         return "", content
     thought, _, answer = content.rpartition("</think>")
-    given = message.get("reasoning_content") or thought.rpartition("<think>")[2]
-    return unmark(given), answer
+    given = next((message[name] for name in REASONING if message.get(name)), "")
+    return unmark(given) or thought.rpartition("<think>")[2], answer
 
 
 def _holds(text: str, said: str) -> bool:

@@ -15,6 +15,7 @@ these wherever they differ.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,6 +27,7 @@ Message = dict[str, Any]
 
 FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an answer's reasoning
 _NEEDED = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -39,6 +41,8 @@ _SHAREGPT = {
     "function_call": "assistant",
     "observation": "tool",
 }
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no tokenizer accepts
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _SAME: Mapping[str, str] = MappingProxyType({})  # every column has our name
 
 
@@ -196,6 +200,9 @@ def _message(raw: Any) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise BadRowError("role", f"role {_shown(role)}; allowed {', '.join(ROLES)}")
+    for name in REASONING:
+        if not isinstance(message.get(name, ""), str):
+            raise BadRowError("content", f"{name} is {_shown(message[name])}, not a string")
     calls = _parsed(message.pop("tool_calls", None), "tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -309,7 +316,7 @@ def _list(row: Mapping[str, Any], name: str) -> list[Any]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        row = json.loads(text)
+        row = _load(text)
     except (ValueError, RecursionError) as error:
         raise BadRowError("json", f"not JSON: {error}") from None
     if not isinstance(row, dict):
@@ -322,9 +329,17 @@ def _parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return _load(value) if value.strip() else None
     except (ValueError, RecursionError):
         raise BadRowError(name, f"{name} is a string that is not JSON: {_shown(value)}") from None
+
+
+def _load(text: str) -> Any:
+    """Return what JSON means, half a surrogate pair replaced by U+FFFD."""
+    value = json.loads(text)
+    if _ESCAPED_HALF.search(text):
+        value = json.loads(_HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return value
 
 
 def _without_none(value: Any) -> Any:

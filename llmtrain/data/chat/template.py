@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.data.chat.rows import BadRowError, Message
+from llmtrain.data.chat.rows import REASONING, BadRowError, Message
 from llmtrain.errors import Problem, UserError, first_line
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ _SPECIAL = (
     *("bos_token", "eos_token", "unk_token", "sep_token"),
     *("pad_token", "cls_token", "mask_token"),
 )
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a template raises when a message is not as it expects, besides jinja2's own errors.
 _FAILURES = (
     *(TypeError, ValueError, LookupError, AttributeError),
@@ -150,7 +149,7 @@ def _content(token: Any) -> str | None:
 
 def _with_reasoning(message: Message) -> Message:
     """Return a message whose reasoning has the names that templates read."""
-    for name in _REASONING:
+    for name in REASONING:
         if message.get(name) is not None:
             reasoning = message[name]
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}

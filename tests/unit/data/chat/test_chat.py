@@ -164,6 +164,20 @@ def test_text_that_the_template_drops_makes_a_bad_row(place, here, messages, sai
     assert re.search(said, why)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_the_template_drops_makes_a_bad_row(chatml, name):
+    said = {"role": "assistant", "content": "Yes.", name: "A greeting."}
+    key, why = key_of(open_chat(chatml), [*talk("Hi?"), said])
+    assert (key, why) == ("dropped", "turn 1: the template drops the assistant's reasoning")
+
+
+def test_tools_that_are_nested_too_deeply_make_a_bad_row(chatml):
+    tool = {}
+    for _ in range(5000):
+        tool = {"a": tool}
+    assert key_of(open_chat(chatml), talk("Hi?", "Yes."), tools=[tool])[0] in ("json", "template")
+
+
 def test_text_inside_json_is_there(place):
     directory = place("(m.content | tojson if m.role == 'tool' else m.content)")
     messages = [

@@ -59,6 +59,16 @@ def test_a_template_that_shows_no_end_is_refused(end, template, said):
         end(template=template)
 
 
+def test_a_token_that_the_tokenizer_does_not_find_behind_text_is_refused(tmp_path):
+    directory = make(tmp_path / "single", CHATML.replace("END", "'<|im_end|>'") + PROMPT, TOKENS)
+    text = (directory / "tokenizer.json").read_text("utf-8")
+    (directory / "tokenizer.json").write_text(
+        text.replace('"single_word": false', '"single_word": true')
+    )
+    with pytest.raises(UserError, match=r"chat\.end_of_turn = <\|im_end\|>"):
+        open_chat(directory).check()
+
+
 def test_what_precedes_an_answer_is_a_lead_or_a_header(end):
     template = CHATML.replace("m.content", "('' if m.role == 'user' else LEAD) + m.content")
     found = end(template=template.replace("LEAD", r"'<think>\n\n'") + PROMPT)

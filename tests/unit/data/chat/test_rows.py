@@ -129,6 +129,17 @@ def test_tools_and_calls_are_parsed():
     assert found.tools is None
 
 
+def test_half_a_surrogate_pair_is_replaced():
+    line = r'{"messages": [{"role": "user", "content": "a\ud83d b\uD83D\uDE00"}]}'
+    assert to_example(line, "messages").messages[0]["content"] == "a\ufffd b😀"
+    line = r'{"messages": [], "tools": "[{\"name\": \"\\udc00\"}]"}'
+    with pytest.raises(BadRowError, match="no messages"):
+        to_example(line, "messages")
+    calls = [{"function": {"name": "f", "arguments": r'{"x": "\udc00"}'}}]
+    found = example({"messages": [ASKED, {**SAID, "tool_calls": calls}]})
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": "\ufffd"}
+
+
 def test_text_parts_are_joined_and_null_fields_dropped():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     found = example({"messages": [{"role": "user", "content": parts, "name": None}, SAID]})
@@ -148,6 +159,10 @@ def test_text_parts_are_joined_and_null_fields_dropped():
             *("content", "only text"),
         ),
         ({"messages": [ASKED, {**SAID, "content": " \n"}]}, "answer", "turn 1: .* blank"),
+        (
+            {"messages": [ASKED, {**SAID, "thinking": ["x"]}]},
+            *("content", "thinking is .*not a string"),
+        ),
         ({"messages": []}, "messages", "no messages"),
         ({"messages": None}, "messages", "null, not a list"),
         ({"messages": "Hi?"}, "messages", "string that is not JSON"),
