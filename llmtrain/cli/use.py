@@ -163,10 +163,10 @@ def evaluation(found: Evaluated) -> Iterator[str]:
 
 def exportation(found: Exported) -> Iterator[str]:
     """Yield the files, the comparison, and where it is."""
-    from llmtrain.distributed.plan.remedies import gib
+    from llmtrain.checkpoint.disk_space import size
 
-    for name, size in found.files.items():
-        yield f"{name:<40}{gib(size):>11}"
+    for name, count in found.files.items():
+        yield f"{name:<40}{size(count):>11}"
     if losses := found.losses:
         apart = abs(losses.run - losses.export)
         yield f"loss {losses.export:.6f}, {apart:.1e} from the run's on the same blocks"

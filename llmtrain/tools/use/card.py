@@ -13,7 +13,7 @@ from llmtrain.tools.use.adapters import Base, base_of
 from llmtrain.tools.use.target import Target
 
 _SHOWN_VERSIONS = ("llmtrain", "torch", "transformers", "peft")
-_UNKNOWN = "not stated: those of the data and of the model below decide"
+_UNKNOWN = "not stated; see those of the data and of the base"
 
 
 def text(target: Target, dtype: str, *, merged: bool) -> str:

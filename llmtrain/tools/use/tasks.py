@@ -7,6 +7,7 @@ front of already, and scores the second one. So it is told to let the tokenizer 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,12 @@ def run(opened: Opened, names: Sequence[str], *, chat: bool) -> dict[str, dict[s
     files = [Path(name) for name in names if name.endswith(_FILE)]
     asked = [_task_of(name) if name.endswith(_FILE) else name for name in names]
     manager = TaskManager(
-        include_path=[str(file.parent) for file in files],
+        include_path=sorted({str(file.parent) for file in files}),
         include_defaults=len(files) < len(names),  # reading all of them takes seconds
     )
     if unknown := [name for name in asked if name not in manager.all_tasks]:
         raise UserError(Problem(KEY, ", ".join(unknown), "tasks of lm-eval, or YAML files"))
+    logging.getLogger(HFLM.__module__).setLevel(logging.ERROR)  # it warns of any loaded model
     model = HFLM(
         pretrained=opened.model,
         tokenizer=opened.tokenizer,

@@ -188,5 +188,5 @@ def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, m
 
 def test_every_command_of_the_program_has_a_place_in_the_help():
     for command in app.registered_commands:
-        assert command.rich_help_panel in ("Start", "Train")
+        assert command.rich_help_panel in ("Start", "Train", "Use")
     assert module.app.pretty_exceptions_enable is False

@@ -146,6 +146,14 @@ def test_a_prompt_longer_than_the_positions_is_refused_and_a_long_text_ends_ther
     assert generate(made, PROMPT, max_new_tokens=1000).tokens <= 64 - length
 
 
+def test_pickled_weights_are_refused_under_the_name_of_the_argument(made, tmp_path):
+    other = used.directory(tmp_path / "other", used.model(), made)
+    (other / "model.safetensors").rename(other / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickled pytorch_model\.bin") as caught:
+        generate(other, PROMPT)
+    assert [problem.key for problem in caught.value.problems] == ["MODEL_OR_RUN"]
+
+
 def test_an_adapter_ends_where_its_own_files_say(tmp_path):
     pytest.importorskip("peft")
     from transformers import GenerationConfig
