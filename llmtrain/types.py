@@ -107,12 +107,14 @@ class ParameterShape:
     trainable: whether it has a gradient
     cast: whether autocast keeps a bf16 copy of it for the backward
     block: number of the repeated block that it is in; None outside of them
+    quantized: whether it is held in four bits
     """
 
     shape: tuple[int, ...]
     trainable: bool
     cast: bool
     block: int | None
+    quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class ModelShape:
     buffers: bytes of all buffers, persistent or not
     recomputes: whether the model's code supports activation checkpointing
     listed: as `block_class`, but found from the blocks themselves; for messages
+    adapted: whether adapters are trained, beside weights that are held in the dtype of the forward
+    token_rows: number of tokens whose embeddings are trained with the adapters
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -141,6 +145,8 @@ class ModelShape:
     buffers: int
     recomputes: bool = True
     listed: str = ""
+    adapted: bool = False
+    token_rows: int = 0
 
     @property
     def count(self) -> int:

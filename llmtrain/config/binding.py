@@ -26,6 +26,7 @@ _BINDING = (
     "training.precision",
     "training.max_grad_norm",
     "optimizer.",
+    "adapter.",
     "evaluation.max_documents",
     "evaluation.sources",
 )
@@ -64,6 +65,8 @@ def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
     binding = {key: value for key, value in values.items() if _binds(key)}
+    if config.adapter.kind == "none":  # so that such a run resumes from before there were adapters
+        binding = {key: value for key, value in binding.items() if not key.startswith("adapter.")}
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError, first_line, raise_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,17 @@ def special_tokens(path: str | Path) -> SpecialTokens:
     return SpecialTokens(
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
+
+
+def token_ids(path: str | Path, entries: Sequence[str]) -> tuple[int, ...]:
+    """Return the ids of entries of the tokenizer in a directory or of a Hub id.
+
+    Raises UserError for each one that it does not have.
+    """
+    known = _load(str(path), None).get_vocab()
+    key, expected = "adapter.train_tokens", "an entry of the run's tokenizer"
+    raise_any(Problem(key, one, expected) for one in entries if one not in known)
+    return tuple(sorted({known[one] for one in entries}))
 
 
 def _load(path: str, revision: str | None) -> Any:

@@ -1,11 +1,18 @@
-"""AdamW with weight decay only on matrices."""
+"""AdamW with weight decay only on matrices.
+
+Of adapters A alone is decayed: B begins at zero, and trained rows of an embedding are an embedding.
+"""
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import nn
 
 from llmtrain.config.schema import OptimizerConfig
+
+_UNDECAYED = re.compile(r"\.(lora_B|trainable_tokens_delta)\.")  # of adapters, by peft's names
 
 
 def make_optimizer(
@@ -20,8 +27,9 @@ def make_optimizer(
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
     trainable = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
-    rest = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
+    kept = embeddings | {id(p) for name, p in model.named_parameters() if _UNDECAYED.search(name)}
+    decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in kept]
+    rest = [p for p in trainable if p.ndim < 2 or id(p) in kept]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": rest, "weight_decay": 0.0},

@@ -4,6 +4,8 @@ One seed gives the same weights on every rank, so every rank can build the model
 sharded model, a copy for each rank may need more host memory than a machine has. So rank 0 alone
 builds it, the others have it on the meta device, and its weights are sent once every rank has
 allocated its part.
+
+A run of adapters reads the weights of `model.from` at every start, since no checkpoint has them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
+from llmtrain.training.start.adapters import adapter_files, attach, check_base
 from llmtrain.training.start.isolation import hiding_attention
 from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
@@ -66,7 +69,7 @@ def build_model(
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
-    built = _build(config, launched, found, revision)
+    built = _build(config, processes, found, revision)
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -81,16 +84,17 @@ def build_model(
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
-    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
+    beside = adapter_files(config, launched, built.bare, spec, revision)
+    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside)
 
 
 def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
     """Return the commit of `model.from`, which is resolved and recorded once for the run.
 
-    Returns None without `model.from`, and if a checkpoint was found.
+    Returns None without `model.from`, and if a checkpoint was found that has all weights.
     """
     path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
-    if path is None or found:
+    if path is None or (found and config.adapter.kind == "none"):
         return None
     if "revision" not in auto.run:
         asked = config.model.revision
@@ -100,23 +104,29 @@ def base_revision(config: Config, processes: Processes, found: Found | None) -> 
     return revision
 
 
-def _build(config: Config, launched: Launched, found: Found | None, revision: str | None) -> Built:
+def _build(
+    config: Config, processes: Processes, found: Found | None, revision: str | None
+) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
     A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
     built or read.
     """
-    ranks = launched.ranks
+    launched = processes.launched
+    ranks, adapted = launched.ranks, config.adapter.kind != "none"
+    if found:
+        on_rank_zero(ranks, lambda: check_base(config, found, revision))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, found))
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
-        if found and config.model.from_:  # the weights that it began with may no longer exist
+        if found and config.model.from_ and not adapted:  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
             model = build.build(mine, config.model, revision)
         attention.install(model, config.data.seq_len)
+        attach(config, processes, model, meta=False)
         return model
 
     if launched.sharding is None or ranks.world_size == 1:
@@ -125,6 +135,7 @@ def _build(config: Config, launched: Launched, found: Found | None, revision: st
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
+    attach(config, processes, bare, meta=True)
     if whole:
         bare.generation_config = whole.generation_config
     return Built(bare, True, whole)
@@ -147,7 +158,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
 
 def _describe(config: Config, found: Found | None) -> Any:
     """Return the transformers config of the model."""
-    if found and config.model.from_:
+    if found and config.model.from_ and config.adapter.kind == "none":
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
     return build.model_config(config.model, tokens, config.data.seq_len)

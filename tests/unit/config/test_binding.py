@@ -160,3 +160,15 @@ def test_a_key_that_only_begins_alike_is_not_accepted(tmp_path):
     assert is_accepted("data.sources.1.text_column", config.checkpoint.accept_changes)
     assert not is_accepted("data.sources.10.text_column", config.checkpoint.accept_changes)
     assert not is_accepted("data.sources", config.checkpoint.accept_changes)
+
+
+def test_adapters_bind_a_run_and_without_any_it_is_bound_as_before_there_were_any(tmp_path):
+    plain = loaded(tmp_path)
+    assert "adapter.kind" in bind(plain).values
+    assert not [key for key in bind(plain).binding if key.startswith("adapter.")]
+    assert differences(plain, loaded(tmp_path, "adapter.r=3")) == []
+    asked = ("model={from: gpt2}", "adapter.kind=lora")
+    lora = loaded(tmp_path, *asked)
+    assert ("adapter.r", 16, 3) in differences(lora, loaded(tmp_path, *asked, "adapter.r=3"))
+    changed = {key for key, _, _ in differences(loaded(tmp_path, asked[0]), lora)}
+    assert {"adapter.kind", "adapter.dropout"} <= changed

@@ -2,7 +2,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import OptimizerConfig
+from llmtrain.config.schema import AdapterConfig, OptimizerConfig
+from llmtrain.model import adapters
 from llmtrain.training.optimizer import make_optimizer
 
 
@@ -56,3 +57,14 @@ def test_fused_is_an_argument_for_comparisons_of_bits(fused: bool) -> None:
     assert (
         make_optimizer(tiny(tied=True), OptimizerConfig(), fused=fused).defaults["fused"] is fused
     )
+
+
+def test_of_adapters_a_alone_decays() -> None:
+    model = tiny(tied=True)
+    adapters.attach(model, AdapterConfig(kind="dora", r=2), (3, 4))
+    names = decayed(model)
+    assert names
+    assert all(name.endswith(".lora_A.default.weight") for name in names)
+    optimizer = make_optimizer(model, OptimizerConfig())
+    held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    assert held == sum(p.numel() for p in model.parameters() if p.requires_grad)
