@@ -19,7 +19,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +64,9 @@ def attach(
     quantized.compute_in(model, dtype)
     hold_base(model, dtype)
     if not meta:
-        _log.info("adapter: %s on %s%s", config.kind, ", ".join(short_names(model)), _left_out(model))
+        _log.info(
+            "adapter: %s on %s%s", config.kind, ", ".join(short_names(model)), _left_out(model)
+        )
 
 
 def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple[str, ...]:

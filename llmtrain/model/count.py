@@ -90,7 +90,9 @@ def count_saved(
         if key not in _known:
             # building a model from a config changes its fields, so use a copy
             own = copy.deepcopy(model_config)
-            _known[key] = _count(own, seq_len, arithmetic, checkpointing, freeze, beside, new_tokens)
+            _known[key] = _count(
+                own, seq_len, arithmetic, checkpointing, freeze, beside, new_tokens
+            )
         return _known[key]
     except CANNOT_BUILD as error:
         raise CannotCountError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -167,8 +169,6 @@ def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreT
     for of, parameter in model.named_parameters():
         parameter.requires_grad = of not in frozen
     return model.train()
-
-
 
 
 def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:

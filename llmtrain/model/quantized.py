@@ -25,7 +25,9 @@ def missing(*, cpu: bool) -> Iterator[Problem]:
         yield Problem(key, kind, "a CUDA device for weights in four bits", "adapter.kind=lora")
     elif importlib.util.find_spec("bitsandbytes") is None:
         expected = "bitsandbytes, which is not here"
-        yield Problem(key, kind, expected, "pip install 'llmtrain[quantized]', or adapter.kind=lora")
+        yield Problem(
+            key, kind, expected, "pip install 'llmtrain[quantized]', or adapter.kind=lora"
+        )
 
 
 def layers(model: PreTrainedModel) -> list[str]:
@@ -78,6 +80,7 @@ def marked(model: Any) -> Iterator[None]:
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let the four-bit layers of a model compute in `dtype`."""
+    module: Any
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.compute_dtype, module.compute_type_is_set = dtype, True

@@ -227,7 +227,7 @@ def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
         yield f"8-bit Adam would save {gib(3 * moments // 4)} of {where}; it is not supported yet"
     if moments and not shape.adapted:
         saved = gib(gradients + moments)
-        yield f"adapter.kind=lora, beside weights in model.from, would save up to {saved} of {where}"
+        yield f"adapter.kind=lora, which needs model.from, would save up to {saved} of {where}"
 
 
 def _row(one: Candidate, chosen: bool) -> dict[str, Any]:

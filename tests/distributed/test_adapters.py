@@ -174,6 +174,7 @@ def test_a_run_of_adapters_goes_on_under_another_strategy(
         assert np.allclose(tensor, found[other][name], atol=2e-5), name
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft's
 def test_peft_loads_a_checkpoint_as_it_is(straight: Any, base: Path) -> None:
     import torch
     from peft import PeftModel

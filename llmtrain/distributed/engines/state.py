@@ -7,8 +7,8 @@ gives each rank some rows, so a piece is a range. A tensor of 5 rows and 3 colum
 
 Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
 name. Of a model with adapters only what is trained is saved, under the names that peft gives it in
-its files. AdamW's `step` is not a tensor of the files: a checkpoint has one integer for all parameters.
-The optimizer's state is created as zeros, never by a step.
+its files. AdamW's `step` is not a tensor of the files: a checkpoint has one integer for all
+parameters. The optimizer's state is created as zeros, never by a step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → saf
 def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     """Return the files, tensors, dtypes and shapes of a checkpoint; equal on all ranks.
 
-    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger. Adapters
-    are in one file, since peft reads only one.
+    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger, and
+    except for adapters: peft reads only one file.
 
     Raises ValueError for a trainable weight that is not fp32, and for an unsupported dtype.
     """
@@ -196,7 +196,9 @@ def named_parameters(model: Module) -> dict[str, Parameter]:
     named = dict(model.named_parameters())
     if not has_adapters(model):
         return named
-    return {_in_adapter_file(name): weight for name, weight in named.items() if weight.requires_grad}
+    return {
+        _in_adapter_file(name): weight for name, weight in named.items() if weight.requires_grad
+    }
 
 
 def has_adapters(model: Module) -> bool:

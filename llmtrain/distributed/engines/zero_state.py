@@ -6,8 +6,8 @@
 
 The forward uses a copy of the masters: in bf16 it is rounded, in stage 3 it is gathered when it is
 needed. A checkpoint is therefore read into the masters, and `renew_copies` makes the copies again.
-Frozen parameters have no masters: if their copy is rounded, `Held` keeps their fp32 values. Those of
-a base that adapters are trained beside are in no checkpoint, so they are not kept.
+Frozen parameters have no masters: if their copy is rounded, `Held` keeps their fp32 values. Those
+beside adapters are in no checkpoint, so they are not kept.
 Private names of DeepSpeed 0.19 are used only in this file and in `zero_engine.overflowing`.
 """
 

@@ -40,7 +40,7 @@ LARGEST_BUCKET = 500_000_000
 AHEAD = 50_000_000
 # ZeRO-3's default in elements: parameters up to this size stay whole once they are gathered.
 PERSISTENT = 100_000
-# Bytes of a weight in four bits: a further byte for each 64 of them, and fp32 for each 256 of these.
+# Bytes of a weight in four bits, with a byte for each 64 of them and fp32 for each 256 of these.
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 _GIB = 2**30
 _CONTEXT = 1.0  # GiB that CUDA and NCCL take before the first tensor

@@ -122,7 +122,7 @@ def test_where_nothing_fits_8_bit_moments_and_adapters_are_named(tmp_path):
     config = large(tmp_path, "distributed.strategy=ddp")
     said = " ".join(plan(config, device_memory_gb=24).suggestions)
     assert "8-bit Adam" in said
-    assert "adapter.kind=lora, beside weights in model.from, would save up to" in said
+    assert "adapter.kind=lora, which needs model.from, would save up to" in said
 
 
 def base(folder):

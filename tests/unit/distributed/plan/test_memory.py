@@ -223,7 +223,9 @@ def test_beside_adapters_frozen_weights_are_held_as_the_forward_needs_them(
     """In bytes an element, on each of two devices."""
     plain = of((4, 8), adapted=True)
     both = of((4, 8), frozen=[(10, 6)], adapted=True)
-    sizes = [model_states(one, strategy, precision, gpus(2, 80)).parameters for one in (plain, both)]
+    sizes = [
+        model_states(one, strategy, precision, gpus(2, 80)).parameters for one in (plain, both)
+    ]
     assert sizes[1] - sizes[0] == frozen * 60
     trained = [model_states(one, strategy, precision, gpus(2, 80)) for one in (plain, both)]
     assert [(one.gradients, one.optimizer) for one in trained[:1]] == [
