@@ -126,11 +126,15 @@ def _count(
 
     def run(count: int, *, back: bool) -> Saved:
         described = shorten(model_config, number, count)
+        if targets:
+            empty = on_meta(described)
+            attention.use(empty, name)
+            adapters.inject(empty, adapter, targets, new_tokens, meta=True)
         with _fake_tensors():
-            model = _model(described, arithmetic, name, frozen)
             if targets:
-                adapters.inject(model, adapter, targets, new_tokens, meta=False)
-                adapters.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
+                model = _fill(empty, arithmetic)
+            else:
+                model = _model(described, arithmetic, name, frozen)
             recompute.apply(model, checkpointing)
             return _watch(model, seq_len, arithmetic, back=back)
 
@@ -168,6 +172,24 @@ def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreT
     attention.use(model, name)
     for of, parameter in model.named_parameters():
         parameter.requires_grad = of not in frozen
+    return model.train()
+
+
+def _fill(model: PreTrainedModel, arithmetic: str) -> PreTrainedModel:
+    """Give a model on meta fake tensors, in place, and hold its frozen weights as a run does.
+
+    A model with adapters cannot be built of fake tensors, because peft moves what it adds.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, one in held.items():
+                if isinstance(one, Tensor) and one.is_meta:
+                    empty = torch.empty(one.shape, dtype=one.dtype)
+                    if isinstance(one, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=one.requires_grad)
+                    held[name] = made.setdefault(id(one), empty)
+    adapters.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
     return model.train()
 
 
