@@ -23,6 +23,7 @@ USED = (
     "llmtrain.report.page",
     "bokeh.plotting",
     "pandas",
+    "peft",
     "safetensors.torch",
     "tiktoken",
     "torch._dynamo.repro.after_dynamo",  # with the next one: DeepSpeed compiles an optimizer
