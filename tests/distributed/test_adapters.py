@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.bases import write_base
+from helpers.bases import save_base
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.numpy import load_file
@@ -32,7 +32,7 @@ FILE = "adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_base(tmp_path_factory.mktemp("weights") / "base")
+    return save_base(tmp_path_factory.mktemp("weights") / "base")
 
 
 def config(run_dir: Path, base: Path, kind: str, strategy: str, **changes: Any) -> dict[str, Any]:
@@ -242,18 +242,18 @@ def test_rows_of_named_tokens_are_trained_and_saved_alike_under_each_strategy(
 def test_a_base_that_changed_is_refused_at_a_resume_and_one_that_moved_is_not(
     server: Server, tmp_path: Path
 ) -> None:
-    base = write_base(tmp_path / "base")
+    base = save_base(tmp_path / "base", seed=3)
     made = config(tmp_path / "run", base, "lora", "ddp")
     train(server, tmp_path, made, f"training.steps={EVERY}", world=1)
     shutil.rmtree(base)
     said = refused(server, tmp_path / "gone", made)
     assert "model.from" in said
-    write_base(tmp_path / "base", seed=2)
+    save_base(tmp_path / "base", seed=2)
     said = refused(server, tmp_path / "changed", made)
     assert f"on which the adapter in step-{EVERY:08d} was trained" in said
     assert status(tmp_path / "run")["exit_code"] == 2
     shutil.rmtree(base)
-    write_base(tmp_path / "base", seed=1)
+    save_base(tmp_path / "base", seed=3)
     train(server, tmp_path, made, world=1)
     assert lines(tmp_path / "run", "start")[-1]["resumed_from"] == f"step-{EVERY:08d}"
 
