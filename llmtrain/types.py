@@ -114,6 +114,7 @@ class ParameterShape:
     cast: whether autocast keeps a bf16 copy of it for the backward
     block: number of the repeated block that it is in; None outside of them
     algorithm: the optimizer that updates it
+    quantized: whether it is held in four bits
     """
 
     shape: tuple[int, ...]
@@ -121,6 +122,7 @@ class ParameterShape:
     cast: bool
     block: int | None
     algorithm: Algorithm = "adamw"
+    quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class ModelShape:
     buffers: bytes of all buffers, persistent or not
     recomputes: whether the model's code supports activation checkpointing
     listed: as `block_class`, but found from the blocks themselves; for messages
+    adapted: whether adapters are trained, beside weights that are held in the dtype of the forward
+    token_rows: number of tokens whose embeddings are trained with the adapters
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -149,6 +153,8 @@ class ModelShape:
     buffers: int
     recomputes: bool = True
     listed: str = ""
+    adapted: bool = False
+    token_rows: int = 0
 
     @property
     def count(self) -> int:

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from llmtrain.config.checks import evaluates
 from llmtrain.config.keys import general_name
-from llmtrain.config.schema import ChatConfig, Config, DataConfig, DocumentsConfig, Section
+from llmtrain.config.schema import (
+    AdapterConfig,
+    ChatConfig,
+    Config,
+    DataConfig,
+    DocumentsConfig,
+    Section,
+)
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
 
@@ -27,6 +34,7 @@ _BINDING = (
     "training.precision",
     "training.max_grad_norm",
     "optimizer.",
+    "adapter.",
     "evaluation.max_documents",
     "evaluation.sources",
     "chat.",
@@ -49,7 +57,7 @@ _NEWER: Mapping[str, object] = {
     "optimizer.name": "adamw",
     "optimizer.groups": [],
 }
-_NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig}
+_NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig, "adapter": AdapterConfig}
 _NO_DEFAULT = object()
 
 

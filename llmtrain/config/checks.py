@@ -18,6 +18,7 @@ from llmtrain.config.duration import GRAMMAR, seconds
 from llmtrain.config.keys import all_keys, general_name, sections
 from llmtrain.config.model_fields import field_problems
 from llmtrain.config.schema import (
+    AdapterConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -79,6 +80,29 @@ def check_model(model: ModelConfig) -> Iterator[Problem]:
     if model.pad_vocab_to is not None and "vocab_size" in model.config:
         expected = "null with model.config.vocab_size, which is the number of rows itself"
         yield Problem("model.pad_vocab_to", model.pad_vocab_to, expected, "leave one of them out")
+
+
+def check_adapter(
+    model: ModelConfig, adapter: AdapterConfig, distributed: DistributedConfig
+) -> Iterator[Problem]:
+    """Check that adapters have a base, frozen as a whole, and that of qlora is not split."""
+    kind, strategy = adapter.kind, distributed.strategy
+    if kind == "none":
+        return
+    if model.from_ is None:
+        expected = "none without model.from: adapters are trained beside weights that exist"
+        yield Problem("adapter.kind", kind, expected, "model.from=DIR, or a model of the Hub")
+    if model.freeze:
+        expected = f"[] with adapter.kind {kind}: all weights of the model are frozen"
+        yield Problem("model.freeze", ", ".join(model.freeze), expected, "leave it out")
+    if kind == "qlora" and strategy not in ("auto", "ddp"):
+        yield unsplit(strategy)
+
+
+def unsplit(strategy: str) -> Problem:
+    """Return the problem of a strategy that would split the four-bit weights of qlora."""
+    expected = "ddp with adapter.kind qlora: weights in four bits are not split"
+    return Problem("distributed.strategy", strategy, expected, "adapter.kind=lora, or ddp")
 
 
 def check_length(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
@@ -234,6 +258,7 @@ def _nearest(value: int, unit: int) -> str:
 
 RULES: tuple[Rule, ...] = (
     check_model,
+    check_adapter,
     check_length,
     check_packing,
     check_duration,

@@ -217,6 +217,28 @@ class OptimizerConfig(Section):
     """Exceptions for some parameters: their learning rate, their decay."""
 
 
+class AdapterConfig(Section):
+    """Small matrices that are trained beside the frozen weights of `model.from`."""
+
+    kind: Literal["none", "lora", "dora", "rslora", "qlora"] = "none"
+    """What is trained instead of the weights themselves; qlora = lora on a base that is held in
+    four bits, on CUDA.
+    """
+    r: Positive = 16
+    """Rank of the matrices."""
+    alpha: Positive = 32
+    """What they add is multiplied by alpha / r (rslora: by alpha / √r)."""
+    dropout: Share = 0.0
+    """Share of their inputs that is dropped in training."""
+    targets: Text | Texts = "auto"
+    """Patterns (with * and ?) of the names of linear layers, or of how these end; auto = every
+    linear layer but the head.
+    """
+    train_tokens: Annotated[Auto | Texts, EXPERT] = "auto"
+    """Entries of the tokenizer whose embeddings are trained too; auto = those that the run added.
+    """
+
+
 class DdpConfig(Section):
     """Settings of DDP."""
 
@@ -318,6 +340,7 @@ class Config(Section):
     chat: ChatConfig = Field(default_factory=ChatConfig)
     training: TrainingConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)

@@ -51,6 +51,10 @@ _NAMES = {
     "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler lr_decay_style",
     "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps warmup_ratio",
     "optimizer.min_lr_ratio": "min_lr lr_min",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
     "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.keep_best": "load_best_model_at_end",
@@ -94,6 +98,7 @@ _CONVERTED = {
     "num_processes num_gpus": ("", "use --processes N, or num_processes in the accelerate file"),
     "ddp_timeout": ("distributed.timeout_minutes", "in minutes: seconds / 60"),
     "eval_iters": ("evaluation.max_documents", "documents, not batches"),
+    "use_dora use_rslora use_peft load_in_4bit": ("adapter.kind", "dora, rslora, lora or qlora"),
     "use_wandb": ("logging.trackers", "[wandb]"),
     "wandb_project": ("logging.trackers", "[wandb]; the project comes from WANDB_PROJECT"),
 }

@@ -7,6 +7,7 @@ object, not by name, so that a tied parameter counts once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.model import adapters, quantized
 from llmtrain.model import freeze as freezing
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
@@ -35,18 +38,32 @@ Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
 def census(
-    model_config: Any, freeze: Sequence[str] = (), updates: Updates | None = None
+    model_config: Any,
+    freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+    new_tokens: Sequence[int] = (),
+    updates: Updates | None = None,
 ) -> ModelShape:
     """Return the shape of the model that `build` makes from this config.
 
-    freeze: patterns of `model.freeze`. Raises UserError for patterns that cannot be applied.
+    freeze: patterns of `model.freeze`.
+    adapter, new_tokens: as of `adapters.attach`; None = no adapter.
     updates: as for `shape`
 
-    It takes about a tenth of a second for models of any size.
+    Raises UserError for patterns that cannot be applied. It takes about a tenth of a second for
+    models of any size.
     """
     model = on_meta(model_config)
     freezing.freeze(model, freeze)
-    return shape(model, updates)
+    if adapter is None or adapter.kind == "none":
+        return shape(model, updates)
+    four_bits = quantized.layers(model) if adapter.kind == "qlora" else []
+    weights = {id(model.get_submodule(name).weight) for name in four_bits}
+    adapters.attach(model, adapter, new_tokens, meta=True)
+    found = shape(model, updates)
+    marked = zip(found.parameters, model.parameters(), strict=True)
+    parameters = tuple(replace(one, quantized=id(p) in weights) for one, p in marked)
+    return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
 def on_meta(model_config: Any) -> PreTrainedModel:
@@ -156,7 +173,10 @@ def _block_class(model: PreTrainedModel) -> str | None:
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:
-    return dict(module.named_parameters(recurse=False)).get("weight") if module else None
+    if module is None:
+        return None
+    bare = getattr(module, "original_module", module)  # peft wraps it where rows of it are trained
+    return dict(bare.named_parameters(recurse=False)).get("weight")
 
 
 def _attention(described: Any) -> int:

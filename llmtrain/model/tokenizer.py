@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError, first_line, raise_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,17 @@ def special_tokens(
     return SpecialTokens(
         length, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
+
+
+def token_ids(path: str | Path, entries: Sequence[str]) -> tuple[int, ...]:
+    """Return the ids of entries of the tokenizer in a directory or of a Hub id.
+
+    Raises UserError for each one that it does not have.
+    """
+    known = load(str(path), None).get_vocab()
+    key, expected = "adapter.train_tokens", "an entry of the run's tokenizer"
+    raise_any(Problem(key, one, expected) for one in entries if one not in known)
+    return tuple(sorted({known[one] for one in entries}))
 
 
 def load(path: str, revision: str | None) -> Any:

@@ -28,6 +28,7 @@ from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.model import quantized
 from llmtrain.model.count import CannotCountError
 from llmtrain.tools.plan_file import launch_values, write_launch_file
 from llmtrain.training.start import planning
@@ -115,6 +116,8 @@ class Plan:
             "host_bytes": hardware.host_bytes,
             "seq_len": self.work.seq_len,
             "global_batch_size": self.work.global_batch_size,
+            "parameters": self.shape.count,
+            "trainable_parameters": self.shape.trainable,
             "strategies": [
                 _row(one, one is chosen) | (_unknown(one) if self.uncounted else {})
                 for one in self.choice.candidates
@@ -148,6 +151,8 @@ def plan(
     raise_any([*check(config), *_problems(counts, sizes)])
 
     hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
+    if config.adapter.kind == "qlora" and hardware.cpu:
+        raise_any(quantized.missing(cpu=True))
     if host_memory_gb is not None:
         hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
     problems = [*check_batch(config.training, hardware.devices)]
@@ -216,13 +221,14 @@ def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
     """
     gradients, moments = (near.memory.parts[part] for part in ("gradients", "optimizer"))
+    where = near.layout.strategy
     yield near.remedy
     if moments:
-        where = near.layout.strategy
         if where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
             yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
+    if moments and not shape.adapted:
         saved = gib(gradients + moments)
-        yield f"adapters (LoRA) would save up to {saved} of {where}; they are not supported yet"
+        yield f"adapter.kind=lora, which needs model.from, would save up to {saved} of {where}"
 
 
 def _row(one: Candidate, chosen: bool) -> dict[str, Any]:

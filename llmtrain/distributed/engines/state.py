@@ -6,15 +6,17 @@ gives each rank some rows, so a piece is a range. A tensor of 5 rows and 3 colum
     rank 0: [0, 6)    rank 1: [6, 12)    rank 2: [12, 15)
 
 Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
-name. The state of each optimizer is described in `distributed.optimizer_state`. A count of updates
-(`step`) is not a tensor of the files: a checkpoint has one integer for all parameters. The state is
-created as zeros, never by a step.
+name. Of a model with adapters only what is trained is saved, under the names that peft gives it in
+its files. The state of each optimizer is described in `distributed.optimizer_state`. A count of
+updates (`step`) is not a tensor of the files: a checkpoint has one integer for all parameters. The
+state is created as zeros, never by a step.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,18 +35,21 @@ _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → saf
 def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     """Return the files, tensors, dtypes and shapes of a checkpoint; equal on all ranks.
 
-    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger.
+    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger, and
+    except for adapters: peft reads only one file.
+
     Raises ValueError for a trainable weight that is not fp32, and for an unsupported dtype.
     """
-    weights = {name: _tensor_spec(name, tensor) for name, tensor in _weights(model).items()}
+    weights = {name: _tensor_spec(name, tensor) for name, tensor in named_tensors(model).items()}
     kept = kept_states(optimizer)
     moments = {
         f"{name}.{key}": tensor
         for name, parameter in trained_parameters(model, optimizer).items()
         for key, tensor in kept[id(parameter)].items()
     }
+    kind, most = ("adapter_model", sys.maxsize) if has_adapters(model) else ("model", shard_bytes)
     return {
-        **files("model", weights, shard_bytes, numbered=False),
+        **files(kind, weights, most, numbered=False),
         **files("optimizer", moments, shard_bytes, numbered=True),
     }
 
@@ -60,7 +65,7 @@ def pieces(
     The optimizer must have its state (see `create_state`). Raises ValueError for a tensor that is
     not contiguous in memory, or that is not split by rows.
     """
-    tensors, kept = _weights(model), kept_states(optimizer)
+    tensors, kept = named_tensors(model), kept_states(optimizer)
     for name, parameter in trained_parameters(model, optimizer).items():
         state = optimizer.state[parameter]
         tensors |= {f"{name}.{key}": state[key] for key in kept[id(parameter)]}
@@ -204,9 +209,43 @@ def _first_row(name: str, tensor: Tensor) -> int:
     return min(tensor.device_mesh.get_local_rank(cuts[0]) * rows, tensor.shape[0])
 
 
-def _weights(model: Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied tensor once."""
-    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+def named_tensors(model: Module) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by their names in its files, a tied tensor once.
+
+    Those are all parameters and persistent buffers; with adapters, only what is trained.
+    """
+    own: dict[str, Tensor] = {**named_parameters(model)}
+    return own if has_adapters(model) else own | persistent_buffers(model)
+
+
+def named_parameters(model: Module) -> dict[str, Parameter]:
+    """Return the parameters among `named_tensors`."""
+    named = dict(model.named_parameters())
+    if not has_adapters(model):
+        return named
+    return {
+        _in_adapter_file(name): weight for name, weight in named.items() if weight.requires_grad
+    }
+
+
+def has_adapters(model: Module) -> bool:
+    """Whether peft has injected adapters into a model: it then keeps their settings in it."""
+    return hasattr(model, "peft_config")
+
+
+def _in_adapter_file(name: str) -> str:
+    """Return the name that peft gives a parameter of an adapter in a file.
+
+    There the adapter itself has no name, and the model is that of a wrapper:
+    `q_proj.lora_A.default.weight` is `base_model.model.q_proj.lora_A.weight`.
+    """
+    head, _, last = name.rpartition(".")
+    if last == "default":  # trained rows of an embedding
+        return f"base_model.model.{head}"
+    owner = head.removesuffix(".default")
+    if owner.endswith(".lora_magnitude_vector"):  # peft keeps the format in which it was no module
+        return f"base_model.model.{owner}"
+    return f"base_model.model.{owner}.{last}"
 
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:
@@ -218,7 +257,7 @@ def persistent_buffers(model: Module) -> dict[str, Tensor]:
 def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
     """Return the parameters that the optimizer changes, by name, in the order of the model."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: weight for name, weight in model.named_parameters() if id(weight) in own}
+    return {name: weight for name, weight in named_parameters(model).items() if id(weight) in own}
 
 
 def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:

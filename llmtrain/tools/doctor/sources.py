@@ -156,10 +156,12 @@ def describe(case: Case, seconds: float = MODEL_SECONDS) -> tuple[Verdict, Spec]
 
 def _describe(case: Case) -> tuple[Verdict, Spec]:
     from llmtrain.distributed.engines import state
+    from llmtrain.model import adapters
     from llmtrain.model.build import model_config
     from llmtrain.model.freeze import freeze
     from llmtrain.model.shape import on_meta
     from llmtrain.training.optimizer import make_optimizer
+    from llmtrain.training.start.adapters import trained_tokens
     from llmtrain.training.start.base import known_base
     from llmtrain.training.start.planning import config_of_newest_checkpoint, own_tokens
 
@@ -174,6 +176,7 @@ def _describe(case: Case) -> tuple[Verdict, Spec]:
         found = model_config(config.model, tokens, config.data.seq_len, base)
     built = on_meta(found)
     freeze(built, config.model.freeze)
+    adapters.attach(built, config.adapter, trained_tokens(config, None, base), meta=True)
     optimizer = make_optimizer(built, config.optimizer, fused=False)
     trained = isinstance(config.model.tokenizer, TrainTokenizer)
     spec = state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class ModelSide:
 
     spec: the tensors of its checkpoints
     held_before: bytes in use on the device, on a CPU by the process, before there was a model
+    adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
     """
 
     bare: PreTrainedModel
@@ -104,3 +106,4 @@ class ModelSide:
     spec: Spec
     micro_batch_size: int
     held_before: int
+    adapter: Mapping[str, bytes]

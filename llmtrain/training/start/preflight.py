@@ -52,7 +52,7 @@ def check_start(config: schema.Config, processes: int) -> None:
         *_split_problems(processes, config.training),
         *_package_problems(config.optimizer),
         *_source_problems("", config.run, config.data, config.evaluation),
-        *_model_problems("", config.run, config.model),
+        *_model_problems("", config.run, config.model, config.adapter),
     ]
     raise_any(problems)
 
@@ -104,15 +104,17 @@ def _missing(sources: Sequence[schema.DocumentsConfig], key: str) -> Iterator[Pr
 
 
 def _model_problems(
-    default: str, run: schema.RunConfig, model: schema.ModelConfig
+    default: str, run: schema.RunConfig, model: schema.ModelConfig, adapter: schema.AdapterConfig
 ) -> Iterator[Problem]:
-    """Report problems of the tokenizer's directory and of that of `model.from`."""
-    if _has_begun(run, default):
-        return
-    path = model.tokenizer
-    if isinstance(path, str) and path not in ("auto", SAMPLE) and _is_missing(path):
+    """Report problems of the tokenizer's directory and of that of `model.from`.
+
+    A run of adapters reads its base at every start.
+    """
+    begun, path = _has_begun(run, default), model.tokenizer
+    is_named = isinstance(path, str) and path not in ("auto", SAMPLE)
+    if not begun and is_named and _is_missing(str(path)):
         yield Problem("model.tokenizer", path, "a tokenizer directory that exists, or a Hub id")
-    if model.from_ is None:
+    if model.from_ is None or (begun and adapter.kind == "none"):
         return
     if _is_missing(model.from_):
         yield Problem("model.from", model.from_, "a model directory that exists, or a Hub id")

@@ -4,6 +4,8 @@ One seed gives the same weights on every rank, so every rank can build the model
 sharded model, a copy for each rank may need more host memory than a machine has. So rank 0 alone
 builds it, the others have it on the meta device, and its weights are sent once every rank has
 allocated its part.
+
+A run of adapters reads the weights of `model.from` at every start, since no checkpoint has them.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
+from llmtrain.training.start.adapters import adapter_files, attach, check_base
 from llmtrain.training.start.base import check_unchanged
 from llmtrain.training.start.isolation import hiding_attention
 from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
@@ -89,7 +92,8 @@ def build_model(
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
-    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
+    beside = adapter_files(config, processes, built.bare, spec)
+    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside)
 
 
 def end_turns(model: PreTrainedModel, token: int) -> None:
@@ -111,19 +115,22 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     built or read, and for weights that are not those that the run was planned with.
     """
     launched, base = processes.launched, processes.base
-    ranks = launched.ranks
+    ranks, adapted = launched.ranks, config.adapter.kind != "none"
+    if found:
+        on_rank_zero(ranks, lambda: check_base(config, found, base))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
-        if base is None or found:  # the weights that it began with may no longer exist
+        if base is None or (found and not adapted):  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
             check_unchanged(base)
             _log.info("loading the weights of %s", base)
             model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
+        attach(config, processes, model, meta=False)
         return model
 
     if launched.sharding is None or ranks.world_size == 1:
@@ -132,6 +139,7 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
+    attach(config, processes, bare, meta=True)
     if whole:
         bare.generation_config = whole.generation_config
     return Built(bare, True, whole)
@@ -154,7 +162,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
 
 def _describe(config: Config, base: Base | None, found: Found | None) -> Any:
     """Return the transformers config of the model."""
-    if found and base:
+    if found and base and config.adapter.kind == "none":
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
     return build.model_config(config.model, tokens, config.data.seq_len, base)

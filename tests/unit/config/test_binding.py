@@ -192,3 +192,15 @@ def test_keys_that_earlier_versions_did_not_have_bind_from_their_second_value_on
     assert [(problem.key, problem.expected) for problem in refused] == [
         ("optimizer.name", "adamw, as it began")
     ]
+
+
+def test_adapters_bind_a_run_and_without_any_it_is_bound_as_before_there_were_any(tmp_path):
+    plain = loaded(tmp_path)
+    assert "adapter.kind" in bind(plain).values
+    assert not [key for key in bind(plain).binding if key.startswith("adapter.")]
+    assert differences(plain, loaded(tmp_path, "adapter.r=3")) == []
+    asked = ("model={from: gpt2}", "adapter.kind=lora")
+    lora = loaded(tmp_path, *asked)
+    assert ("adapter.r", 16, 3) in differences(lora, loaded(tmp_path, *asked, "adapter.r=3"))
+    changed = {key for key, _, _ in differences(loaded(tmp_path, asked[0]), lora)}
+    assert {"adapter.kind", "adapter.dropout"} <= changed

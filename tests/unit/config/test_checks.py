@@ -233,3 +233,34 @@ def test_a_group_names_its_parameters(tmp_path):
         "optimizer.groups.1.match",
         "optimizer.groups.1.decay",
     }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["model={from: gpt2}"], set()),
+        (["model={from: gpt2}", "distributed.strategy=zero3"], set()),
+        ([], {"adapter.kind"}),
+        (["model={from: gpt2, freeze: ['*.wte.*']}"], {"model.freeze"}),
+        (["adapter.kind=qlora", "model={from: gpt2}"], set()),
+        (
+            ["adapter.kind=qlora", "model={from: gpt2}", "distributed.strategy=fsdp2"],
+            {"distributed.strategy"},
+        ),
+        (["model={from: gpt2}", "adapter.targets=q_proj", "adapter.train_tokens=[a]"], set()),
+        (["model={from: gpt2}", "adapter.targets=[q_proj, '*.mlp.*']"], set()),
+        (["model={from: gpt2}", "adapter.targets=[]", "adapter.r=0"], {"adapter.r"}),
+        (["model={from: gpt2}", "adapter.dropout=1"], {"adapter.dropout"}),
+        (["model={from: gpt2}", "adapter.lora_alpha=3"], {"adapter.lora_alpha"}),
+    ],
+)
+def test_adapters_have_a_base_that_is_frozen_as_a_whole(tmp_path, overrides, keys):
+    assert set(problems(tmp_path, "adapter.kind=lora", *overrides)) == keys
+
+
+def test_qlora_that_would_be_split_is_refused_with_what_to_do(tmp_path):
+    asked = ("adapter.kind=qlora", "model={from: gpt2}", "distributed.strategy=zero2")
+    said = problems(tmp_path, *asked)["distributed.strategy"]
+    assert "distributed.strategy = zero2" in said
+    assert "not split" in said
+    assert "adapter.kind=lora" in said

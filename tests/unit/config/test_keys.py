@@ -40,6 +40,7 @@ def test_only_what_the_design_calls_expert_is():
         "chat.control_tokens",
         "chat.end_of_turn",
         "chat.rewritten_history",
+        "adapter.train_tokens",
         "checkpoint.every_minutes",
         "checkpoint.shard_gb",
         "checkpoint.supersede",

@@ -9,6 +9,9 @@ from llmtrain.config.schema import GroupConfig, OptimizerConfig
 from llmtrain.distributed import optimizer_state
 from llmtrain.errors import UserError
 from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
+from llmtrain.config.schema import AdapterConfig, OptimizerConfig
+from llmtrain.model import adapters
+from llmtrain.training.optimizer import make_optimizer
 
 
 def tiny(tied: bool, **changes: int) -> LlamaForCausalLM:
@@ -239,3 +242,14 @@ def test_8_bit_adamw_is_near_adamw() -> None:
     pairs = zip(*(model.parameters() for model in models.values()), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=0, atol=0.01)
+
+
+def test_of_adapters_a_alone_decays() -> None:
+    model = tiny(tied=True)
+    adapters.attach(model, AdapterConfig(kind="dora", r=2), (3, 4))
+    names = decayed(model)
+    assert names
+    assert all(name.endswith(".lora_A.default.weight") for name in names)
+    optimizer = make_optimizer(model, OptimizerConfig())
+    held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    assert held == sum(p.numel() for p in model.parameters() if p.requires_grad)

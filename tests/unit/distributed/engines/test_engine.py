@@ -1,13 +1,17 @@
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
+from llmtrain.distributed.engines import replicas
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
+from llmtrain.model import adapters
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import SLOTS, StepVector
@@ -140,3 +144,19 @@ def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
         assert launched.accelerator.mixed_precision == "no"
     finally:
         close()
+
+
+def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(replicas, "unequal", lambda names, _held, _count: seen.append(names) or {})
+    model = tiny()
+    adapters.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
+    engine = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
+    engine._bare = model
+    assert engine.unequal_replicas() == engine.unequal_replicas(base=True) == {}
+    place = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    assert seen[0] == [place.format("A"), place.format("B")]
+    assert seen[1] == [name for name, _ in model.named_parameters()]
+    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in seen[1]

@@ -13,6 +13,9 @@ from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
 from llmtrain.config.schema import OptimizerConfig
 from llmtrain.distributed.engines import state
+from llmtrain.config.schema import AdapterConfig, OptimizerConfig
+from llmtrain.distributed.engines import state
+from llmtrain.model import adapters
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import Piece, TensorSpec
 
@@ -387,3 +390,41 @@ def test_created_state_is_what_any_optimizer_makes_itself(name):
     assert first == second
     assert made.keys() == created.keys()
     assert all(torch.equal(made[key], created[key]) for key in made)
+
+
+def test_of_adapters_only_what_is_trained_is_in_the_files_and_in_one_file():
+    model, _ = built(LLAMA)
+    adapters.attach(model, AdapterConfig(kind="lora", r=4, targets=["q_proj"]))
+    optimizer = make_optimizer(model, OptimizerConfig())
+    spec = state.spec(model, optimizer, 40)
+    (weights,) = (part for file, part in spec.items() if file == "adapter_model.safetensors")
+    assert set(spec) - {"adapter_model.safetensors"} == {
+        f"optimizer-{n:05d}-of-00008.safetensors" for n in range(1, 9)
+    }
+    place = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    assert {name: one.shape for name, one in weights.items()} == {
+        **{place.format(n, "A"): (4, 24) for n in range(2)},
+        **{place.format(n, "B"): (24, 4) for n in range(2)},
+    }
+    state.create_state(optimizer, 0)
+    held = [piece.name for piece in state.pieces(model, optimizer, spec)]
+    assert len(held) == 12
+    assert state.index(spec) == {}
+    assert list(state.trained_parameters(model, optimizer)) == list(weights)
+
+
+def test_adapters_are_resumed_bit_for_bit(tmp_path):
+    def adapted(seed):
+        model, _ = built(LLAMA)  # one base
+        torch.manual_seed(seed)
+        adapters.attach(model, AdapterConfig(kind="dora", r=4))
+        return model, make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
+
+    model, optimizer = adapted(0)
+    trained(model, optimizer, 3)
+    written(tmp_path, model, optimizer, SHARDS)
+    steps = state.optimizer_steps(optimizer)
+    expected = trained(model, optimizer, 4)
+    other, its = adapted(1)
+    resumed(tmp_path, other, its, steps)
+    assert trained(other, its, 4) == expected

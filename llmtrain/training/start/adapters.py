@@ -1,0 +1,118 @@
+"""The adapters of a run: where they are, which tokens they train, and what is checked of them.
+
+A checkpoint holds them alone. So the base is read again at each start, and must be the same.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmtrain.agreement import agreed
+from llmtrain.checkpoint import read
+from llmtrain.checkpoint.read import Found
+from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
+from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.model import adapters
+from llmtrain.model.base import Base
+from llmtrain.model.tokenizer import special_tokens, token_ids
+from llmtrain.rundir import contents
+from llmtrain.rundir.auto import Auto
+from llmtrain.training.run.guards import check_replicas
+from llmtrain.training.run.opened import Processes
+from llmtrain.types import Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TARGETS = "adapter_targets"  # in auto.json
+
+
+def resolve_adapter(config: Config, auto: Auto) -> AdapterConfig:
+    """Return the section `adapter`, with the layers that `auto` meant when the run began."""
+    known = auto.run.get(_TARGETS)
+    if known is None or config.adapter.targets != "auto":
+        return config.adapter
+    return config.adapter.model_copy(update={"targets": tuple(known)})
+
+
+def attach(config: Config, processes: Processes, model: PreTrainedModel, *, meta: bool) -> None:
+    """Attach the adapters that the config asks for to a model; nothing if it asks for none."""
+    auto = processes.auto.run
+    asked = resolve_adapter(config, processes.auto)
+    tokens = trained_tokens(config, config.run_dir / contents.TOKENIZER, processes.base)
+    dtype = torch.bfloat16 if auto["precision"] == "bf16" else torch.float32
+    adapters.attach(model, asked, tokens, meta=meta, dtype=dtype)
+    if asked.kind != "none":
+        auto[_TARGETS] = adapters.short_names(model)
+
+
+def trained_tokens(
+    config: Config, tokenizer: Path | None, base: Base | None
+) -> tuple[int, ...]:
+    """Return the ids whose embeddings are trained with the adapters (`adapter.train_tokens`).
+
+    tokenizer: the directory of the run's tokenizer; None = there is none yet
+
+    Raises UserError for an entry that the tokenizer does not have.
+    """
+    asked, named = config.adapter.train_tokens, config.model.tokenizer
+    if config.adapter.kind == "none":
+        return ()
+    if asked == "auto":  # what this run's tokenizer has beyond that of the base
+        if tokenizer is None or named != "auto" or base is None:
+            return ()
+        first = special_tokens(base.path, base.revision).length
+        return tuple(range(first, special_tokens(tokenizer).length))
+    if tokenizer is not None:
+        return token_ids(tokenizer, asked)
+    if isinstance(named, TrainTokenizer):
+        return ()
+    if named == "sample":
+        with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as at:
+            return token_ids(at, asked)
+    return token_ids(base.path if named == "auto" and base else named, asked)
+
+
+def check_base(config: Config, found: Found, base: Base | None) -> None:
+    """Refuse a base other than that on which a checkpoint's adapter was trained.
+
+    In a run without adapters, refuse a checkpoint of adapters.
+    """
+    beside = found.path / adapters.BASE_FILE
+    if not beside.is_file():
+        return
+    if config.adapter.kind == "none":
+        read.refuse_adapters(found, [adapters.CONFIG_FILE])
+    assert base is not None, "adapters need model.from"
+    adapters.refuse_other_base(beside.read_bytes(), asdict(base), found.name)
+
+
+def adapter_files(
+    config: Config, processes: Processes, model: PreTrainedModel, spec: Spec
+) -> dict[str, bytes]:
+    """Return the files beside an adapter's tensors, after checks of what every rank holds.
+
+    Returns {} for a run of all weights. Collective. Raises RunError (75) if replicas of the base
+    differ, which is compared only now, as it does not change.
+    """
+    if config.adapter.kind == "none":
+        return {}
+    launched, base = processes.launched, processes.base
+    assert base is not None, "adapters need model.from"
+    agreed(launched.ranks, lambda: _check_filled(launched, spec))
+    differing = launched.engine.unequal_replicas(base=True)
+    check_replicas(differing, 0, lambda *_event, **_details: None)
+    return adapters.files(model, asdict(base))
+
+
+def _check_filled(launched: Launched, spec: Spec) -> None:
+    """Raise RuntimeError if this rank's part of a matrix A is all zero: it would never train."""
+    mine = launched.engine.pieces(spec, writing=False)
+    matrices = (one for one in mine if one.name.endswith(".lora_A.weight") and one.data.numel())
+    if empty := [one.name for one in matrices if not one.data.any()]:
+        raise RuntimeError(f"{len(empty)} adapters have no values here, {empty[0]} among them")
