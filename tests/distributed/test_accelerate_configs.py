@@ -32,7 +32,7 @@ FILES = {
 }
 # Those that differ from another one in what a single machine without a GPU does not do.
 ALIKE = {
-    *("ddp", "ddp_multinode", "fsdp2_offload"),
+    *("ddp", "ddp_multinode", "fsdp2_offload", "zero2"),
     *("hsdp_multinode", "zero3_offload", "zero3_multinode"),
 }
 Ended = tuple[Path, CompletedProcess[str]]

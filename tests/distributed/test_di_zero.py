@@ -48,8 +48,8 @@ ALONE = {
     ("odd", "zero3"): Case("zero3", micro=8, model="odd"),
 }
 FOUR = {
-    **{("odd", name): Case(name, micro=1, model="odd") for name in ("zero1", "zero2", "zero3")},
-    **{("tied", name): Case(name, micro=2) for name in ("zero1", "zero2", "zero3")},
+    **{("odd", name): Case(name, micro=1, model="odd") for name in ("zero2", "zero3")},
+    **{("tied", name): Case(name, micro=2) for name in ("zero2", "zero3")},
 }
 
 Results = dict[tuple[str, str], Any]
@@ -111,7 +111,7 @@ def test_di_08_one_process_is_enough_for_zero(alone: Results) -> None:
     same(alone["micro 8", "zero3"], zero.reference(Case()))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_di_08_four_processes_train_as_in_plain_pytorch(four: Results, strategy: str) -> None:
     same(four["tied", strategy], zero.reference(Case()))
 
@@ -148,7 +148,7 @@ def test_di_21_the_rate_of_a_step_is_applied_at_that_step(pair: Results, strateg
     assert abs(late[-1]["loss"] - zero.reference(case)[-1]["loss"]) > 5e-4
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_di_24_sizes_that_the_ranks_do_not_divide(four: Results, strategy: str) -> None:
     same(four["odd", strategy], zero.reference(FOUR["odd", strategy]))
 

@@ -77,6 +77,7 @@ def under_way(run_dir: Path) -> Callable[[], bool]:
     return lambda: newest(run_dir) >= 5
 
 
+@pytest.mark.slow  # DI-25 launches the same, and ends in the same bits
 def test_a_static_launch_on_two_machines_equals_one_machine(
     network: Network, straight: Path, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_f12_killed_in_its_very_first_save_it_begins_again_and_says_so(faulty, s
     assert run.outcome() == straight(2)
 
 
+@pytest.mark.slow  # F46 kills a rank of a launcher, too
 def test_f35_under_a_real_launcher_too(faulty, straight):
     run = faulty(2)
     assert run.accelerate("loop.micro@rank=1@step=10@nth=2=kill").returncode == 1

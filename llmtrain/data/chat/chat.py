@@ -107,7 +107,7 @@ class Chat:
 
         Raises BadRowError if the template cannot write it.
         """
-        messages, tools = self._marked(messages, tools, prompt=True)
+        messages, tools = self._mark_control(messages, tools, prompt=True)
         return self._encoder.encode(self.render(messages, tools, True) + self._end.lead).ids
 
     def sequences(self, example: Example) -> Encoded:
@@ -121,7 +121,7 @@ class Chat:
             pieces = self._pieces(example, counts)
         except RecursionError:
             raise BadRowError("json", "its tools or tool calls are nested too deeply") from None
-        pieces = [self._shortened(piece, counts) for piece in pieces]
+        pieces = [self._shorten(piece, counts) for piece in pieces]
         found = tuple(one for piece in pieces for one in piece)
         counts["untrained"] += not pieces
         counts["sequences"] = len(found)
@@ -179,7 +179,7 @@ class Chat:
 
         return write
 
-    def _trained(self, example: Example) -> list[int]:
+    def _turns_to_train(self, example: Example) -> list[int]:
         """Return the indices of the messages to train. A first message has no prompt."""
         turns = [n for n, one in enumerate(example.messages) if one["role"] == "assistant"]
         if self.settings.train_turns == "last":
@@ -194,12 +194,12 @@ class Chat:
 
     def _of_messages(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
         """Return the sequences of a conversation, of each piece if it is split."""
-        trained = self._trained(example)
+        trained = self._turns_to_train(example)
         if not trained:
             return []
-        messages, tools = self._marked(example.messages, example.tools, prompt=False)
+        messages, tools = self._mark_control(example.messages, example.tools, prompt=False)
         first: Counter[str] = Counter()
-        found = self._rendered(messages, tools, trained, first)
+        found = self._render_turns(messages, tools, trained, first)
         if self.settings.too_long != "split" or not any(map(self._is_too_long, found)):
             counts.update(first)
             return [found]
@@ -207,12 +207,12 @@ class Chat:
         counts["split"] += len(pieces)
         inner = ([at for at, n in enumerate(kept) if n in trained] for kept in pieces)
         return [
-            self._rendered([messages[n] for n in kept], tools, inside, counts)
+            self._render_turns([messages[n] for n in kept], tools, inside, counts)
             for kept, inside in zip(pieces, inner, strict=True)
             if inside
         ]
 
-    def _rendered(
+    def _render_turns(
         self, messages: Sequence[Message], tools: Tools, trained: list[int], counts: Counter[str]
     ) -> list[TokenSequence]:
         groups = group(find_turns(self._writer(tools), messages, trained, self._end))
@@ -245,7 +245,7 @@ class Chat:
         trained = [False] * len(before) + [True] * len(spoken)
         return [token_sequence([*before, *spoken], trained)]
 
-    def _marked(
+    def _mark_control(
         self, messages: Sequence[Message], tools: Tools, *, prompt: bool
     ) -> tuple[Sequence[Message], Tools]:
         """Return messages and tools with marks around their control tokens.
@@ -274,7 +274,7 @@ class Chat:
     def _is_too_long(self, sequence: TokenSequence) -> bool:
         return len(sequence.ids) > self.seq_len
 
-    def _shortened(
+    def _shorten(
         self, sequences: Sequence[TokenSequence], counts: Counter[str]
     ) -> list[TokenSequence]:
         """Return the sequences as `chat.too_long` says."""

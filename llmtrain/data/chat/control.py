@@ -42,7 +42,7 @@ class Control:
     every: re.Pattern[str]
 
     def find(self, messages: Iterable[Message], tools: Any) -> str | None:
-        """Return a control token or a mark in messages and tools; None if there is none."""
+        """Return a control token or a mark in messages and tools; None if they have none."""
         for message in messages:
             for name, value in message.items():
                 pattern = self._pattern(message, name, alone=False)
@@ -62,11 +62,11 @@ class Control:
         pattern = self.special if special else self.every
         return [
             {
-                name: _changed(value, _marking(self._pattern(message, name, alone=special)))
+                name: _change_texts(value, _marker(self._pattern(message, name, alone=special)))
                 for name, value in message.items()
             }
             for message in messages
-        ], _changed(tools, _marking(pattern))
+        ], _change_texts(tools, _marker(pattern))
 
     def _pattern(self, message: Message, name: str, *, alone: bool) -> re.Pattern[str]:
         spoken = message["role"] == "assistant" and name in _SPOKEN
@@ -93,7 +93,7 @@ def unmark(text: str) -> str:
 
 def without_marks(value: Any) -> Any:
     """Remove all marks from every string in messages or tools."""
-    return _changed(value, unmark)
+    return _change_texts(value, unmark)
 
 
 def longest(words: Mapping[str, str]) -> re.Pattern[str]:
@@ -124,19 +124,19 @@ def _branches(node: Mapping[str, Any]) -> str:
     return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 
-def _marking(pattern: re.Pattern[str]) -> Callable[[str], str]:
+def _marker(pattern: re.Pattern[str]) -> Callable[[str], str]:
     return lambda text: pattern.sub(rf"{START}\g<0>{END}", unmark(text))
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Return a value with every string in it changed, keys excepted."""
     match value:
         case str():
             return change(value)
         case dict():
-            return {name: _changed(one, change) for name, one in value.items()}
+            return {name: _change_texts(one, change) for name, one in value.items()}
         case list() | tuple():
-            return [_changed(one, change) for one in value]
+            return [_change_texts(one, change) for one in value]
     return value
 
 

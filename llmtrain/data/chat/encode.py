@@ -156,13 +156,13 @@ class Encoder:
         if kind == "first":
             return self._encode(self._full, [text])[0]
         if kind == "glued":
-            return self._glued(self._full, text)
-        ids = self._glued(self._bare, text)
+            return self._glue(self._full, text)
+        ids = self._glue(self._bare, text)
         if not self.added.keys().isdisjoint(ids):  # a model that makes a control token of text
-            ids = [*self._glued(self._bare, text[0]), *self._glued(self._bare, text[1:])]
+            ids = [*self._glue(self._bare, text[0]), *self._glue(self._bare, text[1:])]
         return ids
 
-    def _glued(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    def _glue(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         newline, ids = self._encode(tokenizer, ["\n", "\n" + text])
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
@@ -183,7 +183,7 @@ class Encoder:
 
 
 def open_encoder(directory: Path) -> Encoder:
-    """Open `tokenizer.json` with its added tokens. Raises UserError if there is none."""
+    """Open `tokenizer.json` with its added tokens. Raises UserError if it is missing."""
     import tokenizers
 
     path = directory / "tokenizer.json"

@@ -58,7 +58,7 @@ def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str) -> End
     write: renders messages
     tokens: added token → id
     named: the value of `chat.end_of_turn`; "auto" = it is detected
-    Raises UserError if there is none, or the template does not write the named one.
+    Raises UserError if the template writes no such token, or not the named one.
     """
     question: Message = {"role": "user", "content": "Which one?"}
     try:

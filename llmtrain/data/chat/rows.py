@@ -195,18 +195,18 @@ def _conversation(row: Mapping[str, Any], raw: Sequence[Any], prompts: int = 0) 
 
 def _message(raw: Any) -> Message:
     if not isinstance(raw, dict):
-        raise BadRowError("messages", f"a message is {_shown(raw)}, not an object")
+        raise BadRowError("messages", f"a message is {_show(raw)}, not an object")
     message = {name: value for name, value in raw.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
-        raise BadRowError("role", f"role {_shown(role)}; allowed {', '.join(ROLES)}")
+        raise BadRowError("role", f"role {_show(role)}; allowed {', '.join(ROLES)}")
     for name in REASONING:
         if not isinstance(message.get(name, ""), str):
-            raise BadRowError("content", f"{name} is {_shown(message[name])}, not a string")
-    calls = _parsed(message.pop("tool_calls", None), "tool_calls")
+            raise BadRowError("content", f"{name} is {_show(message[name])}, not a string")
+    calls = _parse_json(message.pop("tool_calls", None), "tool_calls")
     if calls:
         if not isinstance(calls, list):
-            raise BadRowError("tool_calls", f"tool_calls is {_shown(calls)}, not a list")
+            raise BadRowError("tool_calls", f"tool_calls is {_show(calls)}, not a list")
         message["tool_calls"] = [_call(one) for one in calls]
     message["content"] = _content(message.get("content", "" if calls else None), role)
     return message
@@ -217,7 +217,7 @@ def _content(raw: Any, role: str) -> str:
         return raw
     if isinstance(raw, list):
         return "".join(map(_part, raw))
-    raise BadRowError("content", f"the content of a message ({role}) is {_shown(raw)}")
+    raise BadRowError("content", f"the content of a message ({role}) is {_show(raw)}")
 
 
 def _part(raw: Any) -> str:
@@ -225,7 +225,7 @@ def _part(raw: Any) -> str:
         return raw
     text = raw.get("text") if isinstance(raw, dict) and raw.get("type", "text") == "text" else None
     if not isinstance(text, str):
-        raise BadRowError("content", f"a part of a message is {_shown(raw)}; only text is trained")
+        raise BadRowError("content", f"a part of a message is {_show(raw)}; only text is trained")
     return text
 
 
@@ -233,21 +233,21 @@ def _call(raw: Any) -> dict[str, Any]:
     function = raw.get("function", raw) if isinstance(raw, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise BadRowError("tool_calls", f"a tool call has no name: {_shown(raw)}")
+        raise BadRowError("tool_calls", f"a tool call has no name: {_show(raw)}")
     arguments = function.get("arguments")
-    parsed = _parsed(arguments, "arguments") if arguments else {}
+    parsed = _parse_json(arguments, "arguments") if arguments else {}
     rest = {} if function is raw else {k: v for k, v in raw.items() if v is not None}
     return {"type": "function", **rest, "function": {**function, "arguments": parsed}}
 
 
 def _tools(raw: Any) -> list[dict[str, Any]] | None:
-    found = _parsed(raw, "tools")
+    found = _parse_json(raw, "tools")
     if not found:
         return None
-    tools = [_parsed(one, "tools") for one in found] if isinstance(found, list) else [found]
+    tools = [_parse_json(one, "tools") for one in found] if isinstance(found, list) else [found]
     for one in tools:
         if not isinstance(one, dict):
-            raise BadRowError("tools", f"a tool is {_shown(one)}, not an object")
+            raise BadRowError("tools", f"a tool is {_show(one)}, not an object")
     return tools
 
 
@@ -260,7 +260,7 @@ def _of_sharegpt(raw: Any) -> Any:
     rest = {k: v for k, v in raw.items() if k not in ("from", "value")}
     if said != "function_call":
         return {**rest, "role": role, "content": value}
-    calls = _parsed(value, "tool_calls")
+    calls = _parse_json(value, "tool_calls")
     return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
@@ -269,7 +269,7 @@ def _prompt_and_completion(row: Mapping[str, Any]) -> Example:
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation(row, [*prompt, *completion], prompts=len(prompt))
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        why = f"prompt is {_shown(prompt)} and completion is {_shown(completion)}; both must be "
+        why = f"prompt is {_show(prompt)} and completion is {_show(completion)}; both must be "
         raise BadRowError("prompt", why + "strings, or both lists of messages")
     if not completion.strip():
         raise BadRowError("answer", "the completion is blank")
@@ -282,9 +282,9 @@ def _prompt_and_completion(row: Mapping[str, Any]) -> Example:
 def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
     instruction, given = row.get("instruction"), row.get("input")
     if not isinstance(instruction, str):
-        raise BadRowError("content", f"instruction is {_shown(instruction)}")
+        raise BadRowError("content", f"instruction is {_show(instruction)}")
     if given is not None and not isinstance(given, str):
-        raise BadRowError("content", f"input is {_shown(given)}")
+        raise BadRowError("content", f"input is {_show(given)}")
     asked = f"{instruction}\n\n{given}" if given else instruction
     return [
         {"role": "user", "content": asked},
@@ -303,14 +303,14 @@ def _is_trained(message: Message) -> bool:
     """Take the key `train` out of a message, and return its value."""
     trained = message.pop("train", True)
     if not isinstance(trained, bool):
-        raise BadRowError("train", f"train is {_shown(trained)}, not true or false")
+        raise BadRowError("train", f"train is {_show(trained)}, not true or false")
     return trained
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:
-    found = _parsed(row.get(name), name)
+    found = _parse_json(row.get(name), name)
     if not isinstance(found, list):
-        raise BadRowError("messages", f"{name} is {_shown(found)}, not a list")
+        raise BadRowError("messages", f"{name} is {_show(found)}, not a list")
     return found
 
 
@@ -320,18 +320,18 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRowError("json", f"not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise BadRowError("json", f"{_shown(row)}, not an object")
+        raise BadRowError("json", f"{_show(row)}, not an object")
     return row
 
 
-def _parsed(value: Any, name: str) -> Any:
+def _parse_json(value: Any, name: str) -> Any:
     """Return what a string of JSON means, and any other value as it is."""
     if not isinstance(value, str):
         return value
     try:
         return _load(value) if value.strip() else None
     except (ValueError, RecursionError):
-        raise BadRowError(name, f"{name} is a string that is not JSON: {_shown(value)}") from None
+        raise BadRowError(name, f"{name} is a string that is not JSON: {_show(value)}") from None
 
 
 def _load(text: str) -> Any:
@@ -348,7 +348,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(one) for one in value] if isinstance(value, list) else value
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     """Return a value as a message shows it."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
