@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,7 +71,7 @@ def generate(
     model: Model,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="A text; with --chat: a message. Else stdin."),
+        typer.Argument(metavar="[PROMPT]", help="A text; with --chat a message, or none."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="A conversation; each line of stdin is a message.")
@@ -96,8 +96,8 @@ def generate(
             answers = tool.converse(model, messages, sampling, tell)
         else:
             assert prompt is not None
-            tell(prompt)
-            answers = iter([tool.continue_text(model, prompt, sampling, tell)])
+            told = tell if as_json else _behind(prompt)
+            answers = iter([tool.continue_text(model, prompt, sampling, told)])
         for answer in answers:
             show([json.dumps(answer.to_json()) if as_json else ""])
     except KeyboardInterrupt:
@@ -192,6 +192,17 @@ def _lines() -> Iterator[str]:
 def _write(text: str) -> None:
     sys.stdout.write(harmless(text, keep=_KEPT))
     sys.stdout.flush()
+
+
+def _behind(prompt: str) -> Callable[[str], None]:
+    """Return a function that writes parts of a text, and the prompt before the first of them."""
+    waiting = [prompt]
+
+    def write(text: str) -> None:
+        _write("".join([*waiting, text]))
+        waiting.clear()
+
+    return write
 
 
 def _ignore(text: str) -> None:

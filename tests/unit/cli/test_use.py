@@ -111,8 +111,8 @@ def test_an_export_lists_its_files_and_ends_with_its_path(run, tmp_path, shown):
     ],
 )
 def test_bad_input_is_one_message_and_code_2(run, shown, arguments, message):
-    code, _, err = shown(*(run if one == "RUN" else one for one in arguments))
-    assert code == 2
+    code, out, err = shown(*(run if one == "RUN" else one for one in arguments))
+    assert (code, out) == (2, "")
     assert err.count("error:") == 1
     assert message in err
     assert "Traceback" not in err
