@@ -35,7 +35,7 @@ Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
 def census(
-    model_config: Any, freeze: Sequence[str] = (), updates: Updates | None = None
+    model_config: Any, freeze: Sequence[str] = (), *, updates: Updates | None = None
 ) -> ModelShape:
     """Return the shape of the model that `build` makes from this config.
 
@@ -46,7 +46,7 @@ def census(
     """
     model = on_meta(model_config)
     freezing.freeze(model, freeze)
-    return shape(model, updates)
+    return shape(model, updates=updates)
 
 
 def on_meta(model_config: Any) -> PreTrainedModel:
@@ -92,7 +92,7 @@ def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTra
     return model
 
 
-def shape(model: PreTrainedModel, updates: Updates | None = None) -> ModelShape:
+def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelShape:
     """Return the shape of a bare model, on any device.
 
     updates: returns what updates each trained parameter, by its id; None = AdamW updates all

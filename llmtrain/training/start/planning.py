@@ -89,7 +89,7 @@ def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) ->
         return count_saved(found, seq_len, arithmetic, checkpointing, freeze)
 
     updates = partial(algorithms, config.optimizer)
-    return PaperModel(census(found, config.model.freeze, updates), count)
+    return PaperModel(census(found, config.model.freeze, updates=updates), count)
 
 
 def _check_depth(model_config: Any, hardware: Hardware) -> None:
