@@ -36,9 +36,13 @@ _FREE = (
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
-# Binding keys that earlier versions did not have, and the values with which those trained. With
-# such a value a key is left out: a run that began before there was the key can still be resumed.
-_LATER: Mapping[str, object] = {"optimizer.name": "adamw", "optimizer.groups": []}
+# Keys that came after the first runs, with their defaults. At its default such a key is left out,
+# as it is in the record of an older run.
+_NEWER: Mapping[str, object] = {
+    "model.pad_vocab_to": None,
+    "optimizer.name": "adamw",
+    "optimizer.groups": [],
+}
 
 
 class Change(NamedTuple):
@@ -66,8 +70,7 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    bound = {key: value for key, value in values.items() if _binds(key)}
-    binding = {k: v for k, v in bound.items() if k not in _LATER or v != _LATER[k]}
+    binding = {key: value for key, value in values.items() if _binds(key, value)}
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -106,7 +109,7 @@ def data_settings(config: Config) -> DataSettings:
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
     """Return the differences between the binding values of two configs."""
-    old, new = {**_LATER, **old}, {**_LATER, **new}
+    old, new = {**_NEWER, **old}, {**_NEWER, **new}
     found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
     return [change for change in found if change.old != change.new]
 
@@ -150,12 +153,14 @@ def dump(config: Config) -> str:
     return write(values)
 
 
-def _binds(key: str) -> bool:
+def _binds(key: str, value: object) -> bool:
     """Whether a run cannot be resumed with another value of this key.
 
     The weights of sources may change, and also their paths, as the manifest shows whether the data
     is still the same.
     """
+    if key in _NEWER and value == _NEWER[key]:
+        return False
     free = (".weight", ".path")
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):
         return False

@@ -34,15 +34,18 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
+    tokenizer.init_kwargs.pop("auto_map", None)  # code of its own, which nobody should run later
     tokenizer.save_pretrained(directory)
 
 
-def special_tokens(path: str | Path) -> SpecialTokens:
+def special_tokens(path: str | Path, revision: str | None = None) -> SpecialTokens:
     """Return the length and special tokens of the tokenizer in a directory or of a Hub id.
+
+    revision: of the Hub id; None = main
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = _load(str(path), None)
+    tokenizer = _load(str(path), revision)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))

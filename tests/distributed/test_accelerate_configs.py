@@ -30,6 +30,11 @@ FILES = {
     "zero3_offload": ("zero3_offload", 2),
     "zero3_multinode": ("zero3", 2),
 }
+# Those that differ from another one in what a single machine without a GPU does not do.
+ALIKE = {
+    *("ddp", "ddp_multinode", "fsdp2_offload"),
+    *("hsdp_multinode", "zero3_offload", "zero3_multinode"),
+}
 Ended = tuple[Path, CompletedProcess[str]]
 
 
@@ -63,7 +68,10 @@ def test_there_is_a_row_for_every_file() -> None:
     assert set(FILES) == {path.stem for path in CONFIGS.glob("*.yaml")}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE), id=name) for name in FILES],
+)
 def test_a_launch_file_trains_what_it_says_with_the_losses_of_one_process(
     ended: dict[str, Future[Ended]], name: str
 ) -> None:

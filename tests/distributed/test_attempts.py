@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from helpers.ranks import ROOT, Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
@@ -41,6 +42,7 @@ def test_nodes_that_count_attempts_differently_meet(server: Server, tmp_path: Pa
     assert json.loads(output.read_text()) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.slow  # the launchers of tests/distributed/test_slurm.py restart a rank, too
 def test_di_28_a_rank_that_its_launcher_restarts_resumes_exactly(
     server: Server, tmp_path: Path
 ) -> None:

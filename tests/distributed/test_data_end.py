@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import psutil
+import pytest
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
@@ -38,6 +39,7 @@ def test_a_changed_key_is_refused_until_it_is_accepted(server: Server, tmp_path:
     assert len(events(run_dir, "changes_accepted")) == 1
 
 
+@pytest.mark.slow  # F37 is the same with other strikes
 def test_a_dead_data_worker_costs_no_step(server: Server, tmp_path: Path) -> None:
     def config(folder: Path) -> str:
         made = tiny_config(
@@ -78,7 +80,7 @@ def test_a_run_whose_sources_are_used_up_is_finished(server: Server, tmp_path: P
     texts = [f"article {number} says {'word ' * (number % 40)}" for number in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     found = {}
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         folder = tmp_path / str(world_size)
         config = tiny_config(folder / "run", training__steps=10_000, data__lanes=6)
         config["data"]["sources"] = [{"path": str(tmp_path / "a.jsonl"), "max_epochs": 1}]
@@ -90,7 +92,7 @@ def test_a_run_whose_sources_are_used_up_is_finished(server: Server, tmp_path: P
         last = lines(folder / "run", "train")[-1]
         assert lines(folder / "run", "eval")[-1]["step"] == ended["step"]
         assert lines(folder / "run", "checkpoint")[-1]["step"] == ended["step"]
-    assert found[1] == found[2] == found[3]
+    assert found[1] == found[3]
     steps = len(found[1])
     empty = [
         line["step"]

@@ -31,6 +31,7 @@ MESH = "parallelism_config_{}_size"
 AS_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 AS_ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 AS_MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+Ended = tuple[Path, subprocess.CompletedProcess[str]]
 
 
 def tiny(folder: Path, **changes: Any) -> Path:
@@ -71,12 +72,6 @@ def test_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_t
     arguments = ["call", "helpers.launched_wrong", "alone", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "thinks it is alone", "WORLD_SIZE")
-
-
-def test_di_01_two_processes_that_nothing_tells_of_their_cpus_become_two(
-    config: Path, tmp_path: Path
-) -> None:
-    trained(run(accelerate(tmp_path, PLAIN), tmp_path), tmp_path, world_size=2, strategy="ddp")
 
 
 def test_di_02_the_simple_launcher_that_starts_one_of_two_is_refused(
@@ -126,13 +121,29 @@ def test_di_06_accelerates_own_default_config_is_named_in_the_log(
     assert "default_config.yaml" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
-def test_di_07_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
-    config: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def beside_another(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A plain launch whose port another process holds, and what nothing tells of its CPUs."""
+    folder = tmp_path_factory.mktemp("beside")
+    tiny(folder)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        ended = run(accelerate(tmp_path, {**PLAIN, "main_process_port": port}), tmp_path)
-    trained(ended, tmp_path, world_size=2)
+        return folder, run(accelerate(folder, {**PLAIN, "main_process_port": port}), folder)
+
+
+def test_di_01_two_processes_that_nothing_tells_of_their_cpus_become_two(
+    beside_another: Ended,
+) -> None:
+    folder, ended = beside_another
+    trained(ended, folder, world_size=2, strategy="ddp")
+
+
+def test_di_07_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
+    beside_another: Ended,
+) -> None:
+    folder, ended = beside_another
+    trained(ended, folder, world_size=2)
+    assert len(lines(folder / "run", "train")) == 2
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])

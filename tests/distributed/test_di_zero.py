@@ -23,7 +23,6 @@ WHY = ("gradient", "loss", "data", "tokens")
 
 PAIR = {
     **{("masks", name): Case(name, factors=FACTORS, discard=True, evaluate=True) for name in ZEROS},
-    **{("micro 4", name): Case(name) for name in ("zero1", "zero2", "zero3")},
     **{("micro 1", name): Case(name, micro=1) for name in ZEROS},
     **{("bf16", name): Case(name, "bf16", steps=6) for name in ZEROS},
     **{
@@ -125,7 +124,6 @@ def test_bf16_stays_near_fp32_from_the_same_weights(pair: Results, strategy: str
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_di_09_accumulation_changes_nothing(pair: Results, alone: Results, strategy: str) -> None:
     expected = zero.reference(Case())
-    same(pair["micro 4", strategy], expected)
     same(pair["micro 1", strategy], expected)
     same(alone["micro 8", strategy], expected)
 
@@ -357,7 +355,7 @@ def test_di_20_partitioning_while_building_is_refused_before_there_is_a_group(
 
 def test_di_20_models_are_built_whole_under_zero3(pair: Results) -> None:
     """Their first loss is that of the seed: transformers does not partition while it builds."""
-    found = pair["micro 4", "zero3"]["numbers"][0]["loss"]
+    found = pair["micro 1", "zero3"]["numbers"][0]["loss"]
     assert found == pytest.approx(zero.reference(Case())[0]["loss"], abs=1e-6)
 
 

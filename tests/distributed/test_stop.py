@@ -118,8 +118,11 @@ def gone(pids: list[int]) -> Callable[[], bool]:
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGTERM, "signal"), (signal.SIGINT, "signal"), (signal.SIGKILL, "launcher_lost")],
-    ids=["TERM", "Ctrl-C", "KILL"],
+    [
+        pytest.param(signal.SIGTERM, "signal", id="TERM"),
+        pytest.param(signal.SIGINT, "signal", id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "launcher_lost", id="KILL", marks=pytest.mark.slow),  # as F34
+    ],
 )
 def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orphan(
     tmp_path: Path, number: int, reason: str
@@ -135,6 +138,7 @@ def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_n
     stopped_cleanly(run_dir, reason)
 
 
+@pytest.mark.slow
 def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Path) -> None:
     path, run_dir = endless(tmp_path)
     launcher = launch(path, tmp_path)

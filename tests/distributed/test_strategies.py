@@ -47,7 +47,13 @@ def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("fsdp2", "hsdp", "zero2", "zero3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero3_offload")),
+    ],
+)
 def test_a_run_under_any_strategy_is_the_run_under_ddp(
     server: Server, tmp_path: Path, straight: Path, strategy: str
 ) -> None:

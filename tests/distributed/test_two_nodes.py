@@ -156,6 +156,7 @@ def test_di_27_a_link_that_comes_back_changes_nothing(
     assert weights(run_dir, STEPS) == weights(straight, STEPS)
 
 
+@pytest.mark.slow
 def test_a_node_lost_under_hsdp_means_75_and_the_next_start_goes_on(
     network: Network, server: Server, straight: Path, tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_node_lost_under_hsdp_means_75_and_the_next_start_goes_on(
     assert found == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_not_shared_is_refused_and_the_node_named(
     network: Network, server: Server, tmp_path: Path
 ) -> None:

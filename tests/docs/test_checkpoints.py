@@ -56,6 +56,7 @@ def test_the_commands_show_what_the_page_says(run: Callable[[str], str]) -> None
     assert shown == [shape(text) for text in fences("text")[:3]]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_finds_the_same_bytes(run: Callable[[str], str], tmp_path: Path) -> None:
     assert shape(run(REHEARSE)) == shape(fences("text")[3])
     assert [file.name for file in tmp_path.iterdir()] == ["configs"]  # and leaves nothing

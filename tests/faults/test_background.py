@@ -6,6 +6,7 @@ import hashlib
 from contextlib import suppress
 
 import pytest
+from helpers import rings
 from helpers.faults import KILLED, FaultyRun
 
 ALL = {"checkpoint__keep_last": 99}
@@ -21,7 +22,9 @@ def files(run: FaultyRun) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.slow)]
+)
 def test_f13_what_is_written_late_is_the_state_of_its_own_step(faulty, strategy):
     in_line = faulty(2, strategy, "in-line", **ALL, training__steps=12)
     assert in_line.launch() == [0, 0]
@@ -47,8 +50,10 @@ def test_f13_the_training_goes_on_while_files_are_written(faulty, straight):
     assert run.outcome() == straight(2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", ["save.snapshot", "save.write", "save.fsync"])
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    rings.diagonal(["save.snapshot", "save.write", "save.fsync"], [0, 1], beside="slow"),
+)
 def test_f13_a_kill_while_the_training_goes_on_leaves_the_older_one(faulty, straight, point, rank):
     run = faulty(2, **BESIDE, checkpoint__writers="all")
     codes = run.launch(f"{point}@step=8@rank={rank}=kill")
@@ -98,6 +103,7 @@ def test_f13_what_cannot_be_written_beside_the_training_is_said(faulty):
     assert run.valid() == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_f32_two_checkpoints_are_valid_at_every_instant(faulty):
     run = faulty(2, **BESIDE, checkpoint__every_steps=2, checkpoint__keep_last=2)
     ranks = run.start("save.write=delay:0.01;retain.delete=delay:0.1;save.rename=delay:0.1")

@@ -56,8 +56,10 @@ def test_f36_a_stopped_process_ends_its_peer_with_75_and_then_itself(faulty):
     ("action", "code", "said", "way"),
     [
         ("kill", 75, "SIGKILL", ("train",)),
-        ("raise", 1, "InjectedError: worker.block", ("train",)),
-        ("hang", 75, "no progress for 170 s", HURRIED),
+        pytest.param(
+            *("raise", 1, "InjectedError: worker.block", ("train",)), marks=pytest.mark.slow
+        ),
+        pytest.param("hang", 75, "no progress for 170 s", HURRIED, marks=pytest.mark.slow),
     ],
 )
 def test_f37_data_that_a_worker_does_not_send(faulty, straight, action, code, said, way):

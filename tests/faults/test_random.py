@@ -150,7 +150,7 @@ def point(one: Draw) -> str:
 
 
 def test_f48_a_few_random_kills_end_in_the_bits_of_a_straight_run(faulty, record_property):
-    kills(faulty, record_property, 2, 6)
+    kills(faulty, record_property, 2, 3)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from helpers.faults import FaultyRun, Launch
 from helpers.launcher import ACCELERATE, CONFIGS, SCRIPT
 from helpers.ranks import ROOT, until
@@ -106,6 +107,7 @@ def test_f34_the_ranks_of_a_killed_launcher_save_and_are_gone(faulty, straight):
     assert run.outcome() == straight(2)
 
 
+@pytest.mark.slow
 def test_f38_a_launcher_that_is_stopped_in_a_save_waits_for_it(faulty, straight):
     run = faulty(2)
     launcher = accelerate_launch(run, "save.write@step=4@rank=0@nth=1=delay:5;" + SLOW)
@@ -131,6 +133,7 @@ def test_f39_signals_to_one_rank_or_to_all_once_or_fifty_times_are_one_agreed_st
     assert run.outcome() == straight(2)
 
 
+@pytest.mark.slow
 def test_f39_a_hang_up_of_the_launcher_reaches_the_data_workers_too_and_none_dies(faulty, straight):
     """A launcher signals the process group of each rank."""
     run = faulty(2, data__workers=1)

@@ -130,8 +130,8 @@ def below_tests(item: pytest.Item) -> PurePath:
     return item.path.relative_to(TESTS)
 
 
-def diagonal(*axes: Iterable[Any]) -> list[ParameterSet]:
-    """Return every case of a matrix, those beside the diagonal marked `wide`.
+def diagonal(*axes: Iterable[Any], beside: str = "wide") -> list[ParameterSet]:
+    """Return every case of a matrix, those beside the diagonal with the mark `beside`.
 
     Case n of the diagonal has value n of each axis, and a shorter axis begins again at its end: so
     each value of each axis is on it.
@@ -142,7 +142,7 @@ def diagonal(*axes: Iterable[Any]) -> list[ParameterSet]:
     return [
         pytest.param(
             *(axis[place] for axis, place in zip(values, places, strict=True)),
-            marks=() if places in on else pytest.mark.wide,
+            marks=() if places in on else getattr(pytest.mark, beside),
         )
         for places in product(*(range(len(axis)) for axis in values))
     ]

@@ -45,6 +45,8 @@ def test_each_value_of_a_matrix_is_on_its_diagonal():
     assert len(on) == 5
     assert [set(column) for column in zip(*on, strict=True)] == [set("abcde"), {1, 2}, set("xyz")]
     assert {mark.name for case in cases for mark in case.marks} == {"wide"}
+    cases = rings.diagonal([1, 2], [3, 4], beside="slow")
+    assert [[mark.name for mark in case.marks] for case in cases] == [[], ["slow"], ["slow"], []]
 
 
 def test_core_is_one_or_a_few_tests_for_each_promise():

@@ -9,6 +9,7 @@ allocated its part.
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +27,22 @@ from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, recompute
+from llmtrain.model.base import Base
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
+from llmtrain.training.start.base import check_unchanged
 from llmtrain.training.start.isolation import hiding_attention
 from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 _SMALL_FILES = 10  # about how many a checkpoint has: configs, tokenizer, state, manifest
 
@@ -56,9 +61,7 @@ class Built:
     whole: PreTrainedModel | None
 
 
-def build_model(
-    config: Config, processes: Processes, found: Found | None, revision: str | None
-) -> ModelSide:
+def build_model(config: Config, processes: Processes, found: Found | None) -> ModelSide:
     """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
 
     All ranks use the same seed for the weights.
@@ -66,7 +69,7 @@ def build_model(
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
-    built = _build(config, launched, found, revision)
+    built = _build(config, processes, found)
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -84,38 +87,25 @@ def build_model(
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
 
 
-def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
-    """Return the commit of `model.from`, which is resolved and recorded once for the run.
-
-    Returns None without `model.from`, and if a checkpoint was found.
-    """
-    path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
-    if path is None or found:
-        return None
-    if "revision" not in auto.run:
-        asked = config.model.revision
-        auto.run["revision"] = from_rank_zero(ranks, lambda: build.resolve_revision(path, asked))
-        on_rank_zero(ranks, auto.save)
-    revision: str | None = auto.run["revision"]
-    return revision
-
-
-def _build(config: Config, launched: Launched, found: Found | None, revision: str | None) -> Built:
+def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
     A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
-    built or read.
+    built or read, and for weights that are not those that the run was planned with.
     """
+    launched, base = processes.launched, processes.base
     ranks = launched.ranks
     torch.manual_seed(config.run.seed)
-    described = agreed(ranks, lambda: _describe(config, found))
+    described = agreed(ranks, lambda: _describe(config, base, found))
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
-        if found and config.model.from_:  # the weights that it began with may no longer exist
+        if base is None or found:  # the weights that it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
-            model = build.build(mine, config.model, revision)
+            check_unchanged(base)
+            _log.info("loading the weights of %s", base)
+            model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
         return model
 
@@ -145,12 +135,12 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
     return launched.engine.prepare(module, model.bare, optimizer)
 
 
-def _describe(config: Config, found: Found | None) -> Any:
+def _describe(config: Config, base: Base | None, found: Found | None) -> Any:
     """Return the transformers config of the model."""
-    if found and config.model.from_:
+    if found and base:
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
-    return build.model_config(config.model, tokens, config.data.seq_len)
+    return build.model_config(config.model, tokens, config.data.seq_len, base)
 
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:
