@@ -42,6 +42,7 @@ def census(
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
     new_tokens: Sequence[int] = (),
+    *,
     updates: Updates | None = None,
 ) -> ModelShape:
     """Return the shape of the model that `build` makes from this config.
@@ -56,11 +57,11 @@ def census(
     model = on_meta(model_config)
     freezing.freeze(model, freeze)
     if adapter is None or adapter.kind == "none":
-        return shape(model, updates)
+        return shape(model, updates=updates)
     four_bits = quantized.layers(model) if adapter.kind == "qlora" else []
     weights = {id(model.get_submodule(name).weight) for name in four_bits}
     adapters.attach(model, adapter, new_tokens, meta=True)
-    found = shape(model, updates)
+    found = shape(model, updates=updates)
     marked = zip(found.parameters, model.parameters(), strict=True)
     parameters = tuple(replace(one, quantized=id(p) in weights) for one, p in marked)
     return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
@@ -109,7 +110,7 @@ def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTra
     return model
 
 
-def shape(model: PreTrainedModel, updates: Updates | None = None) -> ModelShape:
+def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelShape:
     """Return the shape of a bare model, on any device.
 
     updates: returns what updates each trained parameter, by its id; None = AdamW updates all

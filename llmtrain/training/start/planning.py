@@ -100,7 +100,7 @@ def describe(
         return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
 
     updates = partial(algorithms, config.optimizer)
-    return PaperModel(census(found, *asked, updates), count)
+    return PaperModel(census(found, *asked, updates=updates), count)
 
 
 def _adapter(
