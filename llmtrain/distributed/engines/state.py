@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from llmtrain.types import DTYPES, Piece, Spec, TensorSpec, tensor_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAPTER = "adapter_model.safetensors"  # the file of an adapter's tensors, as peft calls it
 
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
 
@@ -45,9 +45,9 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
         for name, parameter in trained_parameters(model, optimizer).items()
         for moment in MOMENTS
     }
-    kind, most = ("adapter_model", sys.maxsize) if has_adapters(model) else ("model", shard_bytes)
+    adapter = {ADAPTER: weights} if has_adapters(model) else None
     return {
-        **_files(kind, weights, most, numbered=False),
+        **(adapter or _files("model", weights, shard_bytes, numbered=False)),
         **_files("optimizer", moments, shard_bytes, numbered=True),
     }
 
