@@ -23,6 +23,7 @@ from llmtrain import durable
 from llmtrain.checkpoint import check
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import DamagedError, Manifest, OtherFormatError
+from llmtrain.checkpoint.retention import loss_in
 from llmtrain.errors import Problem, UserError, raise_any
 
 Event = tuple[str, dict[str, str]]  # the name of an event, its details
@@ -66,6 +67,32 @@ def newest(root: Path, run_id: str | None, renamed: list[Event]) -> Candidate | 
             renamed.append(rename(root, name, DAMAGED, str(error)))
     _refuse_all_damaged(root, run_id)
     return None
+
+
+def best(root: Path, run_id: str | None) -> str | None:
+    """Return the name of a run's best checkpoint: of lowest held-out loss, else the newest.
+
+    None if it has no checkpoint that is whole, by sizes and headers. Damaged ones are passed over.
+    Of several with one loss the oldest has the weights that were evaluated. run_id: as in `newest`.
+
+    Raises UserError for a checkpoint of another format.
+    """
+    losses: dict[str, float] = {}
+    whole = []
+    for name in form.complete_names(root):
+        if is_foreign(root / name, run_id):
+            continue
+        try:
+            _, state = _outside(root / name)
+        except DamagedError as error:
+            logger.warning("passed over %s: %s", root / name, error)
+            continue
+        whole.append(name)
+        if (loss := loss_in(state)) is not None:
+            losses[name] = loss
+    if losses:
+        return min(reversed(losses), key=lambda name: losses[name])
+    return whole[0] if whole else None
 
 
 def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Candidate:

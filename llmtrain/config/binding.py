@@ -37,6 +37,9 @@ _FREE = (
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
+# Keys that came after the first runs, with their defaults. At its default such a key is left out,
+# as it is in the record of an older run.
+_NEWER: dict[str, object] = {"model.pad_vocab_to": None}
 
 
 class Change(NamedTuple):
@@ -64,7 +67,7 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    binding = {key: value for key, value in values.items() if _binds(key)}
+    binding = {key: value for key, value in values.items() if _binds(key, value)}
     if config.adapter.kind == "none":  # so that such a run resumes from before there were adapters
         binding = {key: value for key, value in binding.items() if not key.startswith("adapter.")}
     text = json.dumps(values, sort_keys=True, default=str)
@@ -148,12 +151,14 @@ def dump(config: Config) -> str:
     return write(values)
 
 
-def _binds(key: str) -> bool:
+def _binds(key: str, value: object) -> bool:
     """Whether a run cannot be resumed with another value of this key.
 
     The weights of sources may change, and also their paths, as the manifest shows whether the data
     is still the same.
     """
+    if key in _NEWER and value == _NEWER[key]:
+        return False
     free = (".weight", ".path")
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):
         return False

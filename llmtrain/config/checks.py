@@ -70,6 +70,9 @@ def check_model(model: ModelConfig) -> Iterator[Problem]:
     if model.from_ is None and model.revision is not None:
         expected = "null without model.from: it is the revision of those weights"
         yield Problem("model.revision", model.revision, expected)
+    if model.pad_vocab_to is not None and "vocab_size" in model.config:
+        expected = "null with model.config.vocab_size, which is the number of rows itself"
+        yield Problem("model.pad_vocab_to", model.pad_vocab_to, expected, "leave one of them out")
 
 
 def check_adapter(

@@ -55,7 +55,7 @@ class ModelConfig(Section):
     """The model and its tokenizer."""
 
     from_: Text | None = Field(None, alias="from")
-    """Hub id or directory whose weights training starts from."""
+    """Hub id, directory, or run (its best checkpoint), whose weights training starts from."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub id in `from`."""
     config: dict[str, Any] = Field({})
@@ -68,6 +68,10 @@ class ModelConfig(Section):
     """
     freeze: Texts = ()
     """Patterns (with * and ?) of parameter names that are not trained."""
+    pad_vocab_to: Annotated[Positive | None, EXPERT] = None
+    """Fewest rows of the embeddings where the tokenizer decides their number: in a new model, and
+    when its tokens need more rows than the weights have; null = as many as it has entries.
+    """
 
 
 class DocumentsConfig(Section):

@@ -6,8 +6,10 @@ Weights are read only from safetensors, and only transformers' own code is run. 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,40 +22,50 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError, first_line, raise_any
-from llmtrain.model import untrusted
+from llmtrain.model.base import KEY, Base
 from llmtrain.model.freeze import freeze
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens
+from llmtrain.model.vocabulary import grow, rows_for, set_rows
+
+_log = logging.getLogger(__name__)
 
 
-def model_config(asked: ModelConfig, tokens: SpecialTokens, seq_len: int) -> Any:
+def model_config(
+    asked: ModelConfig, tokens: SpecialTokens, seq_len: int, base: Base | None = None
+) -> Any:
     """Return the transformers config of the model, checked against the tokenizer and `seq_len`.
 
-    Raises UserError with every problem found.
+    base: the weights that it begins with; None = it is made from `model.config`
+
+    Its rows are enough for the tokenizer, also where those of the weights are not, which `build`
+    adds. Raises UserError with every problem found.
     """
-    config = _from_weights(asked) if asked.from_ else _from_fields(asked.config, tokens)
+    if base is None:
+        config = _from_fields(asked, tokens)
+    else:
+        config = _weights_config(base)
+        set_rows(config, tokens.length, asked.pad_vocab_to)
     raise_any(_size_problems(config, tokens, seq_len))
     return config
 
 
-def build(config: Any, asked: ModelConfig, revision: str | None) -> PreTrainedModel:
-    """Return the model with the weights of `from`, or with random ones.
+def build(config: Any, asked: ModelConfig, base: Base | None) -> PreTrainedModel:
+    """Return the model with the weights of `base`, or with random ones where it is None.
 
     Random weights use torch's global generator. Raises UserError for weights that do not fit, and
     for patterns of `model.freeze` that cannot be applied.
     """
-    if asked.from_ is None:
+    if base is None:
         return rebuild(config, asked)
-    model = _load(config, asked.from_, revision)
+    model = _load(config, base)
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
 
 
 def stored_config(checkpoint: Path) -> Any:
-    """Return the config in one of our checkpoints. Raises UserError if it has its own code."""
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    untrusted.refuse_code(config, str(checkpoint))
-    return config
+    """Return the config in one of our checkpoints."""
+    return _without_code(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
 
 
 def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
@@ -91,15 +103,51 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
         raise UserError(Problem(key, model.config.model_type, expected))
 
 
-def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
+def _load(config: Any, base: Base) -> PreTrainedModel:
+    """Return the model with the weights of `base`, and with as many rows as `config` says."""
+    config, stored = copy.deepcopy(config), _weights_config(base)
+    text, before = config.get_text_config(), stored.get_text_config().vocab_size
+    rows, text.vocab_size = text.vocab_size, before
+    model = _read(config, base)
+    if rows > before:
+        _log.info("%s: %d rows became %d, each new one their mean", base, before, rows)
+        grow(model, rows)
+    _refuse_other_form(model, base)
+    return model
+
+
+def _refuse_other_form(model: PreTrainedModel, base: Base) -> None:
+    """Raise UserError unless the parameters have the names and shapes that their config gives.
+
+    Other ranks and later starts make the model from the config alone. transformers keeps an output
+    head beside the embeddings that the config ties it to, if the files have both and they differ.
+    """
+    skeleton = on_meta(copy.deepcopy(model.config))
+    found, made = (
+        {name: list(p.shape) for name, p in one.named_parameters()} for one in (model, skeleton)
+    )
+    wrong = sorted(name for name in found.keys() | made.keys() if found.get(name) != made.get(name))
+    if not wrong:
+        return
+    name, remedy = wrong[0], ""
+    if name in dict(skeleton.named_parameters(remove_duplicate=False)) and name not in made:
+        said = f"{name}, which its config.json ties to other weights, differs from them"
+        remedy = "tie_word_embeddings: false in its config.json"
+    else:
+        said = f"{name} is {found.get(name)}, and {made.get(name)} with the tokenizer's rows"
+    raise UserError(Problem(KEY, base, f"weights in the form of their config; {said}", remedy))
+
+
+def _read(config: Any, base: Base) -> PreTrainedModel:
+    """Return the model of a config with the weights of `base`, in fp32."""
     from safetensors import SafetensorError
 
     model: PreTrainedModel
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path,
+            base.path,
             config=config,
-            revision=revision or "main",
+            revision=base.revision or "main",
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
@@ -108,7 +156,7 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         expected = f"a model directory with whole safetensors: {first_line(error)}"
-        raise UserError(Problem("model.from", path, expected)) from error
+        raise UserError(Problem(KEY, base, expected)) from error
     wrong = {
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(report["unexpected_keys"]),
@@ -122,43 +170,33 @@ def _load(config: Any, path: str, revision: str | None) -> PreTrainedModel:
     ]
     if found:
         expected = f"every weight of the model; found {'; '.join(found)}"
-        raise UserError(Problem("model.from", path, expected))
+        raise UserError(Problem(KEY, base, expected))
     return model
 
 
-def resolve_revision(path: str, revision: str | None) -> str | None:
-    """Return the commit that a Hub id's branch or tag points at now; None for a local directory.
+def _weights_config(base: Base) -> Any:
+    """Return the transformers config of the weights, with as many rows as they have.
 
-    Raises UserError if the Hub does not have it or cannot be reached.
+    Raises UserError for a config that transformers refuses.
     """
-    if Path(path).is_dir():
-        return None
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        commit = HfApi().model_info(path, revision=revision).sha
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        expected = f"a directory, or a model of the Hub: {first_line(error)}"
-        raise UserError(Problem("model.from", path, expected)) from error
-    return str(commit)
-
-
-def _from_weights(asked: ModelConfig) -> Any:
-    path = str(asked.from_)
-    untrusted.check(path)
     try:
         config = AutoConfig.from_pretrained(
-            path, revision=asked.revision or "main", trust_remote_code=False
+            base.path, revision=base.revision or "main", trust_remote_code=False
         )
     except _refusals() as error:
-        raise UserError(_refused_weights(error, path)) from error
-    untrusted.refuse_code(config, path)
-    _causal(config.model_type, "model.from")
+        raise UserError(_refused_weights(error, base.path)) from error
+    _causal(config.model_type, KEY)
+    return _without_code(config)
+
+
+def _without_code(config: Any) -> Any:
+    """Return a config without the names of code of its own, which is never run."""
+    vars(config).pop("auto_map", None)
     return config
 
 
-def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
+def _from_fields(asked: ModelConfig, tokens: SpecialTokens) -> Any:
+    fields = asked.config
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
@@ -169,7 +207,7 @@ def _from_fields(fields: dict[str, Any], tokens: SpecialTokens) -> Any:
     given = {key: value for key, value in fields.items() if key != "model_type"}
     _refuse_unknown(CONFIG_MAPPING[model_type], given)
     ours = {
-        "vocab_size": tokens.length,
+        "vocab_size": rows_for(tokens.length, asked.pad_vocab_to),
         "bos_token_id": tokens.bos,
         "eos_token_id": tokens.eos,
         "pad_token_id": tokens.pad,
@@ -199,7 +237,7 @@ def _refused_weights(error: Exception, path: str) -> Problem:
     if named := _refused_field(error, fields, f"{file}: "):
         return named
     expected = f"a model that transformers knows without its own code: {first_line(error)}"
-    return Problem("model.from", path, expected)
+    return Problem(KEY, path, expected)
 
 
 def _refused_field(error: Exception, fields: Mapping[str, Any], prefix: str) -> Problem | None:

@@ -35,15 +35,18 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
+    tokenizer.init_kwargs.pop("auto_map", None)  # code of its own, which nobody should run later
     tokenizer.save_pretrained(directory)
 
 
-def special_tokens(path: str | Path) -> SpecialTokens:
+def special_tokens(path: str | Path, revision: str | None = None) -> SpecialTokens:
     """Return the length and special tokens of the tokenizer in a directory or of a Hub id.
+
+    revision: of the Hub id; None = main
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = _load(str(path), None)
+    tokenizer = _load(str(path), revision)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
@@ -52,12 +55,16 @@ def special_tokens(path: str | Path) -> SpecialTokens:
     )
 
 
-def token_ids(path: str | Path, entries: Sequence[str]) -> tuple[int, ...]:
+def token_ids(
+    path: str | Path, entries: Sequence[str], revision: str | None = None
+) -> tuple[int, ...]:
     """Return the ids of entries of the tokenizer in a directory or of a Hub id.
+
+    revision: of the Hub id; None = main
 
     Raises UserError for each one that it does not have.
     """
-    known = _load(str(path), None).get_vocab()
+    known = _load(str(path), revision).get_vocab()
     key, expected = "adapter.train_tokens", "an entry of the run's tokenizer, as its files write it"
     unknown = (one for one in entries if one not in known)
     raise_any(Problem(key, one, expected, _with_blank(one, known)) for one in unknown)

@@ -1,8 +1,9 @@
 """Check an untrusted model directory before transformers opens anything in it.
 
-    config.json                      has no code of its own (`auto_map`), JSON of a moderate size
+    config.json                      JSON of a moderate size, with sizes above 0
     model.safetensors.index.json     names files of this directory, each weight once
     *.safetensors                    regular files of this directory, with supported dtypes
+    adapter_config.json              must not exist: transformers would load the adapter's base
 
 Weights are read from safetensors only, because a pickled file can run any code when it is opened.
 A message describes how to convert such files. The paths are checked because transformers follows
@@ -24,11 +25,16 @@ from llmtrain.types import DTYPES
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 _KEY = "model.from"
 _MAX_FILES = 10_000
 _MAX_JSON_BYTES = 64 << 20
 _SAVE = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(DIR) writes safetensors"
 _CONVERT = f"convert it where you trust it: {_SAVE}; then model.from=DIR"
+_MERGE = (
+    "merge it: `llmtrain export --merge-adapters` if it is of a run, else peft's merge_and_unload "
+    "and save_pretrained(DIR); then model.from=DIR"
+)
 _DCP = (
     "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch` where you trust it, put "
     f"the tensors into the model there, and {_SAVE}; then model.from=DIR"
@@ -56,10 +62,34 @@ def check(path: str) -> None:
     raise_any(problems)
 
 
-def refuse_code(config: Any, path: str) -> None:
-    """Raise UserError if a config refers to code of its own."""
-    if own := vars(config).get("auto_map"):
-        raise UserError(_own_code(path, own))
+def adapter_problem(path: str, file: Path) -> Problem:
+    """Return the problem of an adapter given as a model. file: its `adapter_config.json`."""
+    try:
+        base = read_json(file).get("base_model_name_or_path")
+    except (OSError, ValueError, RecursionError):
+        base = None
+    expected = f"weights of a whole model; this is an adapter of {base or 'another model'}"
+    return Problem(_KEY, path, expected, _MERGE)
+
+
+def other_kind(path: str, names: set[str]) -> Problem | None:
+    """Return a problem if these are files of something else than a model with safetensors.
+
+    path: the directory or Hub id, for the message
+    names: of the files directly in it
+    """
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return Problem(_KEY, path, "a model directory; this is a DCP checkpoint (pickled)", _DCP)
+    weights = [name for name in names if name.endswith(".safetensors")]
+    pickled = sorted(name for name in names if name.endswith(PICKLED))
+    if not weights and pickled:
+        return Problem(_KEY, path, f"safetensors, not the pickled {pickled[0]}", _CONVERT)
+    if weights and "config.json" not in names:
+        state = "; this is a state of accelerate" if pickled else ""
+        expected = f"config.json beside the safetensors{state}"
+        remedy = "copy config.json and the tokenizer of the model that it began with into it"
+        return Problem(_KEY, path, expected, remedy)
+    return None
 
 
 def _problems(place: Path) -> Iterator[Problem]:
@@ -67,7 +97,10 @@ def _problems(place: Path) -> Iterator[Problem]:
     if len(names) > _MAX_FILES:
         yield Problem(_KEY, place, f"a model directory; this one has {len(names)} entries")
         return
-    if kind := _other_kind(place, names):
+    if ADAPTER in names:
+        yield adapter_problem(str(place), place / ADAPTER)
+        return
+    if kind := other_kind(str(place), names):
         yield kind
         return
     shards, wrong = _shards(place, names)
@@ -81,27 +114,6 @@ def _problems(place: Path) -> Iterator[Problem]:
             yield from _dtype_problems(place, name)
 
 
-def _other_kind(place: Path, names: set[str]) -> Problem | None:
-    """Return a problem if the directory is something else than a model with safetensors."""
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return Problem(_KEY, place, "a model directory; this is a DCP checkpoint (pickled)", _DCP)
-    weights = [name for name in names if name.endswith(".safetensors")]
-    adapters = {"adapter_config.json", "adapter_model.safetensors"} & names
-    if adapters and not any(name.startswith("model") for name in weights):
-        expected = "weights of a whole model; these are LoRA adapters, which need their base model"
-        remedy = "PeftModel.merge_and_unload, then save_pretrained(DIR) and model.from=DIR"
-        return Problem(_KEY, place, expected, remedy)
-    pickled = sorted(name for name in names if name.endswith(PICKLED))
-    if not weights and pickled:
-        return Problem(_KEY, place, f"safetensors, not the pickled {pickled[0]}", _CONVERT)
-    if weights and "config.json" not in names:
-        state = "; this is a state of accelerate" if pickled else ""
-        expected = f"config.json beside the safetensors{state}"
-        remedy = "copy config.json and the tokenizer of the model that it began with into it"
-        return Problem(_KEY, place, expected, remedy)
-    return None
-
-
 def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
     """Return the weight files that will be opened, and the problems of the index."""
     if "model.safetensors" in names or INDEX not in names:
@@ -109,7 +121,7 @@ def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
     if said := unsafe_file(place, INDEX, _cache_of(place)):
         return set(), [Problem(_KEY, place, f"files of that directory; {said}")]
     try:
-        found = _json(place / INDEX)
+        found = read_json(place / INDEX)
         files = {str(file) for file in found["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return set(), [Problem(_KEY, place, f"an index that maps each weight to a file ({error})")]
@@ -125,12 +137,10 @@ def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
 
 def _config_problems(place: Path) -> Iterator[Problem]:
     try:
-        config = _json(place / "config.json")
+        config = read_json(place / "config.json")
     except (ValueError, RecursionError) as error:
         yield Problem(_KEY, place, f"a config.json that can be read ({error})")
         return
-    if config.get("auto_map"):
-        yield _own_code(str(place), config["auto_map"])
     yield from field_problems(config, f"{place / 'config.json'}: ")
 
 
@@ -148,8 +158,11 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
         yield Problem(_KEY, place, expected, "the unquantised weights of that model")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Read a file with a JSON object. Raises ValueError if it is another value or repeats a key."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises ValueError if it is another value, repeats a key or is too large, and OSError.
+    """
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
     found = json.loads(path.read_bytes(), object_pairs_hook=_once)
@@ -174,13 +187,3 @@ def _cache_of(place: Path) -> Path | None:
     real = place.resolve()
     is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if is_snapshot else None
-
-
-def _own_code(path: str, auto_map: object) -> Problem:
-    named = ", ".join(sorted(map(str, auto_map))) if isinstance(auto_map, dict) else str(auto_map)
-    expected = (
-        "a model without code of its own: only transformers' own code is run; its config.json has "
-        f"auto_map ({named})"
-    )
-    remedy = "a model whose architecture transformers has, without auto_map in its config.json"
-    return Problem(_KEY, path, expected, remedy)

@@ -74,6 +74,12 @@ def _what(path: Path) -> str | None:
     return _FILE if stat.S_ISREG(mode) else "neither: a pipe, a device or the like"
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run, not that of a model."""
+    begun = (path / STATUS).is_file() or (path / CHECKPOINTS).is_dir()
+    return begun and not (path / "config.json").exists()
+
+
 def log_file(run_dir: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run_dir / LOGS / f"rank-{rank}.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
+from safetensors.torch import save_file
 
 Config = dict[str, Any]
 
@@ -60,6 +63,19 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def begins_with(**files: Any) -> Callable[[Config, Path], None]:
+    """A directory with these JSON files and one of weights, as the model to begin with."""
+
+    def change(config: Config, folder: Path) -> None:
+        (folder / "weights").mkdir()
+        save_file({"a": torch.zeros(2)}, folder / "weights" / "model.safetensors")
+        for name, fields in files.items():
+            (folder / "weights" / f"{name}.json").write_text(json.dumps(fields))
+        config["model"] = {"from": str(folder / "weights"), "tokenizer": "sample"}
+
+    return change
+
+
 def model(**fields: Any) -> Callable[[Config, Path], None]:
     return lambda config, folder: config["model"]["config"].update(fields)
 
@@ -94,6 +110,14 @@ CASES = {
     "unknown architecture": (model(model_type="lama"), ["model.config.model_type", "llama"]),
     "misspelt field": (model(hiden_size=32), ["model.config.hiden_size", "hidden_size"]),
     "no such tokenizer": (put("model", "tokenizer", "./nowhere"), ["model.tokenizer", "nowhere"]),
+    "an adapter as the model": (
+        begins_with(config={}, adapter_config={"base_model_name_or_path": "someone/base"}),
+        ["model.from", "an adapter of someone/base", "--merge-adapters"],
+    ),
+    "a model with its own code": (
+        begins_with(config={"model_type": "zzz", "auto_map": {"AutoConfig": "x.Y"}}),
+        ["model.from", "its own code (type 'zzz')"],
+    ),
 }
 
 
@@ -310,26 +334,6 @@ def test_a_checkpoint_of_another_config_is_refused_without_the_runs_config_file(
     (run_dir / "config.yaml").unlink()
     config["optimizer"]["learning_rate"] = 0.5
     assert "optimizer.learning_rate = 0.5" in refused(server, tmp_path, config)
-
-
-def test_weights_of_another_run_start_a_run_that_does_not_need_them_again(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
-    import shutil
-
-    _, run_dir = trained
-    base = tmp_path / "base"
-    shutil.copytree(run_dir / "checkpoints" / "step-00000004", base)
-    config = tiny_config(tmp_path / "second", training__steps=2, checkpoint__every_steps=2)
-    config["model"] = {"from": str(base)}
-    path = write_config(tmp_path, config, "second.yaml")
-    assert server.run(["train", str(path)], 1, tmp_path) == [0], (
-        tmp_path / "output.txt"
-    ).read_text()
-    shutil.rmtree(base)
-    codes = server.run(["train", str(path), "training.steps=4"], 1, tmp_path)
-    assert codes == [0], (tmp_path / "output.txt").read_text()
-    assert status(tmp_path / "second")["step"] == 4
 
 
 def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(

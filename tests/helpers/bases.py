@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib.resources
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-SAMPLE = Path(__file__).parents[2] / "llmtrain" / "data" / "sample"
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"intermediate_size": 64}
 ENTRIES = 2048  # of the sample's tokenizer
 
 
-def save_base(folder: Path, seed: int = 3) -> Path:
-    """A tied Llama with random weights, and the sample's tokenizer."""
+def save_base(folder: Path, rows: int = ENTRIES, seed: int = 3, **fields: Any) -> Path:
+    """A Llama with random weights, and the sample's tokenizer."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=ENTRIES,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
+    config = LlamaConfig(**(SHAPE | {"tie_word_embeddings": True} | fields), vocab_size=rows)
     LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SAMPLE / name, folder / name)
+    return save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path, more: int = 0) -> Path:
+    """The sample's tokenizer, with this many more special tokens."""
+    sample = importlib.resources.files("llmtrain.data.sample")
+    with importlib.resources.as_file(sample) as found:
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
+    tokenizer.add_tokens([f"<|more-{n}|>" for n in range(more)], special_tokens=True)
+    tokenizer.save_pretrained(folder)
     return folder

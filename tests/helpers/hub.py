@@ -41,8 +41,10 @@ class Hub(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, files: dict[str, bytes], store: "Hub | None" = None) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(
+        self, files: dict[str, bytes], store: "Hub | None" = None, handler: type | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.files = files
         self.store = store
         self.faults: deque[str] = deque()
@@ -101,7 +103,13 @@ def mixture(seed: int, share: float = 0.3) -> Callable[[], str]:
 
 @contextmanager
 def serving(files: dict[str, bytes], store: Hub | None = None):
-    hub = Hub(files, store)
+    with running(Hub(files, store)) as hub:
+        yield hub
+
+
+@contextmanager
+def running(hub: Hub):
+    """Answer requests in a thread of its own."""
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

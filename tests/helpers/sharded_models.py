@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.model import build as model_building
+from llmtrain.model.base import Base
 
 
 class Block(nn.Module):
@@ -89,4 +90,5 @@ def build(kind: str, frozen: tuple[str, ...] = (), seed: int = 3) -> Any:
 
 def build_from(directory: str) -> Any:
     asked = ModelConfig(**{"from": directory})
-    return model_building.build(AutoConfig.from_pretrained(directory), asked, None)
+    base = Base(directory, None, None)
+    return model_building.build(AutoConfig.from_pretrained(directory), asked, base)

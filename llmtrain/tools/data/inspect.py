@@ -126,7 +126,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
-        prepare(config, directory, max(1, workers), config.model.revision)
+        prepare(config, directory, max(1, workers))
         manifest = load_manifest(config, directory)
         tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
         settings = data_settings(config)

@@ -26,7 +26,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
-        prepare(config, directory, world_size * max(1, workers), config.model.revision)
+        prepare(config, directory, world_size * max(1, workers))
         stream = open_blocks(
             load_manifest(config, directory),
             directory / contents.TOKENIZER,

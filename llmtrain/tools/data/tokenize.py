@@ -151,7 +151,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
         contents.write_atomically(record, dump(config).encode())
-        prepare(config, work, 1, config.model.revision)
+        prepare(config, work, 1)
     manifest = load_manifest(config, work)
     tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
     tokens = [source.path for source in manifest.sources if source.cached]

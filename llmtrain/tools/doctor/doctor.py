@@ -15,8 +15,8 @@ from pathlib import Path
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
+from llmtrain.tools.doctor import base, machine, memory_plan, place, reduce, sources
 from llmtrain.tools.doctor import launch as doctor_launch
-from llmtrain.tools.doctor import machine, memory_plan, place, reduce, sources
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, ok
 from llmtrain.tools.doctor.launch import describe_launch
 from llmtrain.tools.launch.file import read_launch_file
@@ -38,6 +38,7 @@ OF_MACHINE: dict[str, Callable[[Case], Verdict]] = {
 }
 OF_CONFIG: dict[str, Callable[[Case], Verdict]] = {
     "directory": place.directory,
+    "base": base.base,
     "model": sources.model,
     "plan": memory_plan.plan,
     "disk": sources.disk,

@@ -31,11 +31,12 @@ from llmtrain.types import Spec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from llmtrain.model.base import Base
     from llmtrain.model.tokenizer import SpecialTokens
 
 ANSWER_SECONDS = 30.0
-_MODEL_SECONDS = 60.0  # transformers repeats requests by itself, and imports take a while
-_OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
+MODEL_SECONDS = 60.0  # transformers repeats requests by itself, and imports take a while
+OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
 _ABSENT = "see that it exists, here or on the Hub; check network, HF_ENDPOINT and HF_TOKEN"
 _FROM_HUB = ("model.from", "model.tokenizer")
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
@@ -50,7 +51,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     a failure before that time.
     """
     assert case.config is not None
-    _quiet_hub()
+    quiet_hub()
     workers = 0 if case.config.data.workers == "auto" else case.config.data.workers
     ranks, late = case.processes * max(1, workers), threading.Event()
     timer = threading.Timer(seconds, late.set)
@@ -61,7 +62,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
         except RunError:
             if not late.is_set():
                 raise
-            return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), _OFFLINE)
+            return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), OFFLINE)
         finally:
             timer.cancel()
     parts = [
@@ -75,7 +76,7 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
     return ok(facts)
 
 
-def _quiet_hub() -> None:
+def quiet_hub() -> None:
     """Silence the Hub's logger permanently: threads that timed out continue to log."""
     from huggingface_hub.utils import logging as hub
 
@@ -129,7 +130,7 @@ def disk(case: Case) -> Verdict:
     return ok(found)
 
 
-def describe(case: Case, seconds: float = _MODEL_SECONDS) -> tuple[Verdict, Spec]:
+def describe(case: Case, seconds: float = MODEL_SECONDS) -> tuple[Verdict, Spec]:
     """Return the line about model and tokenizer, and the files and tensors of its checkpoints.
 
     The model is built on the meta device. If a run began in the run directory, its model config and
@@ -139,7 +140,7 @@ def describe(case: Case, seconds: float = _MODEL_SECONDS) -> tuple[Verdict, Spec
 
     Raises UserError for problems of the config, RunError after the time limit.
     """
-    _quiet_hub()
+    quiet_hub()
     try:
         return wait_for(lambda: _describe(case), seconds, None)
     except UserError as wrong:
@@ -150,30 +151,32 @@ def describe(case: Case, seconds: float = _MODEL_SECONDS) -> tuple[Verdict, Spec
         )
         raise UserError(*problems) from wrong
     except AttemptError as late:
-        raise RunError(f"model or tokenizer: {late}", RESTARTABLE, _OFFLINE) from late
+        raise RunError(f"model or tokenizer: {late}", RESTARTABLE, OFFLINE) from late
 
 
 def _describe(case: Case) -> tuple[Verdict, Spec]:
     from llmtrain.distributed.engines import state
     from llmtrain.model import adapters
-    from llmtrain.model.build import model_config, resolve_revision
+    from llmtrain.model.build import model_config
     from llmtrain.model.freeze import freeze
     from llmtrain.model.shape import on_meta
     from llmtrain.training.optimizer import make_optimizer
     from llmtrain.training.start.adapters import trained_tokens
+    from llmtrain.training.start.base import known_base
     from llmtrain.training.start.planning import config_of_newest_checkpoint, own_tokens
 
     config = case.config
     assert config is not None
-    tokens = own_tokens(config, case.run_dir) or _from_elsewhere(config)
+    tokens = own_tokens(config, case.run_dir)
     found = config_of_newest_checkpoint(config, case.run_dir)
+    needed = config.model.from_ and not (tokens and found)
+    base = known_base(config.model, case.run_dir) if needed else None
+    tokens = tokens or _from_elsewhere(config, base)
     if found is None:
-        if config.model.from_:
-            resolve_revision(config.model.from_, config.model.revision)
-        found = model_config(config.model, tokens, config.data.seq_len)
+        found = model_config(config.model, tokens, config.data.seq_len, base)
     built = on_meta(found)
     freeze(built, config.model.freeze)
-    adapters.attach(built, config.adapter, trained_tokens(config, None), meta=True)
+    adapters.attach(built, config.adapter, trained_tokens(config, base, None), meta=True)
     optimizer = make_optimizer(built, config.optimizer, fused=False)
     trained = isinstance(config.model.tokenizer, TrainTokenizer)
     spec = state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -194,12 +197,16 @@ def _line(model: PreTrainedModel, tokens: SpecialTokens, *, trained: bool) -> Ve
     return warning(found, "model.tokenizer: the one that belongs to the model")
 
 
-def _from_elsewhere(config: Config) -> SpecialTokens:
+def _from_elsewhere(config: Config, base: Base | None) -> SpecialTokens:
     """Return the special tokens of a tokenizer, saved to a temporary directory as a start does."""
     from llmtrain.model.tokenizer import save_tokenizer, special_tokens
 
-    own = config.model.tokenizer == "auto"
-    source = config.model.from_ if own else config.model.tokenizer
+    asked = config.model.tokenizer
+    if asked == "auto":
+        assert base is not None  # `auto` is the tokenizer of model.from
+        path, revision = base.path, base.revision
+    else:
+        path, revision = str(asked), None
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        save_tokenizer(str(source), config.model.revision if own else None, Path(folder))
+        save_tokenizer(path, revision, Path(folder))
         return special_tokens(Path(folder))

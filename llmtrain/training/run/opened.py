@@ -16,6 +16,7 @@ from llmtrain.data.stream import Stream
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
+from llmtrain.model.base import Base
 from llmtrain.rundir.auto import Auto
 from llmtrain.types import ModelShape, Spec
 
@@ -52,6 +53,7 @@ class Planned:
 class Processes:
     """The processes of this start, and the values frozen for them.
 
+    base: the weights that the run begins with; None = random ones
     decided_again: whether values were chosen again, because no earlier start was of the same kind
         (strategy, device type, number of processes) or because what one froze no longer fits
     """
@@ -59,6 +61,7 @@ class Processes:
     bound: Bound
     launched: Launched
     planned: Planned
+    base: Base | None
     run_id: str
     auto: Auto
     versions: dict[str, str]

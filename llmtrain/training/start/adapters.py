@@ -17,7 +17,7 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.model import adapters
-from llmtrain.model.identity import identity
+from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import special_tokens, token_ids
 from llmtrain.rundir import contents
 from llmtrain.rundir.auto import Auto
@@ -43,27 +43,30 @@ def attach(config: Config, processes: Processes, model: PreTrainedModel, *, meta
     """Attach the adapters that the config asks for to a model; nothing if it asks for none."""
     auto = processes.auto.run
     asked = resolve_adapter(config, processes.auto)
-    tokens = trained_tokens(config, config.run_dir / contents.TOKENIZER)
+    tokens = trained_tokens(config, processes.base, config.run_dir / contents.TOKENIZER)
     dtype = torch.bfloat16 if auto["precision"] == "bf16" else torch.float32
     adapters.attach(model, asked, tokens, meta=meta, dtype=dtype)
     if asked.kind != "none":
         auto[_TARGETS] = adapters.short_names(model)
 
 
-def trained_tokens(config: Config, tokenizer: Path | None) -> tuple[int, ...]:
+def trained_tokens(
+    config: Config, base: Base | None, tokenizer: Path | None
+) -> tuple[int, ...]:
     """Return the ids whose embeddings are trained with the adapters (`adapter.train_tokens`).
 
+    base: what the run begins with
     tokenizer: the directory of the run's tokenizer; None = there is none yet
 
     Raises UserError for an entry that the tokenizer does not have.
     """
     asked, named = config.adapter.train_tokens, config.model.tokenizer
-    if config.adapter.kind == "none":
+    if config.adapter.kind == "none" or base is None:
         return ()
     if asked == "auto":  # what this run's tokenizer has beyond that of the base
         if tokenizer is None or named != "auto":
             return ()
-        first = special_tokens(str(config.model.from_)).length
+        first = special_tokens(base.path, base.revision).length
         return tuple(range(first, special_tokens(tokenizer).length))
     if tokenizer is not None:
         return token_ids(tokenizer, asked)
@@ -72,10 +75,12 @@ def trained_tokens(config: Config, tokenizer: Path | None) -> tuple[int, ...]:
     if named == "sample":
         with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as at:
             return token_ids(at, asked)
-    return token_ids(str(config.model.from_) if named == "auto" else named, asked)
+    if named == "auto":
+        return token_ids(base.path, asked, base.revision)
+    return token_ids(named, asked)
 
 
-def check_base(config: Config, found: Found, revision: str | None) -> None:
+def check_base(config: Config, base: Base | None, found: Found) -> None:
     """Refuse a base other than that on which a checkpoint's adapter was trained.
 
     In a run without adapters, refuse a checkpoint of adapters.
@@ -83,26 +88,27 @@ def check_base(config: Config, found: Found, revision: str | None) -> None:
     beside = found.path / adapters.BASE_FILE
     if not beside.is_file():
         return
-    if config.adapter.kind == "none":
+    if config.adapter.kind == "none" or base is None:
         read.refuse_adapters(found, [adapters.CONFIG_FILE])
-    base = identity(str(config.model.from_), revision)
-    adapters.refuse_other_base(beside.read_bytes(), base, found.name)
+    else:
+        adapters.refuse_other_base(beside.read_bytes(), base, found.name)
 
 
 def adapter_files(
-    config: Config, launched: Launched, model: PreTrainedModel, spec: Spec, revision: str | None
+    config: Config, processes: Processes, model: PreTrainedModel, spec: Spec
 ) -> dict[str, bytes]:
     """Return the files beside an adapter's tensors, after checks of what every rank holds.
 
     Returns {} for a run of all weights. Collective. Raises RunError (75) if replicas of the base
     differ, which is compared only now, as it does not change.
     """
-    if config.adapter.kind == "none":
+    launched, base = processes.launched, processes.base
+    if config.adapter.kind == "none" or base is None:
         return {}
     agreed(launched.ranks, lambda: _check_filled(launched, spec))
     differing = launched.engine.unequal_replicas(base=True)
     check_replicas(differing, 0, lambda *_event, **_details: None)
-    return adapters.files(model, identity(str(config.model.from_), revision))
+    return adapters.files(model, base)
 
 
 def _check_filled(launched: Launched, spec: Spec) -> None:

@@ -35,7 +35,6 @@ def open_data(
     config: Config,
     processes: Processes,
     found: Found | None,
-    revision: str | None,
     stack: ExitStack,
     stop: Stopping,
 ) -> DataSide:
@@ -50,7 +49,8 @@ def open_data(
     workers = by_default if config.data.workers == "auto" else config.data.workers
     lanes_for = ranks.world_size * max(1, workers)
     saved = DataState.from_json(found.state["data"]) if found else None
-    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, revision, saved, stop))
+    base = processes.base
+    on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, base, saved, stop))
     manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
     before = saved or DataState.fresh(manifest)
     agreed(ranks, lambda: check(before, manifest, config.checkpoint.accept_changes))

@@ -38,7 +38,7 @@ from llmtrain.training.start.announce import announce, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
 from llmtrain.training.start.processes import start_processes
-from llmtrain.training.start.weights import base_revision, build_model
+from llmtrain.training.start.weights import build_model
 from llmtrain.training.step import flags
 from llmtrain.training.stop import signals as stop
 from llmtrain.training.stop.requests import Requests
@@ -73,13 +73,12 @@ def start_run(config: Config) -> Iterator[Run]:
             with stage():
                 found = resuming.find_checkpoint(config, processes, here.place, journal, patience)
             with stage():
-                revision = base_revision(config, processes, found)
-                data = open_data(config, processes, found, revision, stack, stopping)
+                data = open_data(config, processes, found, stack, stopping)
                 config = with_steps(config, processes, data, found, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.progress.steps = config.total_steps
             with stage():
-                model = build_model(config, processes, found, revision)
+                model = build_model(config, processes, found)
             with stage():
                 same = not found or resuming.fill_state(config, processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)

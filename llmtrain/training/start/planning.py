@@ -40,6 +40,7 @@ from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_i
 from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model import quantized
+from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.shape import census
@@ -49,6 +50,7 @@ from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status
 from llmtrain.training.run.opened import Planned
 from llmtrain.training.start.adapters import resolve_adapter, trained_tokens
+from llmtrain.training.start.base import find_base
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
@@ -71,19 +73,25 @@ class PaperModel:
     count: Count
 
 
-def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) -> PaperModel:
+def describe(
+    config: Config, hardware: Hardware, run_dir: Path | None = None, base: Base | None = None
+) -> PaperModel:
     """Return the model that a config asks for, without its weights.
 
     run_dir: where a run has begun there, its own tokenizer and checkpoints are used
+    base: what was decided for `model.from`; None = it is looked up if it is needed
 
     Raises UserError for a model or tokenizer that cannot be read, and for far more blocks than
-    `hardware` could hold.
+    `hardware` could hold; RunError (75) if the Hub does not answer.
     """
     found = config_of_newest_checkpoint(config, run_dir)
     if found is None:
-        found = model_config(config.model, _tokens(config, run_dir), config.data.seq_len)
+        if config.model.from_ and base is None:
+            base = find_base(config.model)
+        tokens = _tokens(config, run_dir, base)
+        found = model_config(config.model, tokens, config.data.seq_len, base)
     _check_depth(found, hardware)
-    asked = (config.model.freeze, *_adapter(config, run_dir))
+    asked = (config.model.freeze, *_adapter(config, run_dir, base))
 
     def count(arithmetic: str, checkpointing: str) -> Saved:
         return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
@@ -91,11 +99,13 @@ def describe(config: Config, hardware: Hardware, run_dir: Path | None = None) ->
     return PaperModel(census(found, *asked), count)
 
 
-def _adapter(config: Config, run_dir: Path | None) -> tuple[AdapterConfig, tuple[int, ...]]:
+def _adapter(
+    config: Config, run_dir: Path | None, base: Base | None
+) -> tuple[AdapterConfig, tuple[int, ...]]:
     """Return the settings of the adapters, and the tokens that are trained with them."""
     if run_dir is None or not _has_begun(run_dir):
-        return config.adapter, trained_tokens(config, None)
-    tokens = trained_tokens(config, run_dir / contents.TOKENIZER)
+        return config.adapter, trained_tokens(config, base, None)
+    tokens = trained_tokens(config, base, run_dir / contents.TOKENIZER)
     return resolve_adapter(config, Auto(run_dir, "")), tokens
 
 
@@ -156,15 +166,17 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
     )
 
 
-def plan_start(config: Config, run_dir: Path, precision: str) -> Planned:
+def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None = None) -> Planned:
     """Return the plan of this start. Raises UserError if no allowed strategy fits the device.
+
+    base: as for `describe`
 
     Offloading, the last resort, is planned only if nothing else fits: computing its memory takes as
     long as the rest of the plan, at each start.
     """
     hardware = this_machine(config, os.environ)
     raise_any(quantized.missing(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ())
-    model = describe(config, hardware, run_dir)
+    model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu)
     allowed, without = _possible(allowed_for(config, os.environ), cpu=hardware.cpu)
     resident = tuple(name for name in allowed if name not in OFFLOADS)
@@ -324,11 +336,12 @@ def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
     return None
 
 
-def _tokens(config: Config, run_dir: Path | None) -> SpecialTokens:
+def _tokens(config: Config, run_dir: Path | None, base: Base | None) -> SpecialTokens:
     """Return the tokenizer's length and special tokens; only the length matters here."""
     asked = config.model.tokenizer
     if own := own_tokens(config, run_dir):
         return own
-    if asked == "auto":  # the tokenizer of model.from, whose config has the length
-        return SpecialTokens(0, None, 0, None)
+    if asked == "auto":
+        assert base is not None  # `auto` is the tokenizer of model.from
+        return special_tokens(base.path, base.revision)
     return special_tokens(str(asked))

@@ -110,7 +110,7 @@ def _model_problems(
         return
     if _is_missing(model.from_):
         yield Problem("model.from", model.from_, "a model directory that exists, or a Hub id")
-    else:
+    elif not contents.is_run(Path(model.from_)):  # its best checkpoint is looked up later
         try:
             untrusted.check(model.from_)
         except UserError as error:

@@ -22,8 +22,10 @@ from llmtrain.data.survey import Survey, changed_files, freeze, some_texts, surv
 from llmtrain.data.tokens.backend import choose_tokenizer
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
+from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import save_tokenizer
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
+from llmtrain.training.start.base import find_base
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def prepare(
     config: Config,
     run_dir: Path,
     processes: int,
-    revision: str | None,
+    base: Base | None = None,
     saved: DataState | None = None,
     stop: Stopping | None = None,
 ) -> None:
@@ -46,7 +48,7 @@ def prepare(
     accepted.
 
     processes: ranks times data workers; the number of lanes should be a multiple of it
-    revision: the commit of `model.from`
+    base: what was decided for `model.from`; None = it is looked up if its tokenizer is needed
     saved: the checkpoint's state, which a new manifest must fit
     stop: ends a wait for the Hub (RunError, 75)
 
@@ -55,7 +57,7 @@ def prepare(
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
         found = survey(data_settings(config), processes, run_dir, stop=stop)
-        _write(config, found, run_dir, revision)
+        _write(config, found, run_dir, base)
         return
     changed = accepted_changes(config, run_dir)
     if not changed:
@@ -70,15 +72,15 @@ def prepare(
     partial.mkdir()
     if not any(key.startswith("model.") for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
-    _write(config, found, partial, revision)
+    _write(config, found, partial, base)
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
     _take_over(run_dir)
 
 
-def _write(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
-    _tokenizer(config, found, directory / TOKENIZER, revision)
+def _write(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
+    _tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
     write_atomically(directory / MANIFEST, manifest.to_bytes())
@@ -121,7 +123,7 @@ def load_manifest(config: Config, run_dir: Path) -> Manifest:
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
-def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | None) -> None:
+def _tokenizer(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
     """Write the run's tokenizer directory, completely or not at all."""
     if directory.exists():
         return
@@ -141,7 +143,8 @@ def _tokenizer(config: Config, found: Survey, directory: Path, revision: str | N
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (partial / name).write_bytes((sample / name).read_bytes())
     elif asked == "auto":
-        save_tokenizer(str(config.model.from_), revision, partial)
+        base = base or find_base(config.model)
+        save_tokenizer(base.path, base.revision, partial)
     else:
         save_tokenizer(asked, None, partial)
     for path in partial.rglob("*"):  # the manifest, which is synced too, depends on these files

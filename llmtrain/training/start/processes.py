@@ -24,9 +24,11 @@ from llmtrain.distributed.launch.environment import family, verify_launch
 from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.model.base import Base
 from llmtrain.processes import cores
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.run.opened import Planned, Processes
+from llmtrain.training.start.base import decide_base, keep_base
 from llmtrain.training.start.claim import Place
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
 from llmtrain.training.start.preflight import check_start
@@ -60,7 +62,8 @@ def start_processes(
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         on_rank_zero(meeting, lambda: check_start(config, meeting.world_size))
-        planned = agreed(meeting, lambda: _plan_here(config, precision, meeting.rank))
+        base = decide_base(config.model, config.run_dir, meeting)
+        planned = agreed(meeting, lambda: _plan_here(config, precision, base, meeting.rank))
         _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
@@ -74,6 +77,8 @@ def start_processes(
     for key in FROZEN if planned.decided_again else ():
         auto.launch.pop(key, None)
     auto.run.setdefault("precision", precision)
+    if base:
+        keep_base(auto, config.model, base)
     layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
         auto.launch.setdefault(key, layout[key])
@@ -83,7 +88,7 @@ def start_processes(
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
-    return Processes(bound, launched, planned, run_id, auto, versions, again)
+    return Processes(bound, launched, planned, base, run_id, auto, versions, again)
 
 
 def _verify(asked: str, launched: Launched) -> None:
@@ -104,10 +109,10 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
     )
 
 
-def _plan_here(config: Config, precision: str, rank: int) -> Planned:
+def _plan_here(config: Config, precision: str, base: Base | None, rank: int) -> Planned:
     """Plan for this rank's machine: machines may differ in memory, or lack DeepSpeed."""
     try:
-        planned = plan_start(config, config.run_dir, precision)
+        planned = plan_start(config, config.run_dir, precision, base)
         strategy = planned.layout.strategy
         if family(strategy) == "zero":
             zero.refuse(strategy, cpu=planned.hardware.cpu)

@@ -11,6 +11,7 @@ A run of adapters reads the weights of `model.from` at every start, since no che
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, recompute
+from llmtrain.model.base import Base
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
@@ -35,12 +37,15 @@ from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.start.adapters import adapter_files, attach, check_base
+from llmtrain.training.start.base import check_unchanged
 from llmtrain.training.start.isolation import hiding_attention
 from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 _SMALL_FILES = 10  # about how many a checkpoint has: configs, tokenizer, state, manifest
 
@@ -59,9 +64,7 @@ class Built:
     whole: PreTrainedModel | None
 
 
-def build_model(
-    config: Config, processes: Processes, found: Found | None, revision: str | None
-) -> ModelSide:
+def build_model(config: Config, processes: Processes, found: Found | None) -> ModelSide:
     """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
 
     All ranks use the same seed for the weights.
@@ -69,7 +72,7 @@ def build_model(
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
-    built = _build(config, processes, found, revision)
+    built = _build(config, processes, found)
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -84,47 +87,31 @@ def build_model(
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
-    beside = adapter_files(config, launched, built.bare, spec, revision)
+    beside = adapter_files(config, processes, built.bare, spec)
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside)
 
 
-def base_revision(config: Config, processes: Processes, found: Found | None) -> str | None:
-    """Return the commit of `model.from`, which is resolved and recorded once for the run.
-
-    Returns None without `model.from`, and if a checkpoint was found that has all weights.
-    """
-    path, auto, ranks = config.model.from_, processes.auto, processes.launched.ranks
-    if path is None or (found and config.adapter.kind == "none"):
-        return None
-    if "revision" not in auto.run:
-        asked = config.model.revision
-        auto.run["revision"] = from_rank_zero(ranks, lambda: build.resolve_revision(path, asked))
-        on_rank_zero(ranks, auto.save)
-    revision: str | None = auto.run["revision"]
-    return revision
-
-
-def _build(
-    config: Config, processes: Processes, found: Found | None, revision: str | None
-) -> Built:
+def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
     A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
-    built or read.
+    built or read, and for weights that are not those that the run was planned with.
     """
-    launched = processes.launched
+    launched, base = processes.launched, processes.base
     ranks, adapted = launched.ranks, config.adapter.kind != "none"
     if found:
-        on_rank_zero(ranks, lambda: check_base(config, found, revision))
+        on_rank_zero(ranks, lambda: check_base(config, base, found))
     torch.manual_seed(config.run.seed)
-    described = agreed(ranks, lambda: _describe(config, found))
+    described = agreed(ranks, lambda: _describe(config, base, found))
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
-        if found and config.model.from_ and not adapted:  # what it began with may no longer exist
+        if base is None or (found and not adapted):  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
-            model = build.build(mine, config.model, revision)
+            check_unchanged(base)
+            _log.info("loading the weights of %s", base)
+            model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
         attach(config, processes, model, meta=False)
         return model
@@ -156,12 +143,12 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
     return launched.engine.prepare(module, model.bare, optimizer)
 
 
-def _describe(config: Config, found: Found | None) -> Any:
+def _describe(config: Config, base: Base | None, found: Found | None) -> Any:
     """Return the transformers config of the model."""
-    if found and config.model.from_ and config.adapter.kind == "none":
+    if found and base and config.adapter.kind == "none":
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
-    return build.model_config(config.model, tokens, config.data.seq_len)
+    return build.model_config(config.model, tokens, config.data.seq_len, base)
 
 
 def _check_room(config: Config, spec: Spec, run_id: str) -> None:

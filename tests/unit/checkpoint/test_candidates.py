@@ -268,3 +268,22 @@ def test_a_directory_that_cannot_be_listed_is_trouble(root, monkeypatch):
     with pytest.raises(RunError) as caught:
         read.find(root, RUN, Alone(), patience=Patience(wait=lambda seconds: None))
     assert caught.value.exit_code == 74
+
+
+def test_the_best_is_of_lowest_loss_the_oldest_of_equals_and_else_the_newest(tmp_path):
+    for step, loss in {4: 3.0, 8: 2.0, 12: 2.0, 16: None}.items():
+        save(tmp_path / "measured", step, loss=loss)
+        save(tmp_path / "not", step)
+    assert candidates.best(tmp_path / "measured", RUN) == "step-00000008"
+    assert candidates.best(tmp_path / "not", None) == "step-00000016"
+    assert candidates.best(tmp_path / "nowhere", RUN) is None
+
+
+def test_the_best_is_whole_and_of_the_run(root, caplog):
+    save(root, 16, loss=1.0, run_id="another")
+    save(root, 20, loss=2.0)
+    assert candidates.best(root, RUN) == "step-00000020"
+    (root / "step-00000020" / MODEL).write_bytes(b"short")
+    assert candidates.best(root, RUN) == "step-00000012"
+    assert "has 5 bytes" in caplog.text
+    assert names(root)[-1] == "step-00000020"

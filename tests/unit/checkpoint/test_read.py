@@ -417,6 +417,7 @@ import torch, transformers
 from helpers.checkpoints import SPEC, tensors, whole
 from llmtrain.checkpoint import read
 from llmtrain.config.schema import ModelConfig
+from llmtrain.model.base import Base
 from llmtrain.model.build import build, model_config
 from llmtrain.model.tokenizer import SpecialTokens
 from llmtrain.agreement import Alone
@@ -430,7 +431,8 @@ into = tensors(SPEC, seed=77)
 read.fill(read.find(root, None, Alone()), SPEC, whole(SPEC, into), Alone())
 assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 asked = ModelConfig.model_validate({"from": str(base)})
-build(model_config(asked, SpecialTokens(300, 0, 0, 0), 16), asked, None)
+found = Base(str(base), None, None)
+build(model_config(asked, SpecialTokens(300, 0, 0, 0), 16, found), asked, found)
 print("unpickled:", opened)
 """
 

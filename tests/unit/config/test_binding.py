@@ -43,6 +43,7 @@ def test_equal_configs_have_one_digest(tmp_path):
     [
         "model.config.hidden_size=16",
         "model.config.new=1",
+        "model.pad_vocab_to=64",
         "model.tokenizer={train: 300}",
         "data.sources.0.name=other",
         "data.sources=[{path: sample}, {path: other}]",
@@ -89,6 +90,14 @@ def test_what_changes_a_run_is_a_difference(tmp_path, override):
 )
 def test_what_leaves_finished_steps_as_they_are_is_none(tmp_path, override):
     assert differences(loaded(tmp_path), loaded(tmp_path, override)) == []
+
+
+def test_a_key_that_older_runs_lack_is_no_difference_at_its_default(tmp_path):
+    bound = bind(loaded(tmp_path))
+    assert "model.pad_vocab_to" in bound.values
+    assert "model.pad_vocab_to" not in bound.binding
+    changed = bind(loaded(tmp_path, "model.pad_vocab_to=64")).binding
+    assert changes(bound.binding, changed) == [("model.pad_vocab_to", None, 64)]
 
 
 def test_a_difference_names_both_values(tmp_path):

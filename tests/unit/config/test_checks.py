@@ -19,6 +19,11 @@ from llmtrain.config.schema import Config
         ("{config: {model_type: 3}, tokenizer: sample}", {"model.config.model_type"}),
         ("{config: {model_type: ' '}, tokenizer: sample}", {"model.config.model_type"}),
         ("{config: {model_type: llama}, tokenizer: sample, revision: x}", {"model.revision"}),
+        ("{from: gpt2, pad_vocab_to: 64}", set()),
+        (
+            "{config: {model_type: llama, vocab_size: 64}, tokenizer: sample, pad_vocab_to: 64}",
+            {"model.pad_vocab_to"},
+        ),
         (
             "{config: {model_type: llama, a: [{b: .nan}]}, tokenizer: sample}",
             {"model.config.a.0.b"},

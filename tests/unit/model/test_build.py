@@ -1,21 +1,18 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import UserError
-from llmtrain.model.build import (
-    build,
-    model_config,
-    rebuild,
-    resolve_revision,
-    skeleton,
-    stored_config,
-)
+from llmtrain.model.base import Base
+from llmtrain.model.build import build, model_config, rebuild, skeleton, stored_config
 from llmtrain.model.tokenizer import SpecialTokens
+from llmtrain.training.start.base import find_base
 
 TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
 LLAMA = {
@@ -76,8 +73,9 @@ def test_a_division_by_zero_within_transformers_is_refused() -> None:
 def test_a_wrong_field_of_weights_from_elsewhere_is_named(tmp_path, changed, value) -> None:
     fields = {**LLAMA, "vocab_size": 300, **changed}
     (tmp_path / "config.json").write_text(json.dumps(fields))
+    asked = ModelConfig.model_validate({"from": str(tmp_path)})
     with pytest.raises(UserError) as raised:
-        model_config(ModelConfig.model_validate({"from": str(tmp_path)}), TOKENS, 16)
+        model_config(asked, TOKENS, 16, find_base(asked))
     assert f"{tmp_path / 'config.json'}: {value}" in str(raised.value)
 
 
@@ -179,9 +177,10 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def load(path: Path) -> torch.nn.Module:
-    asked = ModelConfig.model_validate({"from": str(path)})
-    return build(model_config(asked, TOKENS, 16), asked, resolve_revision(str(path), None))
+def load(path: Path, tokens: SpecialTokens = TOKENS, **asked: Any) -> PreTrainedModel:
+    model = ModelConfig.model_validate({"from": str(path), **asked})
+    base = Base(str(path), None, None)
+    return build(model_config(model, tokens, 16, base), model, base)
 
 
 def test_weights_of_a_directory_are_loaded_in_fp32(saved: Path) -> None:
@@ -202,15 +201,13 @@ def test_a_truncated_file_of_weights_is_refused(saved: Path) -> None:
         load(saved)
 
 
-def test_pickled_weights_are_not_opened(saved: Path) -> None:
+def test_ft_03_pickled_weights_are_not_opened(saved: Path) -> None:
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
         load(saved)
 
 
-def test_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_ft_05_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
@@ -230,3 +227,82 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(saved: Path) -> Non
     name = "model.layers.0.mlp.down_proj.weight"
     hidden = LLAMA["hidden_size"]
     assert f"{name}: [{hidden}, {was}] in the files, [{hidden}, {now}] by config.json" in said
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Change fields of a model's config.json."""
+    found = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(found | fields))
+
+
+def rows(model: PreTrainedModel) -> tuple[int, int, int]:
+    """The rows of the embeddings, of the head, and by the config."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return (*(len(end.weight) for end in ends), model.config.vocab_size)
+
+
+def test_rows_grow_where_the_tokenizer_has_more_entries(saved: Path) -> None:
+    more = SpecialTokens(length=303, bos=0, eos=0, pad=0)
+    model, before = load(saved, more), load(saved)
+    assert rows(model) == (303, 303, 303)
+    for one, other in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(one[:300] if len(one) == 303 else one, other)
+        if len(one) == 303:
+            mean = other.detach().double().mean(0).float()
+            assert all(torch.equal(row, mean) for row in one[300:])
+    assert model.training
+
+
+def test_a_skeleton_has_the_rows_that_the_weights_will_have(saved: Path) -> None:
+    asked, base = ModelConfig.model_validate({"from": str(saved)}), Base(str(saved), None, None)
+    config = model_config(asked, SpecialTokens(length=310, bos=0, eos=0, pad=0), 16, base)
+    whole, empty = build(config, asked, base), skeleton(config, asked)
+    shapes = [[(n, p.shape) for n, p in one.named_parameters()] for one in (whole, empty)]
+    assert shapes[0] == shapes[1]
+    assert whole.config.to_dict() == empty.config.to_dict()
+
+
+def test_ft_30_a_padded_vocabulary_is_not_cut(saved: Path) -> None:
+    few = SpecialTokens(length=297, bos=0, eos=0, pad=0)
+    assert rows(load(saved, few)) == (300, 300, 300)
+    assert rows(load(saved, few, pad_vocab_to=512)) == (300, 300, 300)
+    expected = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert torch.equal(load(saved, few).lm_head.weight, expected.lm_head.weight)
+
+
+def test_rows_are_padded_at_growth_and_in_a_new_model(saved: Path) -> None:
+    more = SpecialTokens(length=303, bos=0, eos=0, pad=0)
+    assert rows(load(saved, more, pad_vocab_to=320)) == (320, 320, 320)
+    assert rows(load(saved, more, pad_vocab_to=301)) == (303, 303, 303)
+    asked = ModelConfig(config=LLAMA, pad_vocab_to=512)
+    assert model_config(asked, TOKENS, 16).vocab_size == 512
+
+
+def test_ft_24_a_head_that_its_config_ties_to_other_weights_is_refused(saved: Path) -> None:
+    change(saved, tie_word_embeddings=True)
+    with pytest.raises(UserError) as raised:
+        load(saved)
+    assert "lm_head.weight, which its config.json ties" in str(raised.value)
+    assert "tie_word_embeddings: false" in str(raised.value)
+    tensors = load_file(saved / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    model = load(saved)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_ft_24_a_head_that_no_config_ties_must_be_in_the_files(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 missing \(lm_head\.weight\)"):
+        load(saved)
+
+
+def test_code_beside_a_type_of_transformers_is_not_named_by_the_model(saved: Path) -> None:
+    change(saved, auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"})
+    (saved / "modeling_x.py").write_text("raise SystemExit('it was run')")
+    model = load(saved)
+    assert type(model) is LlamaForCausalLM
+    assert "auto_map" not in model.config.to_dict()
+    assert "auto_map" not in stored_config(saved).to_dict()

@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import UserError
 from llmtrain.model import untrusted
-from llmtrain.model.build import model_config, stored_config
-from llmtrain.model.tokenizer import SpecialTokens
+from llmtrain.training.start.base import find_base
 
-TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -42,9 +40,8 @@ def sharded(base: Path, weight_map: dict[str, str]) -> None:
 
 
 def refusal(path: Path | str) -> str:
-    asked = ModelConfig.model_validate({"from": str(path)})
     with pytest.raises(UserError) as raised:
-        model_config(asked, TOKENS, 16)
+        find_base(ModelConfig.model_validate({"from": str(path)}))
     said = str(raised.value)
     assert said.splitlines()[1].startswith("  model.from = ")
     assert "expected: " in said
@@ -156,22 +153,38 @@ def test_links_of_the_hubs_own_cache_are_its_own(tmp_path: Path, base: Path) -> 
     untrusted.check(str(cached))
 
 
-def test_bad_input_33_a_config_with_code_of_its_own_is_refused(base: Path) -> None:
+def test_bad_input_33_a_type_that_transformers_does_not_have_is_refused(base: Path) -> None:
     code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    config = {**CONFIG, "model_type": "zzz", "auto_map": code}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "modeling_x.py").write_text("raise SystemExit('it was run')")
+    assert "it needs its own code (type 'zzz')" in refusal(base)
+
+
+def test_code_beside_a_type_of_transformers_is_one_warning(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM", "AutoConfig": "x.Y"}
     (base / "config.json").write_text(json.dumps({**CONFIG, "auto_map": code}))
     (base / "modeling_x.py").write_text("raise SystemExit('it was run')")
-    said = refusal(base)
-    assert "auto_map (AutoModelForCausalLM)" in said
-    with pytest.raises(UserError, match="auto_map"):
-        stored_config(base)
+    find_base(ModelConfig.model_validate({"from": str(base)}))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "code of its own (AutoConfig, AutoModelForCausalLM), which is not run" in said
 
 
-def test_bad_input_13_adapters_are_no_model(base: Path) -> None:
-    (base / "adapter_config.json").write_text("{}")
-    (base / "model.safetensors").rename(base / "adapter_model.safetensors")
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "model.safetensors"])
+def test_bad_input_13_an_adapter_is_no_model_even_beside_one(base: Path, weights: str) -> None:
+    (base / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    (base / "model.safetensors").rename(base / weights)
     said = refusal(base)
-    assert "LoRA adapters" in said
-    assert "merge_and_unload" in said
+    assert "this is an adapter of someone/base" in said
+    assert "--merge-adapters" in said
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{}", '{"base_model_name_or_path": null}'])
+def test_an_adapter_that_does_not_name_its_base_is_one_all_the_same(base: Path, body: str) -> None:
+    (base / "adapter_config.json").write_text(body)
+    assert "this is an adapter of another model" in refusal(base)
 
 
 def test_weights_in_a_dtype_that_would_lose_its_scales_are_refused(base: Path) -> None:
@@ -190,7 +203,7 @@ def test_a_directory_of_too_many_files_is_none(base: Path, monkeypatch: pytest.M
 
 
 def test_every_problem_is_told_at_once(base: Path) -> None:
-    (base / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "x.Y"}}))
+    (base / "config.json").write_text("{")
     (base / "model.safetensors").write_bytes(b"\0" * 10)
     said = refusal(base)
     assert said.startswith("2 problems")

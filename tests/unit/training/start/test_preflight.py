@@ -64,6 +64,12 @@ def test_weights_that_are_not_there_or_wrong_are_found(tmp_path):
     assert set(found(tmp_path, asked)) == {f"{tmp_path}/weights/config.json: hidden_size"}
 
 
+def test_of_a_run_to_begin_with_nothing_is_looked_at_here(tmp_path):
+    (tmp_path / "weights" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "weights" / "eval.safetensors").touch()
+    assert not found(tmp_path, f"model={{from: {tmp_path / 'weights'}, tokenizer: sample}}")
+
+
 def test_a_run_that_has_begun_needs_none_of_them_again(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "auto.json").write_text("{}")

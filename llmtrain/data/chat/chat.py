@@ -1,0 +1,297 @@
+"""Chat data in a run: a conversation becomes ids, and for each id, whether it is trained.
+
+`Chat` opens a run's `tokenizer/`: the tokenizer with its added tokens, and the chat template. What
+it makes of a row depends on these and on its `Settings` alone, so all of them are in the manifest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from llmtrain.data.chat.control import Control, control_of, unmark, without_marks
+from llmtrain.data.chat.encode import Encoder, open_encoder
+from llmtrain.data.chat.end_of_turn import EndOfTurn, Write, find_end_of_turn
+from llmtrain.data.chat.mask import (
+    TokenSequence,
+    find_turns,
+    group,
+    to_sequences,
+    token_sequence,
+)
+from llmtrain.data.chat.probe_rows import PROBES
+from llmtrain.data.chat.rows import BadRowError, Example, Message
+from llmtrain.data.chat.template import Template, Tools, has_template, open_template
+from llmtrain.data.chat.too_long import split, truncate
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.errors import Problem, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What decides the ids and the mask of a row, besides the tokenizer and its template.
+
+    template_kwargs: further variables of the template
+    train_turns: all turns of the assistant, or the last one
+    too_long: what becomes of sequences of more than `seq_len` ids
+    rewritten_history: what becomes of turns that the template writes differently as history
+    control_tokens: whether control tokens in content are text, or make a bad row
+    end_of_turn: the token that ends a turn; "auto" = it is detected
+    date: what the template's clock says, an ISO date and time
+    """
+
+    template_kwargs: Mapping[str, Any]
+    train_turns: Literal["all", "last"]
+    too_long: Literal["error", "truncate", "split"]
+    rewritten_history: Literal["split", "last", "error"]
+    control_tokens: Literal["text", "error"]
+    end_of_turn: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The sequences of a row, and what happened.
+
+    counts: `sequences`, `ids` and `trained` (ids) in all of them · `longest_ids`, in the longest
+        (of each piece, if the row was split): ids ÷ longest_ids is what rewriting costs ·
+        `rewritten` groups of turns beyond the last · `straddles`, turns encoded in two pieces ·
+        `truncated` sequences · `dropped` sequences, without a trained id once truncated · `split`
+        pieces of a row that was too long · `untrained`, 1 if the row has no turn to train
+    """
+
+    sequences: tuple[TokenSequence, ...]
+    counts: Mapping[str, int]
+
+
+class Chat:
+    """A run's tokenizer and chat template.
+
+    directory: the run's `tokenizer/`
+    seq_len: ids that a sequence may have
+    """
+
+    def __init__(self, directory: Path, settings: Settings, seq_len: int) -> None:
+        self.settings = settings
+        self.seq_len = seq_len
+        self._directory = directory
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template. Prompts and completions as strings need none."""
+        return has_template(self._directory)
+
+    def check(self) -> EndOfTurn:
+        """Return how turns end. Raises UserError if there is no usable template."""
+        return self._end
+
+    @property
+    def digest(self) -> str:
+        """Digest of the template. Raises UserError."""
+        return xxhash.xxh3_64_hexdigest(self._template.text.encode())
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation. Raises BadRowError if the template cannot write it."""
+        return self._template.render(messages, tools, add_generation_prompt)
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """Return the ids that inference feeds for the assistant's next turn.
+
+        Raises BadRowError if the template cannot write it.
+        """
+        messages, tools = self._marked(messages, tools, prompt=True)
+        return self._encoder.encode(self.render(messages, tools, True) + self._end.lead).ids
+
+    def sequences(self, example: Example) -> Encoded:
+        """Return what is trained of a row.
+
+        Each span of trained ids is an answer and the token that ends its turn. Before it are the
+        ids that inference feeds. Raises BadRowError.
+        """
+        counts: Counter[str] = Counter()
+        try:
+            pieces = self._pieces(example, counts)
+        except RecursionError:
+            raise BadRowError("json", "its tools or tool calls are nested too deeply") from None
+        pieces = [self._shortened(piece, counts) for piece in pieces]
+        found = tuple(one for piece in pieces for one in piece)
+        counts["untrained"] += not pieces
+        counts["sequences"] = len(found)
+        counts["ids"] = sum(len(one.ids) for one in found)
+        counts["trained"] = sum(sum(one.trained) for one in found)
+        counts["longest_ids"] = sum(max((len(one.ids) for one in p), default=0) for p in pieces)
+        return Encoded(found, +counts)
+
+    def probe(self) -> str:
+        """Digest of the ids and masks of made-up conversations: equal if the data would be.
+
+        Without a template there are none: strings have the ids of the run's `Tokenizer`.
+        """
+        digest = xxhash.xxh3_64()
+        for example in PROBES if self.has_template else ():
+            try:
+                found = self.sequences(example).sequences
+            except BadRowError as error:
+                digest.update(error.key.encode())
+                continue
+            for one in found:
+                digest.update(repr((one.ids, one.trained)).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return open_encoder(self._directory)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        return open_tokenizer(self._directory)
+
+    @cached_property
+    def _template(self) -> Template:
+        return open_template(self._directory, self.settings.template_kwargs, self.settings.date)
+
+    @cached_property
+    def _control(self) -> Control:
+        text = self._template.text if self.has_template else ""
+        return control_of(self._encoder.added.values(), text)
+
+    @cached_property
+    def _end(self) -> EndOfTurn:
+        tokens = {token.content: id for id, token in self._encoder.added.items()}
+        found = find_end_of_turn(self._writer(None), tokens, self.settings.end_of_turn)
+        ends = [self._encoder.encode(f"{text}{found.text}").ids[-1] for text in ("Yes", "Yes.\n")]
+        if ends != [found.id] * 2:
+            expected = "a token that the tokenizer finds behind text"
+            raise UserError(Problem("chat.end_of_turn", found.text, expected))
+        return found
+
+    def _writer(self, tools: Tools) -> Write:
+        def write(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+            return self._template.render(messages, tools, add_generation_prompt)
+
+        return write
+
+    def _trained(self, example: Example) -> list[int]:
+        """Return the indices of the messages to train. A first message has no prompt."""
+        turns = [n for n, one in enumerate(example.messages) if one["role"] == "assistant"]
+        if self.settings.train_turns == "last":
+            turns = turns[-1:]
+        return [n for n in turns if n > 0 and n not in example.untrained]
+
+    def _pieces(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
+        """Return the sequences of each piece, which may be too long."""
+        if example.text is None:
+            return self._of_messages(example, counts)
+        return [] if example.untrained else [self._of_strings(*example.text, counts)]
+
+    def _of_messages(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
+        """Return the sequences of a conversation, of each piece if it is split."""
+        trained = self._trained(example)
+        if not trained:
+            return []
+        messages, tools = self._marked(example.messages, example.tools, prompt=False)
+        first: Counter[str] = Counter()
+        found = self._rendered(messages, tools, trained, first)
+        if self.settings.too_long != "split" or not any(map(self._is_too_long, found)):
+            counts.update(first)
+            return [found]
+        pieces = split(messages, lambda kept: self._fits([messages[n] for n in kept], tools))
+        counts["split"] += len(pieces)
+        inner = ([at for at, n in enumerate(kept) if n in trained] for kept in pieces)
+        return [
+            self._rendered([messages[n] for n in kept], tools, inside, counts)
+            for kept, inside in zip(pieces, inner, strict=True)
+            if inside
+        ]
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Tools, trained: list[int], counts: Counter[str]
+    ) -> list[TokenSequence]:
+        groups = group(find_turns(self._writer(tools), messages, trained, self._end))
+        counts["rewritten"] += len(groups) - 1
+        if len(groups) > 1 and self.settings.rewritten_history == "error":
+            why = "the template writes an answer differently as history; chat.rewritten_history="
+            raise BadRowError("rewritten_history", why + "split or last")
+        if self.settings.rewritten_history == "last":
+            groups = groups[-1:]
+        found = (to_sequences(self._encoder, turns, self._end, counts) for turns in groups)
+        return [one for sequences in found for one in sequences]
+
+    def _of_strings(
+        self, prompt: str, completion: str, counts: Counter[str]
+    ) -> list[TokenSequence]:
+        """Return the sequence of a prompt and a completion, both text and nothing else."""
+        control = self._control.special.search(unmark(prompt + completion))
+        if control is not None and self.settings.control_tokens == "error":
+            raise _control_token(control.group())
+        tokenizer = self._plain
+        texts = tokenizer.encode_batch([prompt, prompt + completion, "\n", "\n" + completion])
+        asked, whole, newline, glued = (ids.tolist() for ids in texts)
+        answer = whole[len(asked) :]
+        if whole[: len(asked)] != asked:
+            counts["straddles"] += 1
+            begins = glued[: len(newline)] == newline
+            answer = glued[len(newline) :] if begins else tokenizer.encode(completion).tolist()
+        before = asked if tokenizer.bos is None else [tokenizer.bos, *asked]
+        spoken = [*answer, tokenizer.eos]
+        trained = [False] * len(before) + [True] * len(spoken)
+        return [token_sequence([*before, *spoken], trained)]
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Tools, *, prompt: bool
+    ) -> tuple[Sequence[Message], Tools]:
+        """Return messages and tools with marks around their control tokens.
+
+        The marks must not change what the template writes. If they do, only those of special tokens
+        are set.
+        """
+        if self._control.find(messages, tools) is None:
+            return messages, tools
+        messages, tools = without_marks(messages), without_marks(tools)
+        found = self._control.find(messages, tools)
+        if found is not None and self.settings.control_tokens == "error":
+            raise _control_token(found)
+        plain = self.render(messages, tools, prompt)
+        for special in (False, True):
+            marked = self._control.mark(messages, tools, special=special)
+            if unmark(self.render(*marked, prompt)) == plain:
+                return marked
+        raise BadRowError("control_tokens", f"the template reads {found!r} in the content")
+
+    def _fits(self, messages: Sequence[Message], tools: Tools) -> bool:
+        text = self.render(messages, tools)
+        stop = self._end.stop(text)
+        return len(self._encoder.encode(text[:stop] if stop > 0 else text).ids) <= self.seq_len
+
+    def _is_too_long(self, sequence: TokenSequence) -> bool:
+        return len(sequence.ids) > self.seq_len
+
+    def _shortened(
+        self, sequences: Sequence[TokenSequence], counts: Counter[str]
+    ) -> list[TokenSequence]:
+        """Return the sequences as `chat.too_long` says."""
+        found = []
+        for one in sequences:
+            short: TokenSequence | None = one
+            if self._is_too_long(one):
+                if self.settings.too_long == "error":
+                    why = f"{len(one.ids):,} tokens, at most {self.seq_len:,} (data.seq_len); "
+                    raise BadRowError("too_long", why + "chat.too_long=truncate or split")
+                short = truncate(one, self.seq_len)
+                counts["dropped" if short is None else "truncated"] += 1
+            if short is not None:
+                found.append(short)
+        return found
+
+
+def _control_token(token: str) -> BadRowError:
+    why = f"the content holds the control token {token!r}; chat.control_tokens=text keeps it text"
+    return BadRowError("control_tokens", why)

@@ -1,0 +1,222 @@
+r"""Encodes rendered text with the run's whole tokenizer, added tokens included, in pieces.
+
+A tokenizer first cuts a text at its added tokens, then encodes what is between them, each part on
+its own. This module cuts at the same places, so a part that comes again, in the prompt of the next
+turn for example, is encoded once:
+
+    <|im_start|> · user\nHi? · <|im_end|> · \n · <|im_start|> · assistant\n · Yes. · <|im_end|>
+
+It also tells where a prompt ends in the ids of a longer text (`boundary`), without offsets, which
+some tokenizers get wrong: only the part that the prompt ends in is encoded again, up to there.
+
+How a part is encoded depends on what precedes it:
+
+    first     nothing
+    behind    an added token
+    glued     other text, encoded apart: "\n" is put in front, and its ids are removed
+    literal   the same, and its text is a control token that must stay text
+
+The trap: SentencePiece's tokenizers put a blank in front of a text, some also behind every added
+token. So a part behind an added token is encoded behind one, whose id is removed.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from llmtrain.data.chat.control import END, START, longest
+from llmtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Kind = Literal["first", "behind", "glued", "literal"]
+
+CACHE_CHARACTERS = 1 << 18  # about 3 MB of text and ids
+# White space as the tokenizers library has it, which Python's own \s is not.
+_BLANKS = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
+_MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
+
+
+class Part(NamedTuple):
+    """A part of a text: where it begins, in characters, and how it is encoded."""
+
+    start: int
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """A text's ids, and its parts.
+
+    firsts: where the ids of each part begin
+    """
+
+    ids: list[int]
+    parts: Sequence[Part]
+    firsts: Sequence[int]
+
+
+class Encoder:
+    """Encodes rendered text, and remembers the ids of parts.
+
+    added: the added tokens, by id
+    """
+
+    def __init__(self, full: tokenizers.Tokenizer) -> None:
+        self.added: dict[int, tokenizers.AddedToken] = full.get_added_tokens_decoder()
+        self._full = full
+        self._bare = _without_added_tokens(full)
+        self._known: dict[tuple[Kind, str], list[int]] = {}
+        self._characters = 0
+        cuts = _cuts(list(self.added.values()))
+        self._guard = next((token for token, blanks in cuts.items() if not blanks), "")
+        self._cuts = longest(cuts)
+        if not self._cuts_as_the_tokenizer():
+            self._cuts = longest({})
+
+    def encode(self, text: str, kind: Kind = "first") -> EncodedText:
+        """Return the ids of a text that may hold marks. kind: of its first part."""
+        parts = self._parts(text, kind)
+        self._learn(parts)
+        ids: list[int] = []
+        firsts = []
+        for part in parts:
+            firsts.append(len(ids))
+            ids += self._known[part.kind, part.text]
+        return EncodedText(ids, parts, firsts)
+
+    def boundary(self, encoded: EncodedText, place: int) -> int | None:
+        """Return how many ids the text has up to a place, in characters.
+
+        None: that part of the text alone has ids with which the whole text's do not begin.
+        """
+        n = bisect_right(encoded.parts, place, key=lambda part: part.start) - 1
+        if n < 0:
+            return 0
+        part, first = encoded.parts[n], encoded.firsts[n]
+        if place - part.start >= len(part.text):
+            return encoded.firsts[n + 1] if n + 1 < len(encoded.parts) else len(encoded.ids)
+        begun = part.text[: place - part.start]
+        if not begun:
+            return first
+        self._learn([Part(part.start, part.kind, begun)])
+        ids = self._known[part.kind, begun]
+        last = first + len(ids)
+        return last if encoded.ids[first:last] == ids else None
+
+    def _parts(self, text: str, kind: Kind) -> list[Part]:
+        if START not in text and END not in text:
+            return list(self._between(text, 0, kind))
+        found: list[Part] = []
+        start = 0
+        for match in _MARKED.finditer(text):
+            found += self._between(text[start : match.start()], start, kind)
+            if match[1]:
+                found.append(Part(match.start(1), "literal", match[1]))
+            start, kind = match.end(), "glued"
+        return [*found, *self._between(text[start:], start, kind)]
+
+    def _between(self, text: str, offset: int, kind: Kind) -> Iterator[Part]:
+        """Yield the parts of a text without marks: added tokens, and what is between them."""
+        start = 0
+        for match in self._cuts.finditer(text):
+            if match.start() > start:
+                yield Part(offset + start, kind, text[start : match.start()])
+            yield Part(offset + match.start(), "behind", match.group())
+            start, kind = match.end(), "behind"
+        if start < len(text):
+            yield Part(offset + start, kind, text[start:])
+
+    def _learn(self, parts: Sequence[Part]) -> None:
+        """Encode the parts that are not known yet."""
+        if self._characters > CACHE_CHARACTERS:
+            self._known.clear()
+            self._characters = 0
+        keys = {(part.kind, part.text) for part in parts}
+        new = [key for key in keys if key not in self._known]
+        behind = [text for kind, text in new if kind == "behind"]
+        guarded = (
+            self._encode(self._full, [self._guard + text for text in behind]) if behind else []
+        )
+        for text, ids in zip(behind, guarded, strict=True):
+            self._known["behind", text] = ids[1:] if self._guard else ids
+        for kind, text in new:
+            self._characters += len(text)
+            if kind != "behind":
+                self._known[kind, text] = self._ids(kind, text)
+
+    def _ids(self, kind: Kind, text: str) -> list[int]:
+        if kind == "first":
+            return self._encode(self._full, [text])[0]
+        if kind == "glued":
+            return self._glued(self._full, text)
+        ids = self._glued(self._bare, text)
+        if not self.added.keys().isdisjoint(ids):  # a model that makes a control token of text
+            ids = [*self._glued(self._bare, text[0]), *self._glued(self._bare, text[1:])]
+        return ids
+
+    def _glued(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        newline, ids = self._encode(tokenizer, ["\n", "\n" + text])
+        if ids[: len(newline)] == newline:
+            return ids[len(newline) :]
+        return self._encode(tokenizer, [text])[0]
+
+    @staticmethod
+    def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def _cuts_as_the_tokenizer(self) -> bool:
+        """Return whether texts in parts have the ids that they have as a whole."""
+        tokens = [token.content for token in self.added.values()][:64]
+        texts = [f"a{token} b{token}\n c {token}{token}d" for token in tokens]
+        texts.append("".join(tokens))
+        whole = self._encode(self._full, texts)
+        return all(self.encode(text).ids == ids for text, ids in zip(texts, whole, strict=True))
+
+
+def open_encoder(directory: Path) -> Encoder:
+    """Open `tokenizer.json` with its added tokens. Raises UserError if there is none."""
+    import tokenizers
+
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        expected = "a directory with tokenizer.json"
+        raise UserError(Problem("model.tokenizer", str(directory), expected))
+    full = tokenizers.Tokenizer.from_file(str(path))
+    full.no_truncation()
+    full.no_padding()
+    return Encoder(full)
+
+
+def _cuts(added: Sequence[tokenizers.AddedToken]) -> dict[str, str]:
+    """Return the added tokens at which a text can be cut → a pattern for the blanks they take.
+
+    Left out are those that the tokenizer finds after normalizing, in single words only, or with
+    blanks in front, and those that one of these contains.
+    """
+    soft = [one.content for one in added if one.normalized or one.single_word or one.lstrip]
+    soft += [one.content for one in added if one.content != one.content.strip()]
+    return {
+        one.content: _BLANKS if one.rstrip else ""
+        for one in added
+        if one.content and not any(one.content in other for other in soft)
+    }
+
+
+def _without_added_tokens(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    bare = tokenizers.Tokenizer(full.model)
+    if full.normalizer is not None:
+        bare.normalizer = full.normalizer
+    if full.pre_tokenizer is not None:
+        bare.pre_tokenizer = full.pre_tokenizer
+    return bare

@@ -1,0 +1,201 @@
+r"""Decides which tokens of a conversation are trained: those that the model would have to generate.
+
+For turn i of the assistant, P is the prompt that inference feeds, and F the text with its answer:
+
+    P = render(messages[:i], add_generation_prompt=True)
+    F = render(messages[:i+1])
+
+    <|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n
+    └──────────────────────── P ───────────────────────────┘└── span ───┘
+
+F begins with P; the span ends with the last end-of-turn token, which is trained like the answer.
+Turns whose text up to there begins the text of the last turn share one sequence. A template may
+write history in another way than the newest answer, without its reasoning for example; such a turn
+has a sequence of its own.
+
+The trap: the ids of P need not begin the ids of F, since the answer's first characters may merge
+with the prompt's last ones. Such a turn *straddles*: in a sequence of its own, its prompt and its
+answer are encoded apart. So the ids before a span are always those that inference feeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llmtrain.data.chat.control import unmark
+from llmtrain.data.chat.encode import Encoder
+from llmtrain.data.chat.end_of_turn import EndOfTurn, Write
+from llmtrain.data.chat.rows import REASONING, BadRowError, Message
+
+_NEEDED = 20  # characters at the end of a message that must be in the text, white space aside
+_SHOWN = 24  # characters of a text in a message
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """A sequence to train on.
+
+    trained: for each id, whether it is trained
+    """
+
+    ids: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the assistant that is trained.
+
+    number: counted from 1
+    prompt: what inference feeds
+    text: the prompt and the answer, up to the end-of-turn token
+    """
+
+    number: int
+    prompt: str
+    text: str
+
+
+def find_turns(
+    write: Write, messages: Sequence[Message], trained: Iterable[int], end: EndOfTurn
+) -> list[Turn]:
+    """Return the turns at these indices of messages, in order.
+
+    write: renders messages
+    Raises BadRowError if the template cannot render one, drops text, or does not write the prompt
+    in front of the answer.
+    """
+    found = []
+    checked, before = 0, ""
+    for index in trained:
+        number = sum(message["role"] == "assistant" for message in messages[: index + 1])
+        prompt = write(messages[:index], True)
+        whole = write(messages[: index + 1], False)
+        known = checked if prompt.startswith(before) else 0
+        _require_context(prompt, messages[known:index], number)
+        checked, before = index, prompt
+        turn = _turn(number, prompt, whole, end)
+        _require_answer(turn, messages[index])
+        found.append(turn)
+    return found
+
+
+def group(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Return turns by the text that they share, which is that of the last turn of each group."""
+    groups = []
+    left = list(turns)
+    while left:
+        text = left[-1].text
+        begin = [text.startswith(turn.text) for turn in left]
+        groups.append([turn for turn, shared in zip(left, begin, strict=True) if shared])
+        left = [turn for turn, shared in zip(left, begin, strict=True) if not shared]
+    return groups[::-1]
+
+
+def to_sequences(
+    encoder: Encoder, turns: Sequence[Turn], end: EndOfTurn, counts: Counter[str]
+) -> list[TokenSequence]:
+    """Return the sequences of turns that share a text: one, and one for each that straddles."""
+    encoded = encoder.encode(turns[-1].text)
+    trained = [False] * len(encoded.ids)
+    last = 0
+    own = []
+    for turn in turns:
+        first = encoder.boundary(encoded, len(turn.prompt))
+        stop = encoder.boundary(encoded, len(turn.text))
+        if first is None or stop is None:
+            own.append(_in_two(encoder, turn, end))
+            continue
+        assert encoded.ids[stop - 1] == end.id, "the last token of a turn ends it"
+        trained[first:stop] = [True] * (stop - first)
+        last = stop
+    counts["straddles"] += len(own)
+    shared = [token_sequence(encoded.ids[:last], trained[:last])] if last else []
+    return [*own, *shared]
+
+
+def token_sequence(ids: list[int], trained: list[bool]) -> TokenSequence:
+    """Return a sequence, its first id not trained: nothing precedes it."""
+    return TokenSequence(ids, [False, *trained[1:]])
+
+
+def _in_two(encoder: Encoder, turn: Turn, end: EndOfTurn) -> TokenSequence:
+    """Return a turn's sequence, its prompt and its answer encoded apart."""
+    prompt = encoder.encode(turn.prompt).ids
+    answer = encoder.encode(turn.text[len(turn.prompt) :], "glued").ids
+    assert answer[-1] == end.id, "the last token of a turn ends it"
+    return token_sequence([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+
+
+def _turn(number: int, prompt: str, whole: str, end: EndOfTurn) -> Turn:
+    if not whole.startswith(prompt):
+        raise BadRowError("prompt", _difference(number, unmark(prompt), unmark(whole)))
+    if end.lead and whole.startswith(end.lead, len(prompt)):
+        prompt += end.lead
+    stop = end.stop(whole)
+    if stop <= len(prompt):
+        why = f"turn {number}: no end-of-turn token after the answer; set chat.end_of_turn"
+        raise BadRowError("end_of_turn", why)
+    return Turn(number, prompt, whole[:stop])
+
+
+def _difference(number: int, prompt: str, whole: str) -> str:
+    pairs = zip(prompt, whole, strict=False)
+    at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
+    return (
+        f"turn {number}: generation prompt ends {prompt[at:][:_SHOWN]!r} but training text "
+        f"continues {whole[at:][:_SHOWN]!r}; try chat.template_kwargs"
+    )
+
+
+def _require_answer(turn: Turn, message: Message) -> None:
+    """Raise BadRowError if a turn's span lacks what the assistant says in it."""
+    span = unmark(turn.text[len(turn.prompt) :])
+    reasoning, answer = _split_reasoning(message)
+    _require_calls(span, message, turn.number)
+    for what, text in (("text", answer), ("reasoning", reasoning)):
+        if not _holds(span, text):
+            why = f"turn {turn.number}: the template drops the assistant's {what}"
+            raise BadRowError("dropped", why)
+
+
+def _require_context(prompt: str, messages: Sequence[Message], number: int) -> None:
+    """Raise BadRowError if a prompt lacks a message, an assistant's reasoning excepted."""
+    prompt = unmark(prompt)
+    for message in messages:
+        _require_calls(prompt, message, number)
+        if not _holds(prompt, _split_reasoning(message)[1]):
+            role = message["role"]
+            why = f"turn {number}: the template drops the text of a message before it ({role})"
+            raise BadRowError("dropped", why)
+
+
+def _require_calls(text: str, message: Message, number: int) -> None:
+    for call in message.get("tool_calls", ()):
+        name = call["function"]["name"]
+        if unmark(name) not in text:
+            why = f"turn {number}: the template drops the tool call {name!r}"
+            raise BadRowError("dropped", why)
+
+
+def _split_reasoning(message: Message) -> tuple[str, str]:
+    """Return the reasoning in a message, and the text after it."""
+    content = unmark(message["content"])
+    if message["role"] != "assistant":
+        return "", content
+    thought, _, answer = content.rpartition("</think>")
+    given = next((message[name] for name in REASONING if message.get(name)), "")
+    return unmark(given) or thought.rpartition("<think>")[2], answer
+
+
+def _holds(text: str, said: str) -> bool:
+    """Return whether the end of what was said is in a text, as it is or inside a JSON string."""
+    said = said.strip()
+    if said in text:
+        return True
+    squeezed = "".join(text.split())
+    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+    return any("".join(form.split())[-_NEEDED:] in squeezed for form in forms)

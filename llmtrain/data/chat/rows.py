@@ -1,0 +1,337 @@
+"""Reads a row of chat data: its form, its columns, and the conversation in it.
+
+A row travels as JSON text, like the text of any document: the line of a JSONL file, or the form's
+columns of a parquet row as one JSON object (`as_text`). `to_example` makes a conversation of it.
+
+    messages            {"messages": [{"role": "user", "content": "Hi?"}, …]}
+    conversations       {"conversations": [{"from": "human", "value": "Hi?"}, …]}      (ShareGPT)
+    prompt_completion   {"prompt": "Hi?", "completion": "Yes."}, or both lists of messages
+    alpaca              {"instruction": "Say yes.", "input": "", "output": "Yes."}
+
+The text has the source's own column names. `columns` (`data.sources.N.columns`) maps our names to
+these wherever they differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from llmtrain.errors import Problem, UserError
+
+Message = dict[str, Any]
+
+FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an answer's reasoning
+_NEEDED = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+_OPTIONAL = ("input", "tools", "system", "train")
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no tokenizer accepts
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SAME: Mapping[str, str] = MappingProxyType({})  # every column has our name
+
+
+class BadRowError(Exception):
+    """A row that cannot be trained on.
+
+    key: the kind of failure, one word, by which such rows are counted
+    why: what is wrong with this row
+    """
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(key, why)
+        self.key = key
+        self.why = why
+
+    def __str__(self) -> str:
+        return self.why
+
+
+class PreferenceDataError(UserError):
+    """The columns are those of preference pairs, which are not trained here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """The content of a row.
+
+    messages: the conversation; empty if `text` is given
+    tools: the functions that may be called; None = none
+    text: prompt and completion, if the row has them as strings; no template is applied to these
+    untrained: indices of messages that the row excludes from training (`train: false`); any index
+        excludes a `text`
+    """
+
+    messages: Sequence[Message]
+    tools: list[dict[str, Any]] | None = None
+    text: tuple[str, str] | None = None
+    untrained: frozenset[int] = frozenset()
+
+
+def renamed(available: Iterable[str], columns: Mapping[str, str], key: str) -> tuple[str, ...]:
+    """Return a source's columns under our names.
+
+    key: the config key of `columns`, for the message
+    Raises UserError if the source lacks a column that `columns` names.
+    """
+    names = list(available)
+    missing = sorted(set(columns.values()) - set(names))
+    if missing:
+        expected = f"columns of the source ({', '.join(names)})"
+        raise UserError(Problem(key, ", ".join(missing), expected))
+    ours = {theirs: name for name, theirs in columns.items()}
+    hidden = columns.keys() - set(columns.values())
+    return tuple(ours.get(name, name) for name in names if name not in hidden)
+
+
+def form_of(columns: Iterable[str]) -> str | None:
+    """Return the form of a source with these columns (our names), or None if it has no form.
+
+    Raises PreferenceDataError for preference pairs alone.
+    """
+    names = set(columns)
+    for form in FORMS:
+        if names.issuperset(_NEEDED[form]):
+            return form
+    if {"chosen", "rejected"} <= names:
+        expected = "messages, conversations, prompt and completion, or instruction and output"
+        remedy = "preference data is not trained here; export, then trl"
+        raise PreferenceDataError(Problem("columns", "chosen, rejected", expected, remedy))
+    return None
+
+
+def columns_of(form: str, available: Iterable[str]) -> tuple[str, ...]:
+    """Return the columns of a form that a source has, both in our names."""
+    names = set(available)
+    wanted = (*_NEEDED[form], *_OPTIONAL)
+    return tuple(name for name in wanted if name in names and (name != "input" or form == "alpaca"))
+
+
+def as_text(row: Mapping[str, Any]) -> str:
+    """Return a parquet row as one JSON text.
+
+    Parquet gives every struct every field, so a field that is None was not there.
+    """
+    return json.dumps(_without_none(row), ensure_ascii=False, default=str)
+
+
+def to_example(text: str, form: str, columns: Mapping[str, str] = _SAME) -> Example:
+    """Return the content of a row.
+
+    text: a JSON object with the source's column names
+    columns: our names → the source's, where they differ
+    Raises BadRowError.
+    """
+    row = _object(text)
+    row = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+    found = _parse(row, form)
+    if row.get("train") is not False:
+        return found
+    every = frozenset(range(max(len(found.messages), 1)))
+    return Example(found.messages, found.tools, found.text, every)
+
+
+def _parse(row: Mapping[str, Any], form: str) -> Example:
+    match form:
+        case "messages":
+            return _conversation(row, _list(row, "messages"))
+        case "conversations":
+            return _conversation(row, [_of_sharegpt(m) for m in _list(row, "conversations")])
+        case "prompt_completion":
+            return _prompt_and_completion(row)
+        case "alpaca":
+            return _conversation(row, _of_alpaca(row))
+    raise AssertionError(form)
+
+
+def _conversation(row: Mapping[str, Any], raw: Sequence[Any], prompts: int = 0) -> Example:
+    """Return the conversation of these messages.
+
+    prompts: how many of the first messages belong to a prompt, and so are not trained
+    """
+    messages = [_message(one) for one in raw]
+    if not messages:
+        raise BadRowError("messages", "it has no messages")
+    untrained = {n for n, one in enumerate(messages) if not _is_trained(one)} | {*range(prompts)}
+    system = row.get("system")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, _message({"role": "system", "content": system}))
+        untrained = {n + 1 for n in untrained}
+    _refuse_blank_answers(messages)
+    return Example(messages, _tools(row.get("tools")), None, frozenset(untrained))
+
+
+def _message(raw: Any) -> Message:
+    if not isinstance(raw, dict):
+        raise BadRowError("messages", f"a message is {_shown(raw)}, not an object")
+    message = {name: value for name, value in raw.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRowError("role", f"role {_shown(role)}; allowed {', '.join(ROLES)}")
+    for name in REASONING:
+        if not isinstance(message.get(name, ""), str):
+            raise BadRowError("content", f"{name} is {_shown(message[name])}, not a string")
+    calls = _parsed(message.pop("tool_calls", None), "tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise BadRowError("tool_calls", f"tool_calls is {_shown(calls)}, not a list")
+        message["tool_calls"] = [_call(one) for one in calls]
+    message["content"] = _content(message.get("content", "" if calls else None), role)
+    return message
+
+
+def _content(raw: Any, role: str) -> str:
+    if isinstance(raw, str):
+        return raw
+    if isinstance(raw, list):
+        return "".join(map(_part, raw))
+    raise BadRowError("content", f"the content of a message ({role}) is {_shown(raw)}")
+
+
+def _part(raw: Any) -> str:
+    if isinstance(raw, str):
+        return raw
+    text = raw.get("text") if isinstance(raw, dict) and raw.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        raise BadRowError("content", f"a part of a message is {_shown(raw)}; only text is trained")
+    return text
+
+
+def _call(raw: Any) -> dict[str, Any]:
+    function = raw.get("function", raw) if isinstance(raw, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise BadRowError("tool_calls", f"a tool call has no name: {_shown(raw)}")
+    arguments = function.get("arguments")
+    parsed = _parsed(arguments, "arguments") if arguments else {}
+    rest = {} if function is raw else {k: v for k, v in raw.items() if v is not None}
+    return {"type": "function", **rest, "function": {**function, "arguments": parsed}}
+
+
+def _tools(raw: Any) -> list[dict[str, Any]] | None:
+    found = _parsed(raw, "tools")
+    if not found:
+        return None
+    tools = [_parsed(one, "tools") for one in found] if isinstance(found, list) else [found]
+    for one in tools:
+        if not isinstance(one, dict):
+            raise BadRowError("tools", f"a tool is {_shown(one)}, not an object")
+    return tools
+
+
+def _of_sharegpt(raw: Any) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    said = raw.get("from", raw.get("role"))
+    value = raw.get("value", raw.get("content"))
+    role = _SHAREGPT.get(said, said) if isinstance(said, str) else said
+    rest = {k: v for k, v in raw.items() if k not in ("from", "value")}
+    if said != "function_call":
+        return {**rest, "role": role, "content": value}
+    calls = _parsed(value, "tool_calls")
+    return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _prompt_and_completion(row: Mapping[str, Any]) -> Example:
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation(row, [*prompt, *completion], prompts=len(prompt))
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        why = f"prompt is {_shown(prompt)} and completion is {_shown(completion)}; both must be "
+        raise BadRowError("prompt", why + "strings, or both lists of messages")
+    if not completion.strip():
+        raise BadRowError("answer", "the completion is blank")
+    for name in ("system", "tools"):
+        if row.get(name):
+            raise BadRowError("prompt", f"{name!r} beside a prompt that is a string")
+    return Example((), None, (prompt, completion))
+
+
+def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
+    instruction, given = row.get("instruction"), row.get("input")
+    if not isinstance(instruction, str):
+        raise BadRowError("content", f"instruction is {_shown(instruction)}")
+    if given is not None and not isinstance(given, str):
+        raise BadRowError("content", f"input is {_shown(given)}")
+    asked = f"{instruction}\n\n{given}" if given else instruction
+    return [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": row.get("output")},
+    ]
+
+
+def _refuse_blank_answers(messages: Iterable[Message]) -> None:
+    answers = (one for one in messages if one["role"] == "assistant")
+    for turn, one in enumerate(answers, start=1):
+        if not one["content"].strip() and not one.get("tool_calls"):
+            raise BadRowError("answer", f"turn {turn}: the assistant's answer is blank")
+
+
+def _is_trained(message: Message) -> bool:
+    """Take the key `train` out of a message, and return its value."""
+    trained = message.pop("train", True)
+    if not isinstance(trained, bool):
+        raise BadRowError("train", f"train is {_shown(trained)}, not true or false")
+    return trained
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+    found = _parsed(row.get(name), name)
+    if not isinstance(found, list):
+        raise BadRowError("messages", f"{name} is {_shown(found)}, not a list")
+    return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        row = _load(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError("json", f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadRowError("json", f"{_shown(row)}, not an object")
+    return row
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Return what a string of JSON means, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return _load(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise BadRowError(name, f"{name} is a string that is not JSON: {_shown(value)}") from None
+
+
+def _load(text: str) -> Any:
+    """Return what JSON means, half a surrogate pair replaced by U+FFFD."""
+    value = json.loads(text)
+    if _ESCAPED_HALF.search(text):
+        value = json.loads(_HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_none(one) for k, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message shows it."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

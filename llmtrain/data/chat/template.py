@@ -1,0 +1,247 @@
+"""Renders conversations with a chat template as transformers does, without importing it.
+
+The environment is jinja2's sandbox with the options, filters and globals of `apply_chat_template`.
+One thing differs on purpose: the clock. `strftime_now` always says the date of the run, or the data
+of a run would change from day to day.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.data.chat.rows import REASONING, BadRowError, Message
+from llmtrain.errors import Problem, UserError, first_line
+
+if TYPE_CHECKING:
+    import jinja2
+
+# The templates that come with the package → the tokens that they write.
+NAMED: Mapping[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+}
+Tools = list[dict[str, Any]] | None
+
+_SPECIAL = (
+    *("bos_token", "eos_token", "unk_token", "sep_token"),
+    *("pad_token", "cls_token", "mask_token"),
+)
+# What a template raises when a message is not as it expects, besides jinja2's own errors.
+_FAILURES = (
+    *(TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, NotImplementedError),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A chat template with all that decides what it writes, but for the conversation.
+
+    sources: `default`, and `tool_use` where a tokenizer has a template of its own for tools
+    variables: special tokens, and `chat.template_kwargs`
+    date: what the template's clock says, an ISO date and time
+    """
+
+    sources: Mapping[str, str]
+    variables: Mapping[str, Any]
+    date: str
+
+    def render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
+        """Return the text of a conversation. Raises BadRowError if the template cannot write it."""
+        from jinja2 import TemplateError
+
+        use = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
+        try:
+            return _compile(self.sources[use], self.date).render({
+                **self.variables,
+                "messages": [_with_reasoning(message) for message in messages],
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            })  # fmt: skip
+        except (TemplateError, *_FAILURES) as error:
+            why = f"the template cannot render it: {first_line(error)}"
+            raise BadRowError("template", why) from error
+
+    @property
+    def text(self) -> str:
+        """All of the template's text."""
+        return "\0".join(self.sources.values())
+
+
+def named(name: str) -> str:
+    """Return the text of a template that comes with the package."""
+    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text("utf-8")
+
+
+def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Template:
+    """Open the template of a tokenizer's directory.
+
+    kwargs: further variables
+    date: what the template's clock says, an ISO date and time
+    Raises UserError if there is no template, or it is not one.
+    """
+    settings = _json(directory / "tokenizer_config.json")
+    others = _json(directory / "special_tokens_map.json")
+    sources = _sources(directory, settings)
+    if "default" not in sources:
+        expected = f"a chat template: {directory.name} has none"
+        remedy = f"name one of {', '.join(NAMED)} or a .jinja file"
+        raise UserError(Problem("chat.template", None, expected, remedy))
+    for source in sources.values():
+        _check_syntax(source, date)
+    tokens = {name: _content(settings.get(name, others.get(name))) for name in _SPECIAL}
+    special = {name: token for name, token in tokens.items() if token is not None}
+    return Template(sources, {**special, **kwargs}, date)
+
+
+def has_template(directory: Path) -> bool:
+    """Return whether a tokenizer's directory has a chat template."""
+    return "default" in _sources(directory, _json(directory / "tokenizer_config.json"))
+
+
+def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        others = (directory / "additional_chat_templates").glob("*.jinja")
+        files = {"default": file, **{path.stem: path for path in sorted(others)}}
+        return {name: path.read_text("utf-8") for name, path in files.items()}
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        return {one["name"]: one["template"] for one in found}
+    return {} if found is None else {"default": found}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text("utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose reasoning has the names that templates read."""
+    for name in REASONING:
+        if message.get(name) is not None:
+            reasoning = message[name]
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _check_syntax(source: str, date: str) -> None:
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _compile(source, date)
+    except TemplateSyntaxError as error:
+        expected = f"a Jinja template (line {error.lineno}: {error.message})"
+        raise UserError(Problem("chat.template", None, expected)) from error
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str, date: str) -> jinja2.Template:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    )
+    clock = datetime.fromisoformat(date)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = clock.strftime
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _namespace()
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON. The filter that jinja2 has of this name escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+class _Dict:
+    """`dict` in a template: not the type itself, from which one may get further than one should."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return what `dict.fromkeys` returns."""
+        return dict.fromkeys(*args)
+
+
+@lru_cache(maxsize=1)
+def _namespace() -> Callable[..., Any]:
+    """Return `namespace` for templates: it refuses names that begin with an underscore."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.utils import Namespace
+
+    class Checked(Namespace):
+        def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
+            self, args = args[0], args[1:]
+            Namespace.__init__(self)
+            for name, value in dict(*args, **kwargs).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace has no attribute {name!r}")
+            Namespace.__setitem__(self, name, value)
+
+    return Checked
+
+
+@lru_cache(maxsize=1)
+def _generation_tag() -> Any:
+    """Return the extension for `{% generation %}`: what is inside is written as it is.
+
+    The tag marks what an assistant says; few templates have it, and nothing here relies on it.
+    """
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("write")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def write(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    return Generation

@@ -1,0 +1,299 @@
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from helpers.chats import (
+    DEFAULTS,
+    SAMPLE,
+    make,
+    open_chat,
+    plain,
+    spans,
+    talk,
+    trained_ids,
+    trained_texts,
+)
+
+from llmtrain.data.chat.chat import Chat
+from llmtrain.data.chat.probe_rows import PROBES
+from llmtrain.data.chat.rows import BadRowError, Example
+from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.errors import UserError
+
+CHATML = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + HERE + '<|im_end|>\n' }}"
+    "{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\nTHINK' }}{% endif %}"
+)
+TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("chat") / "chatml", "chatml")
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A template that writes `here` as the content, and `think` behind the prompt."""
+
+    def build(here, think=""):
+        text = CHATML.replace("HERE", here).replace("THINK", think)
+        return make(tmp_path / f"t{len(list(tmp_path.iterdir()))}", text, TOKENS)
+
+    return build
+
+
+def key_of(chat, messages, **more):
+    with pytest.raises(BadRowError) as error:
+        chat.sequences(Example(messages, **more))
+    return error.value.key, str(error.value)
+
+
+def test_ft_01_masks_need_no_generation_tag(chatml):
+    chat = open_chat(chatml)
+    assert "generation %}" not in (chatml / "chat_template.jinja").read_text()
+    assert trained_texts(chat, chatml, talk("Hi?", "Yes.")) == ["Yes.<|im_end|>"]
+
+
+def test_ft_02_a_mask_ends_with_its_turn(chatml):
+    messages = [*talk("Hi?", "Yes.", "So?", "No."), *talk("more")]
+    (one,) = open_chat(chatml).sequences(Example(messages)).sequences
+    tokens = plain(chatml)
+    said = [tokens.decode(ids, False) for _, ids in spans(one.ids, one.trained)]
+    assert said == ["Yes.<|im_end|>", "No.<|im_end|>"]
+    assert tokens.decode(one.ids[one.trained.index(True) + len("Yes.") :], False).count("user") == 1
+
+
+def test_ft_15_nothing_follows_the_end_of_turn(chatml):
+    for messages in (talk("Hi?", "Yes."), talk("Hi?", "Yes.", "So?", "No.")):
+        (one,) = open_chat(chatml).sequences(Example(messages)).sequences
+        assert one.ids[-1] == open_chat(chatml).check().id
+        assert plain(chatml).token_to_id("<|endoftext|>") not in one.ids
+
+
+def test_ft_17_a_turn_that_is_not_trained_has_no_trained_end(chatml):
+    messages = talk("Hi?", "Yes.", "So?", "No.")
+    chat = open_chat(chatml)
+    assert trained_texts(chat, chatml, messages, untrained=frozenset({1})) == ["No.<|im_end|>"]
+    last = open_chat(chatml, train_turns="last")
+    assert trained_texts(last, chatml, messages) == ["No.<|im_end|>"]
+    assert trained_texts(last, chatml, messages, untrained=frozenset({3})) == []
+    assert last.sequences(Example(messages, untrained=frozenset({3}))).counts == {"untrained": 1}
+    assert trained_texts(chat, chatml, messages, untrained=frozenset({3})) == ["Yes.<|im_end|>"]
+
+
+def test_ft_08_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(place):
+    """Qwen3.5 opens a think block that an answer without reasoning closes at once."""
+    directory = place(r"(m.content if m.role == 'user' else '<think>\n\n</think>\n\n' + m.content)",
+                      r"<think>\n")  # fmt: skip
+    chat = open_chat(directory)
+    assert chat.check().lead == "\n</think>\n\n"
+    messages = talk("Hi?", "Yes.", "So?", "No.")
+    found = chat.sequences(Example(messages))
+    tokens = plain(directory)
+    prompts = [ids for one in found.sequences for ids, _ in spans(one.ids, one.trained)]
+    for turn, ids in zip((1, 3), prompts, strict=True):
+        text = chat.render(messages[:turn], None, True) + chat.check().lead
+        assert ids == tokens.encode(text, add_special_tokens=False).ids
+
+
+def test_ft_08_characters_that_merge_across_the_border_do_not(place):
+    directory = place("m.content", "moss")  # the prompt's last word goes on in the answer
+    text = (directory / "chat_template.jinja").read_text()
+    text = text.replace("+ m.content", "+ ('moss' if m.role == 'assistant' else '') + m.content")
+    (directory / "chat_template.jinja").write_text(text)
+    chat = open_chat(directory)
+    seen = 0
+    for answer in ("y", " and", "es", "\n", "."):
+        messages = talk("Hi?", f"{answer}!", "So?", f"{answer}?")
+        found = chat.sequences(Example(messages))
+        seen += found.counts.get("straddles", 0)
+        pairs = [pair for one in found.sequences for pair in spans(one.ids, one.trained)]
+        for turn, (ids, said) in zip((1, 3), sorted(pairs, key=lambda p: len(p[0])), strict=True):
+            assert ids == chat.prompt_ids(messages[:turn])
+            assert plain(directory).decode(said, False) == messages[turn]["content"] + "<|im_end|>"
+    assert seen > 0
+
+
+def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
+    chat = open_chat(place("m.content", r"<think>\n"))
+    key, why = key_of(chat, talk("Hi?", "Yes."))
+    assert key == "prompt"
+    assert why == (
+        r"turn 1: generation prompt ends '<think>\n' but training text continues "
+        r"'Yes.<|im_end|>\n'; try chat.template_kwargs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("here", "messages", "said"),
+    [
+        (
+            "m.content.replace('Yes', '')",
+            talk("Hi?", "Yes."),
+            "turn 1: the template drops the assistant's text",
+        ),
+        ("(m.content if m.role != 'user' else '')", talk("Hi?", "Yes."), r"before it \(user\)"),
+        (
+            "(m.content if m.role != 'system' else '')",
+            *(talk("Hi?", "Yes.", system="Brief."), r"before it \(system\)"),
+        ),
+        (
+            "m.content",
+            [
+                *talk("Hi?"),
+                {"role": "assistant", "content": "Yes.", "reasoning_content": "A greeting."},
+            ],
+            "the assistant's reasoning",
+        ),
+        (
+            "m.content",
+            [
+                *talk("Hi?"),
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+            ],
+            "the tool call 'f'",
+        ),
+    ],
+)
+def test_text_that_the_template_drops_makes_a_bad_row(place, here, messages, said):
+    key, why = key_of(open_chat(place(here)), messages)
+    assert key == "dropped"
+    assert re.search(said, why)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_the_template_drops_makes_a_bad_row(chatml, name):
+    said = {"role": "assistant", "content": "Yes.", name: "A greeting."}
+    key, why = key_of(open_chat(chatml), [*talk("Hi?"), said])
+    assert (key, why) == ("dropped", "turn 1: the template drops the assistant's reasoning")
+
+
+def test_tools_that_are_nested_too_deeply_make_a_bad_row(chatml):
+    tool = {}
+    for _ in range(5000):
+        tool = {"a": tool}
+    assert key_of(open_chat(chatml), talk("Hi?", "Yes."), tools=[tool])[0] in ("json", "template")
+
+
+def test_text_inside_json_is_there(place):
+    directory = place("(m.content | tojson if m.role == 'tool' else m.content)")
+    messages = [
+        *talk("Hi?", "Wait."),
+        {"role": "tool", "content": '{"a": "b\\n"}\n'},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    assert trained_texts(open_chat(directory), directory, messages) == [
+        "Wait.<|im_end|>Yes.<|im_end|>"
+    ]
+
+
+def test_rewritten_history_is_split_left_out_or_refused(place):
+    directory = place("(m.content if loop.last or m.role == 'user' else m.content + ' (old)')")
+    messages = talk("a", "Yes.", "b", "No.", "c", "So.")
+    ends = [f"{word}.<|im_end|>" for word in ("Yes", "No", "So")]
+    assert trained_texts(open_chat(directory), directory, messages) == ends
+    last = open_chat(directory, rewritten_history="last")
+    assert trained_texts(last, directory, messages) == ends[-1:]
+    assert last.sequences(Example(messages)).counts["rewritten"] == 2
+    key, why = key_of(open_chat(directory, rewritten_history="error"), messages)
+    assert key == "rewritten_history"
+    assert "split or last" in why
+    assert open_chat(directory, rewritten_history="error").sequences(Example(messages[:2]))
+
+
+def test_strings_are_trained_without_a_template(chatml):
+    for directory in (SAMPLE, chatml):
+        chat, tokens = open_chat(directory), open_tokenizer(directory)
+        example = Example((), text=("Say <|im_end|>", " yes<|endoftext|>"))
+        (one,) = chat.sequences(example).sequences
+        assert one.ids == [*tokens.encode("".join(example.text)), tokens.eos]
+        first = len(tokens.encode("Say <|im_end|>"))
+        assert one.trained == [n >= first for n in range(len(one.ids))]
+    assert open_chat(SAMPLE).sequences(replace(example, untrained=frozenset({0}))).sequences == ()
+
+
+def test_strings_that_merge_are_encoded_apart(chatml):
+    chat, tokens = open_chat(chatml), open_tokenizer(chatml)
+    found = chat.sequences(Example((), text=("The riv", "er flows.")))
+    (one,) = found.sequences
+    assert found.counts["straddles"] == 1
+    prompt = tokens.encode("The riv").tolist()
+    ((before, said),) = spans(one.ids, one.trained)
+    assert before == prompt
+    assert tokens.decode(said) == "er flows.<|endoftext|>"
+
+
+def test_the_first_id_is_never_trained(chatml):
+    (one,) = open_chat(chatml).sequences(Example((), text=("", "moss"))).sequences
+    assert one.trained[0] is False
+    assert one.trained[-1] is True
+
+
+def test_a_first_message_of_the_assistant_has_no_prompt(chatml):
+    chat = open_chat(chatml)
+    assert trained_ids(chat, [{"role": "assistant", "content": "Hello."}]) == []
+    messages = [{"role": "assistant", "content": "Hello."}, *talk("Hi?", "Yes.")]
+    assert trained_texts(chat, chatml, messages) == ["Yes.<|im_end|>"]
+
+
+def test_counts_add_up(chatml):
+    found = open_chat(chatml).sequences(Example(talk("Hi?", "Yes.", "So?", "No.")))
+    (one,) = found.sequences
+    size = len(one.ids)
+    assert found.counts == {
+        "sequences": 1, "ids": size, "longest_ids": size, "trained": sum(one.trained),
+    }  # fmt: skip
+
+
+def test_the_probe_changes_with_what_decides_the_ids(chatml, tmp_path):
+    assert len(PROBES) >= 20
+    probe = open_chat(chatml).probe()
+    assert probe == open_chat(chatml).probe()
+    assert len(probe) == 16
+    other = make(tmp_path / "other", (chatml / "chat_template.jinja").read_text() + " ", TOKENS)
+    changed = [
+        open_chat(chatml, train_turns="last").probe(),
+        open_chat(chatml, 30, too_long="truncate").probe(),
+        open_chat(other).probe(),
+        open_chat(make(tmp_path / "llama3", "llama3")).probe(),
+    ]
+    assert len({probe, *changed}) == 5
+    assert open_chat(chatml).digest != open_chat(other).digest
+
+
+def test_no_template_is_refused_where_one_is_needed():
+    chat = open_chat(SAMPLE)
+    assert chat.probe() == open_chat(SAMPLE).probe()
+    for ask in (chat.check, lambda: chat.sequences(Example(talk("Hi?", "Yes.")))):
+        with pytest.raises(UserError, match=r"chat\.template"):
+            ask()
+
+
+def test_a_long_conversation_is_encoded_once(chatml, monkeypatch):
+    chat = open_chat(chatml)
+    chat.check()
+    encoded = []
+    encode = chat._encoder._encode
+    monkeypatch.setattr(
+        chat._encoder, "_encode", lambda t, texts: encoded.extend(texts) or encode(t, texts)
+    )
+    texts = [f"moss and rain {n}" for n in range(60)]
+    (one,) = chat.sequences(Example(talk(*texts))).sequences
+    assert len(spans(one.ids, one.trained)) == 30
+    assert sum(map(len, encoded)) < 3 * len(chat.render(talk(*texts)))
+
+
+@pytest.mark.launches
+def test_neither_torch_nor_transformers_is_imported(chatml):
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from llmtrain.data.chat.chat import Chat, Settings\n"
+        f"settings = Settings({{}}, 'all', 'error', 'split', 'text', 'auto', {DEFAULTS.date!r})\n"
+        f"Chat(Path({str(chatml)!r}), settings, 1024).probe()\n"
+        "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert Chat
