@@ -17,7 +17,8 @@ import difflib
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 
 import torch
@@ -28,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import quantized
+from llmtrain.model.base import Base
 
 KEY = "adapter.targets"
 CONFIG_FILE = "adapter_config.json"  # as peft names it
@@ -148,44 +150,37 @@ def adapted(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
-def files(model: PreTrainedModel, base: Mapping[str, str | None]) -> dict[str, bytes]:
+def files(model: PreTrainedModel, base: Base) -> dict[str, bytes]:
     """Return name → content of the files beside an adapter's tensors.
 
-    base: what the adapter was trained on: `path`, `revision` and `digest`
+    base: what the adapter is trained on
 
     `PeftModel.from_pretrained(base, checkpoint)` reads the first one, a resumed run the second.
     """
     settings = model.peft_config[_NAME].to_dict() | {
-        "base_model_name_or_path": base["path"],
-        "revision": base["revision"],
+        "base_model_name_or_path": base.path,
+        "revision": base.revision,
         "inference_mode": True,
         "target_modules": short_names(model),
     }
     # peft's sets are sorted, since their order differs from process to process.
     text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)
-    return {CONFIG_FILE: text.encode(), BASE_FILE: json.dumps({"base": dict(base)}).encode()}
+    return {CONFIG_FILE: text.encode(), BASE_FILE: json.dumps({"base": asdict(base)}).encode()}
 
 
-def refuse_other_base(saved: bytes, base: Mapping[str, str | None], checkpoint: str) -> None:
+def refuse_other_base(saved: bytes, base: Base, checkpoint: str) -> None:
     """Raise UserError if a checkpoint's adapter was trained on another base than this one.
 
     saved: its `adapter.json`
-    base: as in `files`
-
     A directory that was moved is the same base.
     """
-    was = json.loads(saved)["base"]
-    key = "digest" if was["digest"] else "revision"
-    if was[key] == base[key] and (key == "digest" or was["path"] == base["path"]):
+    was = Base(**json.loads(saved)["base"])
+    same_place = was.digest is not None or was.path == base.path
+    if (was.digest, was.revision) == (base.digest, base.revision) and same_place:
         return
-    expected = f"{_in_words(was)}, on which the adapter in {checkpoint} was trained"
+    expected = f"{was}, on which the adapter in {checkpoint} was trained"
     remedy = "put it back, or begin again in another run.dir"
-    raise UserError(Problem("model.from", _in_words(base), expected, remedy))
-
-
-def _in_words(base: Mapping[str, str | None]) -> str:
-    mark = base["revision"] or base["digest"]
-    return f"{base['path']}@{mark[:12]}" if mark else str(base["path"])
+    raise UserError(Problem("model.from", base, expected, remedy))
 
 
 def _adaptable(model: PreTrainedModel) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,15 +69,25 @@ def special_tokens(
     )
 
 
-def token_ids(path: str | Path, entries: Sequence[str]) -> tuple[int, ...]:
+def token_ids(
+    path: str | Path, entries: Sequence[str], revision: str | None = None
+) -> tuple[int, ...]:
     """Return the ids of entries of the tokenizer in a directory or of a Hub id.
+
+    revision: of the Hub id; None = main
 
     Raises UserError for each one that it does not have.
     """
-    known = load(str(path), None).get_vocab()
-    key, expected = "adapter.train_tokens", "an entry of the run's tokenizer"
-    raise_any(Problem(key, one, expected) for one in entries if one not in known)
+    known = load(str(path), revision).get_vocab()
+    key, expected = "adapter.train_tokens", "an entry of the run's tokenizer, as its files write it"
+    unknown = (one for one in entries if one not in known)
+    raise_any(Problem(key, one, expected, _with_blank(one, known)) for one in unknown)
     return tuple(sorted({known[one] for one in entries}))
+
+
+def _with_blank(entry: str, known: Container[str]) -> str:
+    """Return how a tokenizer writes a word with a blank before it, if it has that."""
+    return next((f"{mark}{entry}" for mark in "Ġ▁" if f"{mark}{entry}" in known), "")
 
 
 def load(path: str, revision: str | None) -> Any:

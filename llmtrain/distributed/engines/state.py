@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +27,8 @@ from torch.optim import Optimizer
 
 from llmtrain.distributed.optimizer_state import states
 from llmtrain.types import DTYPES, Algorithm, Piece, Spec, StateSpec, TensorSpec, tensor_bytes
+
+ADAPTER = "adapter_model.safetensors"  # the file of an adapter's tensors, as peft calls it
 
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
 
@@ -47,9 +48,9 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
         for name, parameter in trained_parameters(model, optimizer).items()
         for key, tensor in kept[id(parameter)].items()
     }
-    kind, most = ("adapter_model", sys.maxsize) if has_adapters(model) else ("model", shard_bytes)
+    adapter = {ADAPTER: weights} if has_adapters(model) else None
     return {
-        **files(kind, weights, most, numbered=False),
+        **(adapter or files("model", weights, shard_bytes, numbered=False)),
         **files("optimizer", moments, shard_bytes, numbered=True),
     }
 

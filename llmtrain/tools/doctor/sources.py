@@ -176,7 +176,7 @@ def _describe(case: Case) -> tuple[Verdict, Spec]:
         found = model_config(config.model, tokens, config.data.seq_len, base)
     built = on_meta(found)
     freeze(built, config.model.freeze)
-    adapters.attach(built, config.adapter, trained_tokens(config, None, base), meta=True)
+    adapters.attach(built, config.adapter, trained_tokens(config, base, None), meta=True)
     optimizer = make_optimizer(built, config.optimizer, fused=False)
     trained = isinstance(config.model.tokenizer, TrainTokenizer)
     spec = state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30))

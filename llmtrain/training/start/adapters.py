@@ -6,7 +6,6 @@ A checkpoint holds them alone. So the base is read again at each start, and must
 from __future__ import annotations
 
 import importlib.resources
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,27 +43,26 @@ def attach(config: Config, processes: Processes, model: PreTrainedModel, *, meta
     """Attach the adapters that the config asks for to a model; nothing if it asks for none."""
     auto = processes.auto.run
     asked = resolve_adapter(config, processes.auto)
-    tokens = trained_tokens(config, config.run_dir / contents.TOKENIZER, processes.base)
+    tokens = trained_tokens(config, processes.base, config.run_dir / contents.TOKENIZER)
     dtype = torch.bfloat16 if auto["precision"] == "bf16" else torch.float32
     adapters.attach(model, asked, tokens, meta=meta, dtype=dtype)
     if asked.kind != "none":
         auto[_TARGETS] = adapters.short_names(model)
 
 
-def trained_tokens(
-    config: Config, tokenizer: Path | None, base: Base | None
-) -> tuple[int, ...]:
+def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) -> tuple[int, ...]:
     """Return the ids whose embeddings are trained with the adapters (`adapter.train_tokens`).
 
+    base: what the run begins with
     tokenizer: the directory of the run's tokenizer; None = there is none yet
 
     Raises UserError for an entry that the tokenizer does not have.
     """
     asked, named = config.adapter.train_tokens, config.model.tokenizer
-    if config.adapter.kind == "none":
+    if config.adapter.kind == "none" or base is None:
         return ()
     if asked == "auto":  # what this run's tokenizer has beyond that of the base
-        if tokenizer is None or named != "auto" or base is None:
+        if tokenizer is None or named != "auto":
             return ()
         first = special_tokens(base.path, base.revision).length
         return tuple(range(first, special_tokens(tokenizer).length))
@@ -75,10 +73,12 @@ def trained_tokens(
     if named == "sample":
         with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as at:
             return token_ids(at, asked)
-    return token_ids(base.path if named == "auto" and base else named, asked)
+    if named == "auto":
+        return token_ids(base.path, asked, base.revision)
+    return token_ids(named, asked)
 
 
-def check_base(config: Config, found: Found, base: Base | None) -> None:
+def check_base(config: Config, base: Base | None, found: Found) -> None:
     """Refuse a base other than that on which a checkpoint's adapter was trained.
 
     In a run without adapters, refuse a checkpoint of adapters.
@@ -86,10 +86,10 @@ def check_base(config: Config, found: Found, base: Base | None) -> None:
     beside = found.path / adapters.BASE_FILE
     if not beside.is_file():
         return
-    if config.adapter.kind == "none":
+    if config.adapter.kind == "none" or base is None:
         read.refuse_adapters(found, [adapters.CONFIG_FILE])
-    assert base is not None, "adapters need model.from"
-    adapters.refuse_other_base(beside.read_bytes(), asdict(base), found.name)
+    else:
+        adapters.refuse_other_base(beside.read_bytes(), base, found.name)
 
 
 def adapter_files(
@@ -100,14 +100,13 @@ def adapter_files(
     Returns {} for a run of all weights. Collective. Raises RunError (75) if replicas of the base
     differ, which is compared only now, as it does not change.
     """
-    if config.adapter.kind == "none":
-        return {}
     launched, base = processes.launched, processes.base
-    assert base is not None, "adapters need model.from"
+    if config.adapter.kind == "none" or base is None:
+        return {}
     agreed(launched.ranks, lambda: _check_filled(launched, spec))
     differing = launched.engine.unequal_replicas(base=True)
     check_replicas(differing, 0, lambda *_event, **_details: None)
-    return adapters.files(model, asdict(base))
+    return adapters.files(model, base)
 
 
 def _check_filled(launched: Launched, spec: Spec) -> None:

@@ -108,8 +108,8 @@ def _adapter(
 ) -> tuple[AdapterConfig, tuple[int, ...]]:
     """Return the settings of the adapters, and the tokens that are trained with them."""
     if run_dir is None or not _has_begun(run_dir):
-        return config.adapter, trained_tokens(config, None, base)
-    tokens = trained_tokens(config, run_dir / contents.TOKENIZER, base)
+        return config.adapter, trained_tokens(config, base, None)
+    tokens = trained_tokens(config, base, run_dir / contents.TOKENIZER)
     return resolve_adapter(config, Auto(run_dir, "")), tokens
 
 

@@ -117,7 +117,7 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     launched, base = processes.launched, processes.base
     ranks, adapted = launched.ranks, config.adapter.kind != "none"
     if found:
-        on_rank_zero(ranks, lambda: check_base(config, found, base))
+        on_rank_zero(ranks, lambda: check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
 

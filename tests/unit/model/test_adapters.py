@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.engines import state
 from llmtrain.errors import UserError
 from llmtrain.model import adapters, recompute
+from llmtrain.model.base import Base
 from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import census, on_meta
@@ -56,7 +58,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }  # fmt: skip
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-BASE = {"path": "a/b", "revision": "1f3c0123456789ab", "digest": None}
+BASE = Base("a/b", "1f3c0123456789ab", None)
 KINDS = ("lora", "dora", "rslora")
 
 # peft asks a model for what has another name now; a run does not load adapters through it.
@@ -296,7 +298,7 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
     assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8, 0.25)
     assert settings["use_dora"] is True
     assert settings["inference_mode"] is True
-    assert json.loads(files["adapter.json"]) == {"base": BASE}
+    assert json.loads(files["adapter.json"]) == {"base": asdict(BASE)}
     some = adapted(targets=["*layers.1.*.q_proj"])
     assert adapters.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
@@ -304,22 +306,22 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
 def test_bad_input_13_an_adapter_of_another_base_is_refused() -> None:
     saved = adapters.files(adapted(), BASE)["adapter.json"]
     adapters.refuse_other_base(saved, BASE, "step-00000004")
-    other = {"path": "c/d", "revision": "9e0d0123456789ab", "digest": None}
+    other = Base("c/d", "9e0d0123456789ab", None)
     with pytest.raises(UserError) as raised:
         adapters.refuse_other_base(saved, other, "step-00000004")
     (problem,) = raised.value.problems
-    assert (problem.key, problem.value) == ("model.from", "c/d@9e0d01234567")
+    assert (problem.key, str(problem.value)) == ("model.from", "c/d@9e0d01234567")
     assert problem.expected == (
         "a/b@1f3c01234567, on which the adapter in step-00000004 was trained"
     )
 
 
 def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not() -> None:
-    was = {"path": "/old", "revision": None, "digest": "aa"}
-    saved = json.dumps({"base": was}).encode()
-    adapters.refuse_other_base(saved, was | {"path": "/new"}, "step-00000004")
+    was = Base("/old", None, "aa")
+    saved = json.dumps({"base": asdict(was)}).encode()
+    adapters.refuse_other_base(saved, replace(was, path="/new"), "step-00000004")
     with pytest.raises(UserError, match="/old@aa"):
-        adapters.refuse_other_base(saved, was | {"digest": "bb"}, "step-00000004")
+        adapters.refuse_other_base(saved, replace(was, digest="bb"), "step-00000004")
 
 
 @pytest.mark.parametrize("kind", KINDS)

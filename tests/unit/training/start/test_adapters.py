@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import state
 from llmtrain.errors import RunError, UserError
 from llmtrain.model import adapters
-from llmtrain.model.identity import identity
+from llmtrain.model.base import Base
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.start.adapters import (
     adapter_files,
@@ -28,6 +29,8 @@ from llmtrain.training.start.adapters import (
     trained_tokens,
 )
 from llmtrain.types import Piece
+
+BASE = Base("a/b", "ab", None)
 
 
 def config(folder: Path, *overrides: str) -> Config:
@@ -50,21 +53,22 @@ def test_tokens_that_the_run_added_are_trained_or_those_that_are_named(tmp_path:
     tokenizer.add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
     own = tmp_path / "own"
     tokenizer.save_pretrained(own)
-    assert trained_tokens(config(tmp_path), own) == (length, length + 1)
-    assert trained_tokens(config(tmp_path), tmp_path / "base") == ()
-    assert trained_tokens(config(tmp_path), None) == ()
+    base = Base(str(tmp_path / "base"), None, None)
+    assert trained_tokens(config(tmp_path), base, own) == (length, length + 1)
+    assert trained_tokens(config(tmp_path), base, tmp_path / "base") == ()
+    assert trained_tokens(config(tmp_path), base, None) == ()
     named = config(tmp_path, "adapter.train_tokens=['<|two|>', '<|endoftext|>']")
-    assert trained_tokens(named, own) == (0, length + 1)
-    assert trained_tokens(config(tmp_path, "adapter.train_tokens=[]"), own) == ()
+    assert trained_tokens(named, base, own) == (0, length + 1)
+    assert trained_tokens(config(tmp_path, "adapter.train_tokens=[]"), base, own) == ()
     with pytest.raises(UserError, match=r"adapter\.train_tokens = <\|two\|>"):
-        trained_tokens(named, None)  # by the tokenizer of the base, which does not have it
+        trained_tokens(named, base, None)  # by the tokenizer of the base, which does not have it
     sample = config(tmp_path, "model.tokenizer=sample", "adapter.train_tokens=['<|endoftext|>']")
-    assert trained_tokens(sample, None) == (0,)
+    assert trained_tokens(sample, base, None) == (0,)
 
 
 def test_a_run_without_adapters_trains_no_rows(tmp_path: Path) -> None:
     plain = loaded(tmp_path, "adapter.train_tokens=[a]")
-    assert trained_tokens(plain, tmp_path / "nowhere") == ()
+    assert trained_tokens(plain, None, tmp_path / "nowhere") == ()
 
 
 def weights(folder: Path, seed: int = 0) -> LlamaForCausalLM:
@@ -78,22 +82,24 @@ def weights(folder: Path, seed: int = 0) -> LlamaForCausalLM:
 def test_the_base_of_a_checkpoint_is_that_of_the_run_or_the_start_is_refused(
     tmp_path: Path,
 ) -> None:
-    weights(tmp_path / "base")
     checkpoint = tmp_path / "step-00000004"
     checkpoint.mkdir()
     found = Found(checkpoint, checkpoint.name, 4, {})
-    check_base(config(tmp_path), found, None)  # a checkpoint of whole weights is refused later
-    base = identity(str(tmp_path / "base"), None)
-    (checkpoint / "adapter.json").write_text(json.dumps({"base": base}))
-    check_base(config(tmp_path), found, None)
-    weights(tmp_path / "base", seed=1)
+    check_base(config(tmp_path), BASE, found)  # a checkpoint of whole weights is refused later
+    (checkpoint / "adapter.json").write_text(json.dumps({"base": asdict(BASE)}))
+    check_base(config(tmp_path), BASE, found)
     with pytest.raises(UserError, match="on which the adapter in step-00000004 was trained"):
-        check_base(config(tmp_path), found, None)
-    with pytest.raises(UserError, match=r"LoRA adapters \(adapter_config.json\)"):
-        check_base(loaded(tmp_path), found, None)
+        check_base(config(tmp_path), replace(BASE, revision="cd"), found)
+    with pytest.raises(UserError, match=r"LoRA adapters \(adapter_config\.json\)"):
+        check_base(loaded(tmp_path), None, found)
 
 
-def launched(model: LlamaForCausalLM, differing: dict[str, list[int]] | None = None) -> Any:
+def llama() -> LlamaForCausalLM:
+    shape: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **shape))
+
+
+def processes(model: LlamaForCausalLM, differing: dict[str, list[int]] | None = None) -> Any:
     """One process whose engine holds the model as it is."""
 
     def pieces(_spec: object, *, writing: bool) -> list[Piece]:
@@ -102,28 +108,28 @@ def launched(model: LlamaForCausalLM, differing: dict[str, list[int]] | None = N
         return [Piece(name, 0, one.detach().view(-1)) for name, one in held]
 
     engine = SimpleNamespace(pieces=pieces, unequal_replicas=lambda *, base: differing or {})
-    return SimpleNamespace(ranks=Alone(), engine=engine)
+    return SimpleNamespace(launched=SimpleNamespace(ranks=Alone(), engine=engine), base=BASE)
 
 
 def test_an_adapter_without_values_is_noticed_before_it_trains_in_vain(tmp_path: Path) -> None:
-    model = weights(tmp_path / "base")
+    model = llama()
     adapters.attach(model, config(tmp_path).adapter)
-    files = adapter_files(config(tmp_path), launched(model), model, {}, None)
+    files = adapter_files(config(tmp_path), processes(model), model, {})
     assert files.keys() == {"adapter_config.json", "adapter.json"}
-    assert json.loads(files["adapter.json"])["base"] == identity(str(tmp_path / "base"), None)
+    assert json.loads(files["adapter.json"])["base"] == asdict(BASE)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.lora_A.default.weight.zero_()
     with pytest.raises(RuntimeError, match=r"1 adapters have no values here, .*up_proj\.lora_A"):
-        adapter_files(config(tmp_path), launched(model), model, {}, None)
+        adapter_files(config(tmp_path), processes(model), model, {})
 
 
 def test_replicas_of_the_base_that_differ_end_the_start(tmp_path: Path) -> None:
-    model = weights(tmp_path / "base")
+    model = llama()
     adapters.attach(model, config(tmp_path).adapter)
     differing = {"lm_head.weight": [1]}
     with pytest.raises(RunError, match=r"different weights at step 0: lm_head\.weight \(rank 1\)"):
-        adapter_files(config(tmp_path), launched(model, differing), model, {}, None)
+        adapter_files(config(tmp_path), processes(model, differing), model, {})
 
 
 def test_a_run_of_all_weights_has_no_such_files(tmp_path: Path) -> None:
-    assert adapter_files(loaded(tmp_path), None, None, {}, None) == {}
+    assert adapter_files(loaded(tmp_path), processes(llama()), llama(), {}) == {}
