@@ -5,13 +5,11 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import GroupConfig, OptimizerConfig
+from llmtrain.config.schema import AdapterConfig, GroupConfig, OptimizerConfig
 from llmtrain.distributed import optimizer_state
 from llmtrain.errors import UserError
-from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
-from llmtrain.config.schema import AdapterConfig, OptimizerConfig
 from llmtrain.model import adapters
-from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
 
 
 def tiny(tied: bool, **changes: int) -> LlamaForCausalLM:

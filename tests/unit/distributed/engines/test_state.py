@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
-from llmtrain.config.schema import OptimizerConfig
-from llmtrain.distributed.engines import state
 from llmtrain.config.schema import AdapterConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
 from llmtrain.model import adapters
