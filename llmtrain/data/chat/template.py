@@ -97,6 +97,11 @@ def template_text(asked: str) -> tuple[str, tuple[str, ...]]:
         raise UserError(Problem("chat.template", asked, expected)) from error
 
 
+def template_tokens(asked: str | None) -> tuple[str, ...]:
+    """Return the tokens that `chat.template` adds to a tokenizer that lacks them."""
+    return NAMED.get(asked or "", ())
+
+
 def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Template:
     """Open the template of a tokenizer's directory.
 

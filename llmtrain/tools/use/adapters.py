@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.model.base import Base
 from llmtrain.tools.use import tensors
 from llmtrain.types import TensorSpec
 
@@ -31,18 +31,6 @@ _PREFIX = "base_model.model."  # of all names in the file, as of a `PeftModel`
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The model that an adapter was trained on.
-
-    path: a directory, or a Hub id
-    revision: the commit of a Hub id; None for a directory
-    """
-
-    path: str
-    revision: str | None
-
-
 def base_of(directory: Path) -> Base:
     """Return what an adapter was trained on, from `adapter.json`, else from peft's own file.
 
@@ -50,10 +38,10 @@ def base_of(directory: Path) -> Base:
     """
     named = _json(directory / BASE).get("base") if (directory / BASE).exists() else None
     if isinstance(named, dict) and named.get("path"):
-        return Base(str(named["path"]), named.get("revision"))
+        return Base(str(named["path"]), named.get("revision"), named.get("digest"))
     settings = _json(directory / CONFIG)
     if path := settings.get("base_model_name_or_path"):
-        return Base(str(path), settings.get("revision"))
+        return Base(str(path), settings.get("revision"), None)
     expected = "an adapter that names the model that it was trained on"
     raise UserError(Problem(str(directory / CONFIG), None, expected))
 

@@ -9,7 +9,8 @@ from typing import Any
 from llmtrain.data.manifest import glance
 from llmtrain.errors import harmless
 from llmtrain.rundir import contents, record
-from llmtrain.tools.use.adapters import Base, base_of
+from llmtrain.model.base import Base
+from llmtrain.tools.use.adapters import base_of
 from llmtrain.tools.use.target import Target
 
 _SHOWN_VERSIONS = ("llmtrain", "torch", "transformers", "peft")
@@ -74,11 +75,9 @@ def _base(target: Target) -> Base | None:
     """Return the model that training started from; None for one trained from scratch."""
     if target.is_adapter:
         return base_of(target.directory)
-    settings: Mapping[str, Any] = target.state.get("config") or {}
-    if path := settings.get("model.from"):
-        frozen = (target.state.get("auto") or {}).get("run") or {}
-        return Base(str(path), frozen.get("revision"))
-    return None
+    frozen: Mapping[str, Any] = (target.state.get("auto") or {}).get("run") or {}
+    kept = frozen.get("base")
+    return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
 
 
 def _license(base: Base | None) -> str | None:

@@ -25,7 +25,8 @@ def texts(given: str) -> Iterator[str]:
     given: what `data.sources.path` may be; or a config, whose evaluation.sources or held-out
         documents are meant, at most its evaluation.max_documents
 
-    Raises UserError for what cannot be read, and for a token cache, which has no text.
+    Raises UserError for what cannot be read, for conversations, and for a token cache, which has
+    no text.
     """
     if given.endswith(_CONFIG):
         config = load_config(given)
@@ -46,4 +47,8 @@ def texts(given: str) -> Iterator[str]:
     for source in sources:
         if source.cached:
             raise UserError(Problem(KEY, source.path, "documents of text, not a token cache"))
+        if source.form is not None:
+            remedy = "--data RUN scores the held-out conversations of a run, also with other models"
+            expected = "documents of text, not conversations"
+            raise UserError(Problem(KEY, source.path, expected, remedy))
     return islice(heldout.texts(sources, settings.seed, reading), limit)

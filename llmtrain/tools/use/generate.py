@@ -11,10 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.data.chat.chat import Chat
+from llmtrain.data.chat.rows import BadRowError
+from llmtrain.data.manifest import ChatFacts, glance
+from llmtrain.data.tokens.encode import open_chat
 from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.hashing import mix
+from llmtrain.rundir import contents
 from llmtrain.tools.use.load import Opened, open_model
-from llmtrain.tools.use.target import KEY, find
+from llmtrain.tools.use.target import KEY, Target, find
 
 Told = Callable[[str], object]  # gets the text as it is written
 _SEED_STREAM = 9  # for `mix`
@@ -125,23 +130,33 @@ def _text_ids(opened: Opened, text: str) -> list[int]:
 
 
 def _chat_ids(opened: Opened, turns: list[dict[str, str]]) -> list[int]:
-    """Return the ids of a conversation up to where the answer begins."""
+    """Return the ids of a conversation up to where the answer begins.
+
+    They are those of training, for a checkpoint of a run with conversations.
+    """
     from jinja2 import TemplateError
 
     try:
+        if template := _template_of(opened.target):
+            return template.prompt_ids(turns)
         text = opened.tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True
         )
-    except TemplateError as error:
+    except (TemplateError, BadRowError) as error:
         expected = f"messages that the chat template takes ({first_line(error)})"
         raise UserError(Problem("--chat", turns[-1]["content"], expected)) from error
-    ids: list[int] = opened.tokenizer(text + lead(opened), add_special_tokens=False).input_ids
+    ids: list[int] = opened.tokenizer(text, add_special_tokens=False).input_ids
     return ids
 
 
-def lead(opened: Opened) -> str:
-    """Return what stands between the template's prompt and an answer in training."""
-    return ""
+def _template_of(target: Target) -> Chat | None:
+    """Return the template of a checkpoint as its run used it; None for any other model."""
+    manifest = target.run_dir / contents.MANIFEST if target.run_dir else None
+    if manifest is None or not manifest.is_file():
+        return None
+    stored = glance(manifest)
+    facts = stored.get("chat")
+    return open_chat(target.directory, ChatFacts(**facts) if facts else None, stored["seq_len"])
 
 
 def _write(

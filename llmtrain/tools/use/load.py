@@ -13,6 +13,7 @@ from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.tools.use import adapters, four_bits
 from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id
+from llmtrain.training.start.base import changed
 
 if TYPE_CHECKING:
     import torch
@@ -102,11 +103,13 @@ def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> A
 def base_directory(adapter: Path) -> Path:
     """Return the directory of the model that an adapter was trained on.
 
-    A model of the Hub is downloaded at its commit. Raises UserError if it is not there.
+    A model of the Hub is downloaded at its commit. Raises UserError if it is not there, or is a
+    directory with other weights.
     """
     base = adapters.base_of(adapter)
-    if not Path(base.path).is_dir() and not is_hub_id(base.path):
-        expected = "the model that the adapter was trained on, where it was; it is gone"
+    on_hub = is_hub_id(base.path) and not Path(base.path).is_dir()
+    if not on_hub and (said := changed(base)):
+        expected = f"the model that the adapter was trained on ({base}); that directory {said}"
         raise UserError(Problem(f"base of {adapter.name}", base.path, expected, "put it back"))
     return download(base.path, base.revision)
 

@@ -15,6 +15,7 @@ from llmtrain.agreement import agreed
 from llmtrain.checkpoint import read
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
+from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.model import adapters
 from llmtrain.model.base import Base
@@ -62,9 +63,12 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     if config.adapter.kind == "none" or base is None:
         return ()
     if asked == "auto":  # what this run's tokenizer has beyond that of the base
-        if tokenizer is None or named != "auto":
+        if named != "auto":
             return ()
         first = special_tokens(base.path, base.revision).length
+        if tokenizer is None:  # as it will be
+            added = template_tokens(config.chat.template)
+            return tuple(range(first, special_tokens(base.path, base.revision, added).length))
         return tuple(range(first, special_tokens(tokenizer).length))
     if tokenizer is not None:
         return token_ids(tokenizer, asked)

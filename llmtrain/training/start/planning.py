@@ -23,8 +23,8 @@ import torch
 
 from llmtrain.checkpoint import format as form
 from llmtrain.config.checks import supported, unsplit, unsupported
-from llmtrain.config.schema import AdapterConfig, ChatConfig, Config, TrainTokenizer
-from llmtrain.data.chat.template import NAMED
+from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
+from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family
@@ -337,17 +337,12 @@ def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
         return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
         # Its one special token is its first entry.
-        return SpecialTokens(asked.train + len(template_tokens(config.chat)), 0, 0, 0)
+        return SpecialTokens(asked.train + len(template_tokens(config.chat.template)), 0, 0, 0)
     if asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")
         with importlib.resources.as_file(sample) as folder:
-            return special_tokens(folder, added=template_tokens(config.chat))
+            return special_tokens(folder, added=template_tokens(config.chat.template))
     return None
-
-
-def template_tokens(chat: ChatConfig) -> tuple[str, ...]:
-    """Return the tokens that a named chat template adds to the tokenizer, if it lacks them."""
-    return NAMED.get(chat.template or "", ())
 
 
 def _tokens(config: Config, run_dir: Path | None, base: Base | None) -> SpecialTokens:
@@ -357,5 +352,5 @@ def _tokens(config: Config, run_dir: Path | None, base: Base | None) -> SpecialT
         return own
     if asked == "auto":
         assert base is not None  # `auto` is the tokenizer of model.from
-        return special_tokens(base.path, base.revision, template_tokens(config.chat))
-    return special_tokens(str(asked), added=template_tokens(config.chat))
+        return special_tokens(base.path, base.revision, template_tokens(config.chat.template))
+    return special_tokens(str(asked), added=template_tokens(config.chat.template))

@@ -96,7 +96,7 @@ def _write(
     config: Config, found: Survey, directory: Path, base: Base | None, date: str | None = None
 ) -> None:
     """Write tokenizer and manifest. date: that of the run, for chat templates; None = now"""
-    _tokenizer(config, found, directory / TOKENIZER, base)
+    make_tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
     facts = None
@@ -155,8 +155,11 @@ def load_manifest(config: Config, run_dir: Path) -> Manifest:
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
-def _tokenizer(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
-    """Write the run's tokenizer directory, completely or not at all."""
+def make_tokenizer(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
+    """Write the run's tokenizer directory, with its chat template, completely or not at all.
+
+    Raises UserError for a tokenizer or template that cannot be read.
+    """
     if directory.exists():
         return
     partial = directory.with_name(f"{directory.name}.partial")
