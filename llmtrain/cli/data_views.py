@@ -91,13 +91,25 @@ def _block(block: Shown) -> Iterator[str]:
     source = "no source" if block.source is None else harmless(block.source)
     yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
     edges = [0, *block.borders, len(block.text)]
-    texts = [block.text[start:stop] for start, stop in pairwise(edges)]
+    texts = [_marked(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
         if number:
             yield f"{INDENT}-------- document border"
         yield from _text(text)
     if len(texts) > SHOWN_DOCUMENTS:
         yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
+
+
+def _marked(block: Shown, start: int, stop: int) -> str:
+    """Return the text of a document, in ⟦…⟧ what is trained of it: of a conversation, only its answers."""
+    text = block.text[start:stop]
+    parts = [(max(a, start) - start, min(b, stop) - start) for a, b in block.trained]
+    parts = [(a, b) for a, b in parts if a < b]
+    if not block.conversations:
+        return text
+    for a, b in reversed(parts):
+        text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
+    return text
 
 
 def _text(text: str) -> Iterator[str]:

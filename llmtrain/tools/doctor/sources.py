@@ -107,7 +107,9 @@ def _template(case: Case, found: Survey) -> str | None:
             asks_base = config.model.tokenizer == "auto"
             base = known_base(config.model, case.run_dir) if asks_base else None
             make_tokenizer(config, found, directory, base)
-        chat = Chat(directory, settings_of(config.chat, datetime.now().isoformat()), config.data.seq_len)
+        chat = Chat(
+            directory, settings_of(config.chat, datetime.now().isoformat()), config.data.seq_len
+        )
         if not chat.has_template:
             return None
         return f"conversations by {name} template, a turn ends with {chat.check().text}"

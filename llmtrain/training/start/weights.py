@@ -76,6 +76,8 @@ def build_model(
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     built = _build(config, processes, found)
+    if base is not None:
+        on_rank_zero(ranks, lambda: _keep_generation(built.bare, base, found))
     if data.chat is not None and data.chat.end_of_turn is not None:
         end_turns(built.bare, data.chat.end_of_turn["id"])
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
@@ -106,6 +108,18 @@ def end_turns(model: PreTrainedModel, token: int) -> None:
         known = config.eos_token_id
         ends = known if isinstance(known, list) else [] if known is None else [known]
         config.eos_token_id = ends if token in ends else [*ends, token]
+
+
+def _keep_generation(model: PreTrainedModel, base: Base, found: Found | None) -> None:
+    """Give a model the generation config of its checkpoint, or of what the run begins with.
+
+    A model that is made from its config alone has none of their end tokens. Rank 0 saves it.
+    """
+    where, revision = (str(found.path), None) if found else (base.path, base.revision)
+    with contextlib.suppress(OSError):  # it has none: the one made from config.json is kept
+        model.generation_config = GenerationConfig.from_pretrained(
+            where, revision=revision or "main"
+        )
 
 
 def _build(config: Config, processes: Processes, found: Found | None) -> Built:
