@@ -99,9 +99,10 @@ def renamed(available: Iterable[str], columns: Mapping[str, str], key: str) -> t
     return tuple(ours.get(name, name) for name in names if name not in hidden)
 
 
-def form_of(columns: Iterable[str]) -> str | None:
+def form_of(columns: Iterable[str], key: str) -> str | None:
     """Return the form of a source with these columns (our names), or None if it has no form.
 
+    key: the config key of `columns`, for the message
     Raises PreferenceDataError for preference pairs alone.
     """
     names = set(columns)
@@ -111,7 +112,7 @@ def form_of(columns: Iterable[str]) -> str | None:
     if {"chosen", "rejected"} <= names:
         expected = "messages, conversations, prompt and completion, or instruction and output"
         remedy = "preference data is not trained here; export, then trl"
-        raise PreferenceDataError(Problem("columns", "chosen, rejected", expected, remedy))
+        raise PreferenceDataError(Problem(key, "chosen, rejected", expected, remedy))
     return None
 
 
