@@ -1,4 +1,4 @@
-"""The first conversations of a run: what is wrong with them is one message, before the run begins."""
+"""The first conversations of a run: what is wrong with them is told before it begins."""
 
 import pytest
 from helpers import chats, corpus

@@ -315,12 +315,6 @@ def test_conversations_are_refused_and_nothing_is_written(tmp_path, template):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK]
 
 
-def test_a_token_cache_is_not_tokenized_again(place, straight, tmp_path):
-    config = write_config(tmp_path / "c.yaml", place / "straight")
-    with pytest.raises(UserError, match="is tokenized already"):
-        tokenize(load_config(config), tmp_path / "out", 1, quiet)
-
-
 def test_a_run_that_reserves_the_tokens_of_a_template_takes_the_cache(tmp_path):
     texts = corpus.write_jsonl(tmp_path / "text.jsonl", corpus.articles(20))
     config = write_config(tmp_path / "c.yaml", texts, chat__template="chatml")
