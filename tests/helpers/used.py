@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from helpers import corpus
 from helpers.checkpoints import RUN, save, whole
+from helpers.ranks import ROOT, Server
 from helpers.runs import eval_line, start_line, status, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
@@ -190,6 +191,16 @@ def logits(made: Any, rows: int = 300) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = made(ids).logits
     return found
+
+
+def given(server: Server, folder: Path, words: list[str]) -> str:
+    """What a command of llmtrain, given in a folder, prints; it must end with 0."""
+    assert words[0] == "llmtrain"
+    out = folder / "printed.txt"
+    call = ["call", "helpers.used", "command", str(out), *words[1:]]
+    codes = server.run(call, 1, folder, {"PYTHONPATH": str(ROOT)})
+    assert codes == [0], f"{words}\n{(folder / 'output.txt').read_text()}"
+    return out.read_text()
 
 
 def command(output: str, *arguments: str) -> None:
