@@ -11,6 +11,7 @@ from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.base import Base
 from llmtrain.tools.use import adapters, four_bits
 from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id
 from llmtrain.training.start.base import changed
@@ -68,7 +69,7 @@ def open_model(
         base = base_directory(target.directory) if target.is_adapter else target.directory
         config = config_of(base)
         stored = config.dtype
-        model: Any = build.build(config, ModelConfig.model_validate({"from": str(base)}), None)
+        model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
     if tokenizer.eos_token_id is None:
         raise UserError(Problem(KEY, target.given, "a tokenizer with an end-of-text token"))
     if seq_len is not None:

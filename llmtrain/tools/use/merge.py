@@ -20,6 +20,7 @@ from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.state import persistent_buffers
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import build
+from llmtrain.model.base import Base
 from llmtrain.model.shape import on_meta
 from llmtrain.tools.use import adapters, four_bits, tensors
 from llmtrain.tools.use.load import base_directory, config_of, rows_of
@@ -163,7 +164,7 @@ def _base_reader(base: Path, config: Any) -> Callable[[str], Tensor]:
     stored = tensors.of_model(base)
     if _fits(stored, _tensors(on_meta(config))):
         return stored.read
-    model: Any = build.build(config, ModelConfig.model_validate({"from": str(base)}), None)
+    model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
     values = _tensors(model)
     return lambda name: values[name].detach().clone()  # merging changes it in place
 
