@@ -101,14 +101,14 @@ def _block(block: Shown) -> Iterator[str]:
 
 
 def _marked(block: Shown, start: int, stop: int) -> str:
-    """Return the text of a document, in ⟦…⟧ what is trained of it: of a conversation, only its answers."""
+    """Return the text of a document; of a conversation in ⟦…⟧ what is trained."""
     text = block.text[start:stop]
-    parts = [(max(a, start) - start, min(b, stop) - start) for a, b in block.trained]
-    parts = [(a, b) for a, b in parts if a < b]
     if not block.conversations:
         return text
-    for a, b in reversed(parts):
-        text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
+    for begin, end in reversed(block.trained):
+        a, b = max(begin, start) - start, min(end, stop) - start
+        if a < b:
+            text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
     return text
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from helpers.runs import eval_line, start_line, status, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
 from llmtrain.checkpoint import format as form
+from llmtrain.config.schema import ModelConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reading
 from llmtrain.data.tokens.encode import Encoder
@@ -27,6 +29,7 @@ from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
 from llmtrain.training.run_state import model_files
+from llmtrain.training.start.base import find_base
 from llmtrain.types import TensorSpec
 
 SEQ_LEN = 32
@@ -158,7 +161,7 @@ def adapter(folder: Path, base: Path, tokenizer_files: Path, **settings: Any) ->
     made.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # peft's
     (folder / "adapter.json").write_text(
-        json.dumps({"base": {"path": str(base), "revision": None, "digest": "0"}})
+        json.dumps({"base": asdict(find_base(ModelConfig.model_validate({"from": str(base)})))})
     )
     for name in text(tokenizer_files):
         shutil.copy(tokenizer_files / name, folder / name)
