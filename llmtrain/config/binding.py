@@ -86,11 +86,13 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    unset = _unset()
+    unset, idle = _unset(), ("adapter.",) if config.adapter.kind == "none" else ()
     binding = {
         key: value
         for key, value in values.items()
-        if _binds(key) and unset.get(general_name(key), _NO_DEFAULT) != value
+        if _binds(key)
+        and unset.get(general_name(key), _NO_DEFAULT) != value
+        and not key.startswith(idle)
     }
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])

@@ -115,7 +115,7 @@ def _settings(name: str) -> dict[str, Any]:
     Loader.add_multi_constructor("!", lambda loader, suffix, node: str(node.value))
     try:
         with Path(name).open(encoding="utf-8") as file:
-            found = yaml.load(file, Loader)  # a SafeLoader
+            found = Loader(file).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         expected = f"a YAML file with a task ({first_line(error)})"
         raise UserError(Problem(KEY, name, expected)) from error

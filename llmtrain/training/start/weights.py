@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
@@ -117,6 +115,9 @@ def _keep_generation(built: Built, found: Found | None) -> None:
 
     A model that is made from its config alone has none of its end tokens.
     """
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
     saved = found.path / GENERATION_CONFIG_NAME if found else None
     if saved is not None and saved.is_file():
         built.bare.generation_config = GenerationConfig.from_pretrained(saved.parent)
