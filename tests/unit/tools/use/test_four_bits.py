@@ -28,17 +28,17 @@ def test_all_linear_layers_but_the_head_are():
     assert "lm_head.weight" not in found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_rounded_weights_compute_what_the_four_bit_layer_does(precision):
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_rounded_weights_compute_what_the_four_bit_layer_does(precision, bound):
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     dense = torch.nn.Linear(64, 128, bias=False)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    packed = bnb.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    packed = bnb.nn.Linear4bit(64, 128, bias=False, compute_dtype=dtype, quant_type="nf4")
     weight = dense.weight.detach().to(dtype)
     packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     x = torch.randn(3, 64)
-    expected = packed.to("cpu")(x)
+    expected = packed.to("cpu")(x.to(dtype)).float()
     rounded = four_bits.rounded(dense.weight.detach(), {"auto": {"run": {"precision": precision}}})
-    assert float((x @ rounded.T - expected).abs().max()) <= 1e-5
-    assert float((rounded - dense.weight).abs().max()) > 1e-3
+    assert float((x @ rounded.T - expected).abs().max()) <= bound
+    assert float((rounded - dense.weight.detach()).abs().max()) > 1e-3
