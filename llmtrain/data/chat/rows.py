@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,7 @@ _NEEDED = {
     "alpaca": ("instruction", "output"),
 }
 _OPTIONAL = ("input", "tools", "system", "train")
+_NAMES = frozenset((*chain.from_iterable(_NEEDED.values()), *_OPTIONAL))
 _SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
@@ -87,9 +89,13 @@ def renamed(available: Iterable[str], columns: Mapping[str, str], key: str) -> t
     """Return a source's columns under our names.
 
     key: the config key of `columns`, for the message
-    Raises UserError if the source lacks a column that `columns` names.
+    Raises UserError for names that are not ours, and for columns that the source lacks.
     """
     names = list(available)
+    unknown = sorted(columns.keys() - _NAMES)
+    if unknown:
+        expected = f"our names ({', '.join(sorted(_NAMES))}), each with the source's column"
+        raise UserError(Problem(key, ", ".join(unknown), expected))
     missing = sorted(set(columns.values()) - set(names))
     if missing:
         expected = f"columns of the source ({', '.join(names)})"

@@ -83,7 +83,7 @@ def prepare(
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    if not any(key.startswith("model.") for key in changed):
+    if not any(key.startswith(("model.", "chat.template")) for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
     write_data(config, found, partial, base, _date_of(run_dir / MANIFEST))
     if saved is not None:
