@@ -106,13 +106,13 @@ def opened(bench: Bench, manifest: Any, g: int, cursors: Any) -> tuple[list[Any]
     from llmtrain.data.documents.reader import Reader, Reading
     from llmtrain.data.lanes import Lane
     from llmtrain.data.packing import START
-    from llmtrain.data.tokens.tokenizer import open_tokenizer
+    from llmtrain.data.tokens.encode import open_encoder
 
-    tokenizer = open_tokenizer(bench.tokenizer, manifest.tokenizer.backend)
+    encoder = open_encoder(bench.tokenizer, manifest)
     reader = Reader(Reading(600))
     lanes = []
     for index in range(manifest.lanes):
         first = g + (index - g) % manifest.lanes
         at = [START] if cursors is None else [cursors[index]]
-        lanes.append(Lane(manifest, tokenizer, reader, index, first, at))
+        lanes.append(Lane(manifest, encoder, reader, index, first, at))
     return lanes, reader

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from llmtrain.errors import RunError, UserError
     from llmtrain.tools.data.stream import open_stream
     from llmtrain.tools.plan import plan
+    from llmtrain.tools.use.evaluate import evaluate
+    from llmtrain.tools.use.export import export
+    from llmtrain.tools.use.generate import generate
     from llmtrain.training.ending import Result
 
 __all__ = [
@@ -22,6 +25,9 @@ __all__ = [
     "Result",
     "RunError",
     "UserError",
+    "evaluate",
+    "export",
+    "generate",
     "load_config",
     "open_stream",
     "plan",
@@ -33,6 +39,9 @@ _HOMES = {
     "Result": "llmtrain.training.ending",
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
+    "evaluate": "llmtrain.tools.use.evaluate",
+    "export": "llmtrain.tools.use.export",
+    "generate": "llmtrain.tools.use.generate",
     "load_config": "llmtrain.config.load",
     "open_stream": "llmtrain.tools.data.stream",
     "plan": "llmtrain.tools.plan",

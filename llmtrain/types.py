@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +83,12 @@ def tensor_bytes(tensor: TensorSpec) -> int:
     return math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
 
 
+# The optimizer that updates a parameter; also the names of `optimizer.name`.
+Algorithm = Literal["adamw", "adamw_8bit", "muon"]
+
+# Name → dtype and shape of each tensor that an optimizer keeps for one parameter.
+StateSpec = Mapping[str, TensorSpec]
+
 # File name → tensor name → dtype and shape, in the order of the files. Equal on all ranks.
 Spec = Mapping[str, Mapping[str, TensorSpec]]
 
@@ -107,12 +113,16 @@ class ParameterShape:
     trainable: whether it has a gradient
     cast: whether autocast keeps a bf16 copy of it for the backward
     block: number of the repeated block that it is in; None outside of them
+    algorithm: the optimizer that updates it
+    quantized: whether it is held in four bits
     """
 
     shape: tuple[int, ...]
     trainable: bool
     cast: bool
     block: int | None
+    algorithm: Algorithm = "adamw"
+    quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +137,8 @@ class ModelShape:
     buffers: bytes of all buffers, persistent or not
     recomputes: whether the model's code supports activation checkpointing
     listed: as `block_class`, but found from the blocks themselves; for messages
+    adapted: whether adapters are trained, beside weights that are held in the dtype of the forward
+    token_rows: number of tokens whose embeddings are trained with the adapters
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -141,6 +153,8 @@ class ModelShape:
     buffers: int
     recomputes: bool = True
     listed: str = ""
+    adapted: bool = False
+    token_rows: int = 0
 
     @property
     def count(self) -> int:
@@ -287,16 +301,20 @@ class Evaluation:
     """The result of an evaluation on held-out data.
 
     loss: nats per scored token
-    bits_per_byte: over the UTF-8 bytes of the scored documents
+    bits_per_byte: over the UTF-8 bytes of the scored documents; None if some are conversations,
+        whose bytes include those of a template
+    seconds: how long it took; 0 in a result of `sources`, as all are scored together
+    sources: label → the result on its documents, if there are several sources
     """
 
     loss: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     bytes: int
     documents: int
     seconds: float
+    sources: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

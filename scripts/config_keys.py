@@ -24,7 +24,7 @@ def reference() -> str:
         "# Config keys",
         "",
         "A config is a YAML file; `section.key=value` on the command line takes precedence. `*`",
-        "stands for the number of a source, counted from 0. Expert keys are marked with †.",
+        "stands for the number of a list's item, counted from 0. Expert keys are marked with †.",
     ]
     section = ""
     for key in all_keys():

@@ -34,6 +34,7 @@ T = TypeVar("T")
 Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its details
 
 READ_BYTES = form.EXTENT_BYTES
+_ADAPTER = "adapter_"  # the names of an adapter's files begin so
 _PATIENCE = Patience()
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,8 @@ def fill(
         name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, dtype, shape) in answer.items()
     }
-    _refuse_adapters(found, stored)
+    if not any(file.startswith(_ADAPTER) for file in spec):
+        refuse_adapters(found, (place.file for place in stored.values()))
     _refuse_other_tensors(found, stored, spec)
 
     def read() -> None:
@@ -228,10 +230,12 @@ def _find_tensors(path: Path) -> dict[str, Any]:
     }
 
 
-def _refuse_adapters(found: Found, stored: dict[str, Place]) -> None:
-    """Raise UserError for a checkpoint that has LoRA adapters instead of the model's weights."""
-    files = sorted({place.file for place in stored.values()})
-    if adapters := [file for file in files if file.startswith("adapter_")]:
+def refuse_adapters(found: Found, files: Iterable[str]) -> None:
+    """Raise UserError if a checkpoint has LoRA adapters instead of the model's weights.
+
+    files: its files
+    """
+    if adapters := sorted({file for file in files if file.startswith(_ADAPTER)}):
         expected = "the weights of the whole model, which this run trains"
         remedy = "the config that began that run, or another run.dir"
         value = f"LoRA adapters ({', '.join(adapters)})"

@@ -72,12 +72,7 @@ def reasons(
     resumed_from: as in `apply`
     """
     newest = sorted(losses, reverse=True)[: policy.keep_last]
-    # Several may have the same evaluation; the oldest of them has the weights that were evaluated.
-    measured: dict[float, int] = {}
-    for step, loss in sorted(losses.items()):
-        if loss is not None:
-            measured.setdefault(loss, step)
-    best = [step for _, step in sorted(measured.items())[: policy.keep_best]]
+    best = by_loss(losses)[: policy.keep_best]
     resumed = form.step_of(resumed_from) if resumed_from else None
     young = resumed is not None and sum(step > resumed for step in losses) < 2
 
@@ -92,6 +87,18 @@ def reasons(
             yield "resumed from"
 
     return {step: tuple(why(step)) for step in losses}
+
+
+def by_loss(losses: Mapping[int, float | None]) -> list[int]:
+    """Return the steps of the checkpoints that were evaluated, the lowest held-out loss first.
+
+    Several may have the same evaluation; the oldest of them has the weights that were evaluated.
+    """
+    measured: dict[float, int] = {}
+    for step, loss in sorted(losses.items()):
+        if loss is not None:
+            measured.setdefault(loss, step)
+    return [step for _, step in sorted(measured.items())]
 
 
 def loss_in(state: Mapping[str, Any]) -> float | None:

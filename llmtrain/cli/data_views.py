@@ -31,6 +31,8 @@ def inspection(found: Inspection) -> Iterator[str]:
     yield f"padding   {_mark('padding', found)}{found.padding:.1%} of the tokens {measured}"
     cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
     yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
+    if found.sequences is not None:
+        yield from _conversations(found)
     for source in found.sources:
         yield ""
         yield from _source(source)
@@ -39,6 +41,13 @@ def inspection(found: Inspection) -> Iterator[str]:
     for block in found.blocks:
         yield ""
         yield from _block(block)
+
+
+def _conversations(found: Inspection) -> Iterator[str]:
+    rewriting = f"{found.rewriting:.2f} tokens for each of whole conversations"
+    yield f"chat      {found.sequences:,} sequences, {rewriting}, {found.straddles:,} cut in two"
+    for why, count in (found.rejected or {}).items():
+        yield f"          {count:,} rows rejected: {why}"
 
 
 def _mark(name: str, of: Inspection | SourceFacts) -> str:
@@ -82,13 +91,25 @@ def _block(block: Shown) -> Iterator[str]:
     source = "no source" if block.source is None else harmless(block.source)
     yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
     edges = [0, *block.borders, len(block.text)]
-    texts = [block.text[start:stop] for start, stop in pairwise(edges)]
+    texts = [_marked(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
         if number:
             yield f"{INDENT}-------- document border"
         yield from _text(text)
     if len(texts) > SHOWN_DOCUMENTS:
         yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
+
+
+def _marked(block: Shown, start: int, stop: int) -> str:
+    """Return the text of a document; of a conversation in ⟦…⟧ what is trained."""
+    text = block.text[start:stop]
+    if not block.conversations:
+        return text
+    for begin, end in reversed(block.trained):
+        a, b = max(begin, start) - start, min(end, stop) - start
+        if a < b:
+            text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
+    return text
 
 
 def _text(text: str) -> Iterator[str]:

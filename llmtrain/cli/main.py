@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from llmtrain.cli import checkpoints, data
+from llmtrain.cli import checkpoints, data, use
 from llmtrain.cli.escapes import LogLine
 from llmtrain.cli.options import AccelerateFile, AsJson, ConfigFile, Overrides
 from llmtrain.errors import harmless
@@ -176,6 +176,13 @@ def report(
 
     print(write_report(run, out))
 
+
+for _command, _help in (
+    (use.evaluate, "a run's held-out loss again, other documents, tasks"),
+    (use.generate, "continue a text, or answer in a conversation"),
+    (use.export, "a model directory, proved to compute the same"),
+):
+    app.command(rich_help_panel="Use", help=_help)(_command)
 
 app.add_typer(
     data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"

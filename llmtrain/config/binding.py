@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.config.checks import evaluates
-from llmtrain.config.schema import Config, DataConfig, DocumentsConfig
+from llmtrain.config.keys import general_name
+from llmtrain.config.schema import (
+    AdapterConfig,
+    ChatConfig,
+    Config,
+    DataConfig,
+    DocumentsConfig,
+    Section,
+)
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
 
@@ -26,19 +34,31 @@ _BINDING = (
     "training.precision",
     "training.max_grad_norm",
     "optimizer.",
+    "adapter.",
     "evaluation.max_documents",
     "evaluation.sources",
+    "chat.",
 )
-_OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from")
+_OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from", "chat.")
+EPOCHS = "training.epochs"
 _FREE = (
+    "chat.bad_rows",
     "data.workers",
     "data.cache_gb",
     "data.on_bad_unit",
     "model.activation_checkpointing",
 )
-# Keys that came after the first runs, with their defaults. At its default such a key is left out,
-# as it is in the record of an older run.
-_NEWER: dict[str, object] = {"model.pad_vocab_to": None}
+# Keys that came after the first runs, with their defaults, and sections of such keys. They bind
+# only where they are set, so that a run that does without them is the same run with any version.
+_NEWER: Mapping[str, object] = {
+    "model.pad_vocab_to": None,
+    "data.sources.*.columns": {},
+    "evaluation.sources.*.columns": {},
+    "optimizer.name": "adamw",
+    "optimizer.groups": [],
+}
+_NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig, "adapter": AdapterConfig}
+_NO_DEFAULT = object()
 
 
 class Change(NamedTuple):
@@ -66,7 +86,14 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    binding = {key: value for key, value in values.items() if _binds(key, value)}
+    unset, idle = _unset(), ("adapter.",) if config.adapter.kind == "none" else ()
+    binding = {
+        key: value
+        for key, value in values.items()
+        if _binds(key)
+        and unset.get(general_name(key), _NO_DEFAULT) != value
+        and not key.startswith(idle)
+    }
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -76,6 +103,8 @@ class DataSettings:
     """The settings of a config that concern the data, computed once for a run.
 
     data: the section `data`
+    chat: the section `chat`
+    epochs: `training.epochs`
     evaluation: the sources to evaluate on, if any are named
     seed: of the order of documents
     timeout_minutes: after which other processes no longer wait for one
@@ -84,6 +113,8 @@ class DataSettings:
     """
 
     data: DataConfig
+    chat: ChatConfig
+    epochs: float | None
     evaluation: tuple[DocumentsConfig, ...]
     seed: int
     timeout_minutes: float
@@ -95,6 +126,8 @@ def data_settings(config: Config) -> DataSettings:
     """Return the settings of a config that concern the data."""
     return DataSettings(
         data=config.data,
+        chat=config.chat,
+        epochs=config.training.epochs,
         evaluation=config.evaluation.sources,
         seed=config.run.seed,
         timeout_minutes=config.distributed.timeout_minutes,
@@ -105,7 +138,11 @@ def data_settings(config: Config) -> DataSettings:
 
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
     """Return the differences between the binding values of two configs."""
-    found = [Change(key, old.get(key), new.get(key)) for key in {**old, **new}]
+    unset = _unset()
+    found = [
+        Change(key, *(side.get(key, unset.get(general_name(key))) for side in (old, new)))
+        for key in {**old, **new}
+    ]
     return [change for change in found if change.old != change.new]
 
 
@@ -140,26 +177,38 @@ def way_out(key: str) -> str:
 def dump(config: Config) -> str:
     """Return the config as YAML, which `load_config` reads back as an equal config.
 
-    Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default.
+    Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default. A
+    `text_column` that was not set is left out, since setting it makes conversations a text.
     """
     values = config.model_dump(mode="json", by_alias=True)
+    for section in ("data", "evaluation"):
+        own = getattr(config, section).sources
+        for source, written in zip(own, values[section]["sources"], strict=True):
+            if "text_column" not in source.model_fields_set:
+                del written["text_column"]
     if not evaluates(config.data, config.evaluation):
         values["checkpoint"]["keep_best"] = 0
     return write(values)
 
 
-def _binds(key: str, value: object) -> bool:
+def _binds(key: str) -> bool:
     """Whether a run cannot be resumed with another value of this key.
 
     The weights of sources may change, and also their paths, as the manifest shows whether the data
     is still the same.
     """
-    if key in _NEWER and value == _NEWER[key]:
-        return False
     free = (".weight", ".path")
     if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):
         return False
     return key.startswith(_BINDING)
+
+
+def _unset() -> dict[str, object]:
+    """Return the defaults of the newer keys, by general name."""
+    sections = {
+        name: section().model_dump(mode="json") for name, section in _NEWER_SECTIONS.items()
+    }
+    return {**_NEWER, **dict(_flat("", sections))}
 
 
 def _flat(key: str, value: object) -> list[tuple[str, object]]:

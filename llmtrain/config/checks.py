@@ -18,9 +18,11 @@ from llmtrain.config.duration import GRAMMAR, seconds
 from llmtrain.config.keys import all_keys, general_name, sections
 from llmtrain.config.model_fields import field_problems
 from llmtrain.config.schema import (
+    AdapterConfig,
     CheckpointConfig,
     Config,
     DataConfig,
+    DistributedConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -28,10 +30,17 @@ from llmtrain.config.schema import (
     TrainingConfig,
 )
 from llmtrain.errors import Problem
+from llmtrain.types import Algorithm
 
 # A function that returns what is wrong with some sections; its parameters have their names.
 Rule = Callable[..., Iterable[Problem]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
+# Optimizers that do not work under all strategies. Muon needs whole matrices: FSDP2 gathers them,
+# ZeRO cuts them anywhere. 8-bit moments have a scale for each block of a whole parameter.
+_STRATEGIES: Mapping[Algorithm, tuple[str, ...]] = {
+    "muon": ("ddp", "hsdp", "fsdp2"),
+    "adamw_8bit": ("ddp",),
+}
 
 
 def check(config: Config) -> list[Problem]:
@@ -71,6 +80,29 @@ def check_model(model: ModelConfig) -> Iterator[Problem]:
     if model.pad_vocab_to is not None and "vocab_size" in model.config:
         expected = "null with model.config.vocab_size, which is the number of rows itself"
         yield Problem("model.pad_vocab_to", model.pad_vocab_to, expected, "leave one of them out")
+
+
+def check_adapter(
+    model: ModelConfig, adapter: AdapterConfig, distributed: DistributedConfig
+) -> Iterator[Problem]:
+    """Check that adapters have a base, frozen as a whole, and that of qlora is not split."""
+    kind, strategy = adapter.kind, distributed.strategy
+    if kind == "none":
+        return
+    if model.from_ is None:
+        expected = "none without model.from: adapters are trained beside weights that exist"
+        yield Problem("adapter.kind", kind, expected, "model.from=DIR, or a model of the Hub")
+    if model.freeze:
+        expected = f"[] with adapter.kind {kind}: all weights of the model are frozen"
+        yield Problem("model.freeze", ", ".join(model.freeze), expected, "leave it out")
+    if kind == "qlora" and strategy not in ("auto", "ddp"):
+        yield unsplit(strategy)
+
+
+def unsplit(strategy: str) -> Problem:
+    """Return the problem of a strategy that would split the four-bit weights of qlora."""
+    expected = "ddp with adapter.kind qlora: weights in four bits are not split"
+    return Problem("distributed.strategy", strategy, expected, "adapter.kind=lora, or ddp")
 
 
 def check_length(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
@@ -161,6 +193,36 @@ def check_best(
         yield Problem("checkpoint.keep_best", checkpoint.keep_best, expected, remedy)
 
 
+def check_patience(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
+    """Check that there are evaluations to lose patience with."""
+    if evaluation.patience is not None and not evaluates(data, evaluation):
+        expected = "null without an evaluation: data.heldout is 0, evaluation.sources is empty"
+        remedy = "evaluation.patience=null, or data.heldout=0.005"
+        yield Problem("evaluation.patience", evaluation.patience, expected, remedy)
+
+
+def check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> list[Problem]:
+    """Check that the strategy, if one is named, can run the optimizer."""
+    asked = distributed.strategy
+    if asked == "auto" or asked in supported(optimizer.name, [asked]):
+        return []
+    return [unsupported(optimizer.name, asked)]
+
+
+def supported(optimizer: Algorithm, strategies: Iterable[str]) -> tuple[str, ...]:
+    """Return those of some strategies under which an optimizer works."""
+    only = _STRATEGIES.get(optimizer)
+    return tuple(name for name in strategies if only is None or name in only)
+
+
+def unsupported(optimizer: Algorithm, strategy: str) -> Problem:
+    """Return the problem of an optimizer that does not work under a strategy."""
+    only = _STRATEGIES[optimizer]
+    expected = f"adamw under {strategy}; {optimizer} works only under {' or '.join(only)}"
+    remedy = f"distributed.strategy={only[-1]}, or optimizer.name=adamw"
+    return Problem("optimizer.name", optimizer, expected, remedy)
+
+
 def check_stop_after(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that `stop_after` is a length of time."""
     value = checkpoint.stop_after
@@ -196,6 +258,7 @@ def _nearest(value: int, unit: int) -> str:
 
 RULES: tuple[Rule, ...] = (
     check_model,
+    check_adapter,
     check_length,
     check_packing,
     check_duration,
@@ -203,6 +266,8 @@ RULES: tuple[Rule, ...] = (
     check_warmup,
     check_retention,
     check_best,
+    check_patience,
+    check_optimizer,
     check_stop_after,
     check_resume,
     check_accepted,

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmtrain.config.schema import Config
 
-ITEM = "*"  # stands for the number of a source in a key
+ITEM = "*"  # stands for the number of an item of a list in a key
 
 Schema = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ _SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 class Key:
     """One key of the schema.
 
-    name: with dots, and `*` for the number of a source
+    name: with dots, and `*` for the number of an item of a list
     takes: the valid values, in words
     default: as JSON, or `required`
     description: from the schema

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmtrain.types import Algorithm
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
@@ -86,7 +88,9 @@ class DocumentsConfig(Section):
     revision: Text | None = None
     """Commit, tag or branch of a Hub data set."""
     text_column: Text = "text"
-    """Column (JSONL: key) that holds the text."""
+    """Column (JSONL: key) that holds the text; left out, columns of conversations come first."""
+    columns: dict[Text, Text] = Field({})
+    """Conversations: names as `prompt` or `messages` → the source's own columns."""
 
 
 class SourceConfig(DocumentsConfig):
@@ -112,7 +116,7 @@ class DataConfig(Section):
     """Trained positions of a block."""
     packing: Literal["auto", PackingName] = "auto"
     """concat: one stream of documents, cut; bestfit: a document that fits a block is never cut.
-    auto = concat.
+    auto = bestfit where there are conversations, else concat.
     """
     document_mask: bool | Auto = "auto"
     """Whether documents of a block are hidden from each other; auto = with bestfit."""
@@ -126,6 +130,33 @@ class DataConfig(Section):
     """Disk in GiB for bytes read from the Hub, kept between runs; 0 = none."""
     on_bad_unit: Literal["error", "skip"] = "error"
     """What to do when a file part cannot be read; skips are recorded."""
+
+
+class ChatConfig(Section):
+    """How conversations become tokens, and which of these are trained on."""
+
+    template: Text | None = None
+    """chatml, llama3, gemma, a .jinja file, or the template itself; null = that of the tokenizer.
+    The named ones add their tokens to the tokenizer, also in a run on texts.
+    """
+    template_kwargs: dict[str, Any] = Field({})
+    """Further variables of the template, such as enable_thinking: false."""
+    train_turns: Literal["all", "last"] = "all"
+    """Which turns of the assistant are trained on."""
+    too_long: Literal["error", "truncate", "split"] = "error"
+    """What to do with a conversation of more than `data.seq_len` tokens: keep its beginning, or
+    split it before messages of the user.
+    """
+    bad_rows: Literal["error", "skip"] = "error"
+    """What to do with a row that is no conversation; skipped ones are counted."""
+    end_of_turn: Annotated[Text | Auto, EXPERT] = "auto"
+    """The token that ends a turn of the assistant; auto = what the template writes there."""
+    rewritten_history: Annotated[Literal["split", "last", "error"], EXPERT] = "split"
+    """What to do with turns that the template writes otherwise once they are history: train them in
+    sequences of their own, or not at all.
+    """
+    control_tokens: Annotated[Literal["text", "error"], EXPERT] = "text"
+    """What control tokens in the content of a message are: text, or a bad row."""
 
 
 class TrainingConfig(Section):
@@ -149,21 +180,63 @@ class TrainingConfig(Section):
     """This many skipped updates in a row end the run."""
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+class GroupConfig(Section):
+    """Parameters with a learning rate or decay of their own."""
 
+    match: Text
+    """Pattern (with * and ?) of parameter names; a parameter belongs to the first entry that
+    matches.
+    """
+    learning_rate: AboveZero | None = None
+    """Peak learning rate; null = that of all others."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Decay, also of what is not decayed otherwise; null = as for all others."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Algorithm = "adamw"
+    """adamw; adamw_8bit (bitsandbytes, where the model is not sharded); muon: for the matrices
+    between embedding and head, with AdamW for the rest (not under ZeRO; under FSDP2 losses depend
+    on the number of processes).
+    """
     learning_rate: AboveZero = 3e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay of weight matrices; none on embeddings, norms and biases."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """Decay rates of AdamW's two moments."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: AboveZero = 100
     """Steps of linear warm-up; a fraction below 1 is a share of the steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Last learning rate as a share of the peak."""
+    groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = ()
+    """Exceptions for some parameters: their learning rate, their decay."""
+
+
+class AdapterConfig(Section):
+    """Small matrices that are trained beside the frozen weights of `model.from`."""
+
+    kind: Literal["none", "lora", "dora", "rslora", "qlora"] = "none"
+    """What is trained instead of the weights themselves; qlora = lora on a base that is held in
+    four bits, on CUDA.
+    """
+    r: Positive = 16
+    """Rank of the matrices."""
+    alpha: Positive = 32
+    """What they add is multiplied by alpha / r (rslora: by alpha / √r)."""
+    dropout: Share = 0.0
+    """Share of their inputs that is dropped in training."""
+    targets: Text | Texts = "auto"
+    """Patterns (with * and ?) of the names of linear layers, or of how these end; auto = every
+    linear layer but the head.
+    """
+    train_tokens: Annotated[Auto | Texts, EXPERT] = "auto"
+    """Entries of the tokenizer whose embeddings are trained too; auto = those that the run added.
+    """
 
 
 class DdpConfig(Section):
@@ -205,7 +278,9 @@ class CheckpointConfig(Section):
     keep_every: Count = 0
     """Checkpoints at multiples of this many steps are kept permanently; 0 = none."""
     keep_best: Count = 1
-    """Checkpoints of lowest held-out loss to keep."""
+    """Checkpoints of lowest held-out loss to keep; each evaluation that is the best so far is
+    saved. 0 = none.
+    """
     background: bool | Auto = "auto"
     """Whether files are written beside the training; auto = with a GPU."""
     stop_after: Text | None = None
@@ -243,6 +318,8 @@ class EvaluationConfig(Section):
     """Held-out documents that are scored."""
     prompts: Texts = ()
     """Texts that the model continues at every evaluation."""
+    patience: Positive | None = None
+    """This many evaluations in a row without a lower loss end the run; null = never."""
 
 
 class LoggingConfig(Section):
@@ -260,8 +337,10 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     training: TrainingConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)

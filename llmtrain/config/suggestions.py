@@ -51,11 +51,16 @@ _NAMES = {
     "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler lr_decay_style",
     "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps warmup_ratio",
     "optimizer.min_lr_ratio": "min_lr lr_min",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
     "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.keep_best": "load_best_model_at_end",
     "evaluation.every_steps": "eval_steps eval_interval eval_every",
     "evaluation.max_documents": "max_eval_samples",
+    "evaluation.patience": "early_stopping_patience",
     "logging.every_steps": "logging_steps log_interval log_every",
     "logging.trackers": "report_to log_with",
 }
@@ -89,10 +94,11 @@ _CONVERTED = {
         "training.precision",
         "bf16 or fp32; fp16 is not offered",
     ),
-    "optim": ("", "the optimizer is AdamW"),
+    "optim": ("optimizer.name", "adamw, adamw_8bit or muon"),
     "num_processes num_gpus": ("", "use --processes N, or num_processes in the accelerate file"),
     "ddp_timeout": ("distributed.timeout_minutes", "in minutes: seconds / 60"),
     "eval_iters": ("evaluation.max_documents", "documents, not batches"),
+    "use_dora use_rslora use_peft load_in_4bit": ("adapter.kind", "dora, rslora, lora or qlora"),
     "use_wandb": ("logging.trackers", "[wandb]"),
     "wandb_project": ("logging.trackers", "[wandb]; the project comes from WANDB_PROJECT"),
 }
@@ -159,7 +165,7 @@ def near_section(name: str) -> str:
 
 
 def _candidates(general: str) -> list[str]:
-    """Return our keys; those of a source only if it may be meant (not for `optimizer.name`)."""
+    """Return our keys; those of a source only if it may be meant (not for `training.path`)."""
     anywhere = "." not in general or general.startswith(("data.", "evaluation.sources."))
     return [key.name for key in all_keys() if anywhere or ITEM not in key.name]
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from llmtrain import heartbeat
+from llmtrain.data.chat.rows import needed_columns
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
@@ -68,6 +71,25 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
     return parts, [look.columns for look in looks if look.columns is not None]
 
 
+def first_columns(source: Source, reader: Reader) -> list[str]:
+    """Return the columns of the first file in which some can be seen; [] = there are none.
+
+    What cannot be read is passed over here: `inspect` reports it.
+    """
+    for file, known in enumerate(source.files[:CHECKED_FILES]):
+        kind = (file_format(known.name) or ("",))[0]
+        try:
+            if kind == "parquet":
+                names: list[str] = reader.units.footer(source, file).schema.to_arrow_schema().names
+                return names
+            found = reader.keys_of_first_line(source, file) if kind == "jsonl" else []
+        except (UserError, ValueError, pa.ArrowException, EOFError, OSError):
+            continue
+        if found:
+            return found
+    return []
+
+
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     heartbeat.beat("looking into the files of the data")
     kind, compression = file_format(source.files[file].name) or ("", None)
@@ -109,19 +131,41 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
         expected = f"a complete parquet file ({first_line(error)})"
         remedy = "replace the file, or rename it by its format"
         raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
+    if source.form is not None:
+        return _other_form(source, key, where, schema.names) or _groups(file, footer, schema.names)
     if source.text_column not in schema.names:
-        return missing_column(f"{key}.text_column", source.text_column, where, schema.names)
+        return _no_text(source, key, where, schema.names)
     column = schema.field(source.text_column).type
     if not is_text(column):
         expected = f"a column of strings; in {where} it is {column}"
         return Problem(f"{key}.text_column", source.text_column, expected)
+    return _groups(file, footer, schema.names)
+
+
+def _groups(file: int, footer: pq.FileMetaData, names: list[str]) -> Look:
     groups = [footer.row_group(g) for g in range(footer.num_row_groups)]
     units = [
         Part(Unit(file, g, 0, group.num_rows), group.total_byte_size)
         for g, group in enumerate(groups)
         if group.num_rows
     ]
-    return Look(units, schema.names)
+    return Look(units, names)
+
+
+def _no_text(source: Source, key: str, where: str, there: Sequence[str]) -> Problem:
+    """Return the problem of a file with neither the text column nor the columns of a form."""
+    problem = missing_column(f"{key}.text_column", source.text_column, where, there)
+    forms = "messages, conversations, prompt and completion, or instruction and output"
+    remedy = f"for conversations ({forms}): {key}.columns={{prompt: …, completion: …}}"
+    return replace(problem, remedy=remedy)
+
+
+def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
+    """Return the problem of a file without the columns of the form that the first file has."""
+    assert source.form is not None
+    names = (source.columns.get(name, name) for name in needed_columns(source.form))
+    missing = next((name for name in names if name not in there), None)
+    return missing_column(f"{key}.path", missing, where, there) if missing else None
 
 
 def _look_into_tokens(source: Source, file: int) -> Look:
@@ -147,9 +191,12 @@ def _look_into_json(
     source: Source, file: int, compressed: bool, key: str, reader: Reader
 ) -> Look | Problem:
     keys = reader.first_keys(source, file) if file < CHECKED_FILES else None
-    if keys is not None and source.text_column not in keys:
+    if keys is not None:
         where = f"the first line of {source.where(file)}"
-        return missing_column(f"{key}.text_column", source.text_column, where, keys)
+        if source.form is not None and (problem := _other_form(source, key, where, keys)):
+            return problem
+        if source.form is None and source.text_column not in keys:
+            return _no_text(source, key, where, keys)
     return Look(_ranges(source, file, compressed), keys)
 
 

@@ -3,44 +3,33 @@
 A few units of a source are its evaluation units. A document in them is held out if the hash of its
 id is below a threshold. So the split does not depend on file order or on what else is read, and one
 pass over the held-out documents reads a few units, not the whole source.
-
-The held-out set is one stream, in which every token of a document is scored once:
-
-    ids      eos  d o c u m e n t  eos  d o c  eos …        scored: the letters
-
-(a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
-
-The trap: with a document mask and no begin token, nothing precedes a document's first token, so
-training never predicts it. Then it is not scored and its bytes are not counted, so that
-bits_per_byte covers only tokens that a model could learn.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from llmtrain import durable, heartbeat
+from llmtrain import heartbeat
+from llmtrain.data.audit.ledger import bad_row
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.rows import Rows
+from llmtrain.data.heldout_set import Held, lay_out, save
 from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
-from llmtrain.types import NOT_TRAINED
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
-FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
 _WHOLE = 1 << 64
 T = TypeVar("T")
 
@@ -106,9 +95,28 @@ def all_held_out(source: Source, k: int, seed: int) -> Source:
 
 def training_texts(source: Source, u: int, seed: int, reader: Reader) -> Iterator[str]:
     """Yield the training documents of unit u, in file order."""
+    for _, text in training_rows(source, u, seed, reader):
+        yield text
+
+
+def training_rows(source: Source, u: int, seed: int, reader: Reader) -> Iterator[tuple[int, str]]:
+    """Yield the training documents of unit u with their rows, in file order."""
     for rows, row in _rows(source, u, seed, reader, heldout=False):
         assert isinstance(rows, Rows), "a token cache has no texts"
-        yield str(rows.text(row)[0])
+        yield row, str(rows.text(row)[0])
+
+
+def texts(sources: Sequence[Source], seed: int, reading: Reading) -> Iterator[str]:
+    """Yield the held-out documents of sources of text, from the sources in turn."""
+    reader = Reader(reading)
+
+    def of(source: Source) -> Iterator[str]:
+        for u in source.heldout_units:
+            for rows, row in _rows(source, u, seed, reader, heldout=True):
+                assert isinstance(rows, Rows), "a token cache has no texts"
+                yield str(rows.text(row)[0])
+
+    return in_turn([of(source) for source in sources])
 
 
 def _rows(
@@ -124,72 +132,33 @@ def _rows(
 
 
 def _documents(
-    source: Source, tokenizer: Tokenizer, seed: int, reader: Reader
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the held-out documents as text, and as ids with their separators.
+    source: Source, k: int, encoder: Encoder, seed: int, reader: Reader
+) -> Iterator[Held]:
+    """Yield the held-out documents of source number k.
 
-    Units come in the order in which they were chosen, and their documents in file order.
+    Units come in the order in which they were chosen, and their documents in file order. Raises
+    UserError for a row that is no conversation, unless such rows are skipped.
     """
+    tokenizer = encoder.tokenizer
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for u in source.heldout_units:
         for rows, row in _rows(source, u, seed, reader, heldout=True):
             if isinstance(rows, Rows):
                 text = str(rows.text(row)[0])
-                yield text, tokenizer.documents([text])[0]
+                encoded = encoder.documents(source, [text])[0]
+                if encoded.bad is not None and not reader.reading.skip_bad_rows:
+                    raise UserError(bad_row(source, u, row, reader, str(encoded.bad)))
+                if len(encoded.ids):
+                    yield Held(k, text, encoded)
             else:
                 ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
-                yield tokenizer.decode(ids), np.array([*begin, *ids, tokenizer.eos], np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """The held-out set as tokens.
-
-    ids (n,) int32
-    scored (n,) bool: which ids are scored
-    starts (documents,) int64: where documents begin
-    documents: number of documents
-    bytes: UTF-8 bytes of the scored text
-    pad: id that fills the last block
-    """
-
-    ids: np.ndarray
-    scored: np.ndarray
-    starts: np.ndarray
-    documents: int
-    bytes: int
-    pad: int
-
-    def num_blocks(self, seq_len: int) -> int:
-        """Return the number of blocks of `seq_len` positions that cover every token once."""
-        return max(1, math.ceil((len(self.ids) - 1) / seq_len))
-
-    def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, labels and starts of block g.
-
-        ids (S + 1,) int32
-        labels (S,) int64: −100 = not scored
-        starts (n,) int32: where documents begin in ids[:-1]; the first is 0
-
-        After the last token there is padding, as a document of its own; also in blocks after the
-        last.
-        """
-        begin = g * seq_len
-        part = slice(begin, begin + seq_len + 1)
-        ids = np.full(seq_len + 1, self.pad, dtype=np.int32)
-        scored = np.zeros(seq_len + 1, dtype=bool)
-        found = self.ids[part]
-        ids[: len(found)], scored[: len(found)] = found, self.scored[part]
-        first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
-        starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
-        starts = starts[starts < seq_len] if len(found) else starts[:1]
-        labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
-        return ids, labels, starts.astype(np.int32)
+                whole = np.array([*begin, *ids, tokenizer.eos], np.int32)
+                yield Held(k, tokenizer.decode(ids), Encoded(whole))
 
 
 def prepare(
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     path: Path,
     max_documents: int,
     reading: Reading,
@@ -203,71 +172,26 @@ def prepare(
 
     Raises UserError or RunError as reading does, and UserError if `sources` have no document.
     """
-    reader = Reader(reading)
+    reader, tokenizer = Reader(reading), encoder.tokenizer
     asked = sources or manifest.sources
     token_cache.check_tokenizer(sources, tokenizer)
-    streams = [_documents(source, tokenizer, manifest.seed, reader) for source in asked]
-    ids = [np.array([tokenizer.eos], np.int32)] if tokenizer.bos is None else []
-    scored = [np.zeros(len(part), dtype=bool) for part in ids]
-    starts: list[int] = []
-    size, end = 0, len(ids)
-    for text, document in islice(in_turn(streams), max_documents):
+    streams = [
+        _documents(source, k, encoder, manifest.seed, reader) for k, source in enumerate(asked)
+    ]
+    documents: list[Held] = []
+    for one in islice(in_turn(streams), max_documents):
         heartbeat.beat("tokenizing the held-out documents")
-        mask, nbytes = _score(text, document, tokenizer, manifest.document_mask)
-        starts.append(end)
-        ids.append(document)
-        scored.append(mask)
-        size, end = size + nbytes, end + len(document)
-    if any(mask.any() for mask in scored):
-        found = (np.concatenate(ids), np.concatenate(scored), np.array(starts, np.int64))
-        _save(HeldOut(*found, len(starts), size, tokenizer.pad), path)
+        documents.append(one)
+    parts = [(source.label, source.form is not None) for source in asked]
+    held = lay_out(
+        documents, parts, tokenizer, document_mask=manifest.document_mask, seq_len=manifest.seq_len
+    )
+    if held.scored.any():
+        save(held, path)
     elif sources:
         places = ", ".join(source.path for source in sources)
         expected = "at least one document that is not empty"
         raise UserError(Problem("evaluation.sources", places, expected))
-
-
-def _score(
-    text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
-) -> tuple[np.ndarray, int]:
-    """Return which tokens of a document are scored, (n,) bool, and the UTF-8 bytes of their text.
-
-    Separators are not scored. With a document mask and no begin token, neither are the tokens of
-    the first character.
-    """
-    mask, size = np.ones(len(ids), dtype=bool), len(text.encode())
-    mask[-1] = False
-    if tokenizer.bos is not None:
-        mask[0] = False
-    elif document_mask:
-        for count in range(1, min(FIRST_TOKENS, len(ids) - 1) + 1):
-            first = tokenizer.decode(ids[:count])
-            if first and text.startswith(first):
-                mask[:count] = False
-                return mask, size - len(first.encode())
-        mask[0] = False  # the tokenizer changes the text: leave out the bytes of an average token
-        return mask, size - size // max(1, len(ids) - 1)
-    return mask, size
-
-
-def load(path: Path) -> HeldOut | None:
-    """Return what `prepare` wrote, or None if nothing was held out."""
-    from safetensors import safe_open
-
-    if not path.exists():
-        return None
-    with safe_open(str(path), framework="numpy") as file:
-        facts = json.loads(file.metadata()["heldout"])
-        tensors = [file.get_tensor(name) for name in ("ids", "scored", "starts")]
-        return HeldOut(*tensors, **facts)
-
-
-def _save(held: HeldOut, path: Path) -> None:
-    from safetensors.numpy import save
-
-    facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
-    tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
-    durable.write(path, save(tensors, {"heldout": json.dumps(facts)}))
 
 
 def in_turn(streams: Sequence[Iterator[T]]) -> Iterator[T]:

@@ -25,7 +25,7 @@ from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
 from llmtrain.data.packing import START, Document, Packed, Packing, Span, open_packing
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.data.tokens.encode import Encoded, Encodes
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
@@ -37,18 +37,29 @@ MAX_AHEAD_CHARACTERS = 1 << 18
 LATE = 3  # quarters of a unit, after which the next is read ahead: lanes in order of their need
 EMPTY_EPOCHS = 64  # times the number of lanes: epochs without a document, then a lane gives up
 NO_IDS = np.empty(0, dtype=np.int32)
+NOTED = ("rejected", "truncated", "split", "untrained")  # of a conversation
 
 
-def default_lanes(processes: int, units: int) -> int:
+def default_lanes(processes: int, units: int, *, chat: bool = False) -> int:
     """Return the number of lanes of a new run.
 
     It is a multiple of 24 or 48, depending on the data: all numbers of processes that divide that
-    number see the same batches.
+    number see the same batches. For conversations alone it is a multiple of 8, since a start
+    renders a window of them in each lane.
 
     processes: ranks × data workers (at least 1 each)
     units: over all sources, before slicing
     """
-    return math.lcm(24 if units < FEW_UNITS else 48, processes)
+    return math.lcm(8 if chat else 24 if units < FEW_UNITS else 48, processes)
+
+
+class BadConversationError(Exception):
+    """A row of chat data that cannot be used, by its place in the lane's order, and why."""
+
+    def __init__(self, source: int, lane: int, epoch: int, unit: int, row: int, why: str) -> None:
+        super().__init__(source, lane, epoch, unit, row, why)
+        self.place = (source, lane, epoch, unit, row)
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,7 @@ class Lane:
     def __init__(
         self,
         manifest: Manifest,
-        tokenizer: Tokenizer,
+        encoder: Encodes,
         reader: Reader,
         index: int,
         next_block: int,
@@ -110,7 +121,7 @@ class Lane:
         self.next_block = next_block
         self.cursors = tuple(cursors)
         self._manifest = manifest
-        self._tokenizer = tokenizer
+        self._encoder = encoder
         self._reader = reader
         self._index = index
         self._shares = list(shares(manifest.weights))  # 0 once a source has ended in this lane
@@ -174,13 +185,13 @@ class Lane:
         manifest, cursor = self._manifest, self.cursors[k]
         if manifest.sources[k].cached and manifest.packing == "concat":
             return token_cache.blocks(manifest, k, self._index, cursor)
-        order, pad = (manifest.seed, 4, k, self._index), self._tokenizer.pad
+        order, pad = (manifest.seed, 4, k, self._index), self._encoder.tokenizer.pad
         how = (manifest.packing, partial(self.walk, k), manifest.seq_len)
         return open_packing(*how, cursor, pad=pad, order=order)
 
     def _padding(self, counts: Mapping[int, Mapping[str, int]]) -> Block:
         seq_len = self._manifest.seq_len
-        ids = np.full(seq_len + 1, self._tokenizer.pad, dtype=np.int32)
+        ids = np.full(seq_len + 1, self._encoder.tokenizer.pad, dtype=np.int32)
         untrained = np.zeros(seq_len, dtype=np.bool_)
         return Block(ids, np.zeros(1, dtype=np.int32), untrained, (), -1, counts, self.cursors)
 
@@ -193,10 +204,13 @@ class Lane:
 
         again: blocks have already been made of all these documents, so no unit may be left out that
             was not left out then; a unit is read only when its first document is asked for
+
+        A row without anything to train on is no document; its counts come with the next one.
         """
         found = self._untokenized(k, cursor, again)
         cached = self._manifest.sources[k].cached
-        ahead = 1
+        ahead, last_epoch = 1, cursor.epoch
+        counts: Counter[str] = Counter()
         end: Untokenized | None = None
         while end is None:
             batch: list[Untokenized] = []
@@ -208,23 +222,46 @@ class Lane:
                     break
                 batch.append(one)
                 characters += len(one.content)
-            ids_of = [one.content for one in batch]
-            if not cached:
-                ids_of = self._tokenizer.documents(ids_of)
-            for one, ids in zip(batch, ids_of, strict=True):
-                yield Document(*one[:3], ids, one.counts)
+            for one, encoded in zip(batch, self._encode(k, batch), strict=True):
+                if one.counts or encoded.counts:
+                    counts.update(one.counts)
+                    counts.update(_noted(encoded))
+                if not len(encoded.ids):
+                    self._refuse_without_documents(k, one.epoch - last_epoch)
+                    continue
+                last_epoch = one.epoch
+                ids, cuts, trained = encoded[:3]
+                yield Document(*one[:3], ids, counts or NOTHING, cuts, trained)
+                if counts:  # each gets a counter of its own
+                    counts = Counter()
             ahead = 1 if again or cached else min(2 * ahead, MAX_AHEAD)
-        yield Document(*end[:3], NO_IDS, end.counts)
+        yield Document(*end[:3], NO_IDS, counts + end.counts)
+
+    def _encode(self, k: int, batch: Sequence[Untokenized]) -> list[Encoded]:
+        """Encode some documents. Raises BadConversationError unless bad rows are skipped."""
+        source, contents = self._manifest.sources[k], [one.content for one in batch]
+        if source.cached:
+            return [Encoded(ids) for ids in contents]
+        encoded = self._encoder.documents(source, contents)
+        if not self._reader.reading.skip_bad_rows:
+            for one, found in zip(batch, encoded, strict=True):
+                if found.bad is not None:
+                    raise BadConversationError(k, self._index, *one[:3], str(found.bad))
+        return encoded
+
+    def _refuse_without_documents(self, k: int, epochs: int) -> None:
+        """Raise UserError if a source had no training document in so many epochs."""
+        if epochs > EMPTY_EPOCHS * self._manifest.lanes:
+            key = f"source {self._manifest.sources[k].label}, lane {self._index}"
+            expected = "a document that can be trained on (not empty, not held out)"
+            raise UserError(Problem(key, "none in many epochs", expected))
 
     def _untokenized(self, k: int, cursor: Cursor, again: bool) -> Iterator[Untokenized]:
         manifest, source = self._manifest, self._manifest.sources[k]
         last_epoch = cursor.epoch
         counts: Counter[str] = Counter()
         for epoch, position, rows, heldout in self._units(k, cursor, again):
-            if epoch - last_epoch > EMPTY_EPOCHS * manifest.lanes:
-                key = f"source {source.label}, lane {self._index}"
-                expected = "a document that can be trained on (not empty, not held out)"
-                raise UserError(Problem(key, "none in many epochs", expected))
+            self._refuse_without_documents(k, epoch - last_epoch)
             first = cursor.row if (epoch, position) == cursor[:2] else 0
             if rows.skipped and not first:  # else they were counted when the unit was begun
                 counts["skipped"] += rows.skipped
@@ -285,7 +322,7 @@ class Lanes:
     """
 
     manifest: Manifest
-    tokenizer: Tokenizer
+    encoder: Encodes
     reader: Reader
     cursors: np.ndarray
     next_block: int
@@ -297,12 +334,17 @@ class Lanes:
         if index not in self.opened:
             first = self.next_block + (index - self.next_block) % self.manifest.lanes
             cursors = [Cursor(*map(int, cursor)) for cursor in self.cursors[index]]
-            parts = (self.manifest, self.tokenizer, self.reader)
+            parts = (self.manifest, self.encoder, self.reader)
             self.opened[index] = Lane(*parts, index, first, cursors)
         lane = self.opened[index]
         while lane.next_block < g:
             lane.take()  # another rank's block (W does not divide L), or an earlier one
         return lane.take()
+
+
+def _noted(encoded: Encoded) -> dict[str, int]:
+    """Return what a run records of a conversation: all else is for `llmtrain data inspect`."""
+    return {name: encoded.counts[name] for name in NOTED if name in encoded.counts}
 
 
 def _content(rows: Rows | token_cache.Rows, row: int, vocabulary: int) -> tuple[Any, bool]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class Source:
 
     root: directory, or hf://datasets/ID@COMMIT
     id_column: None = the text is hashed instead of an id
+    form: of its conversations, one of `chat.rows.FORMS`; None = its documents are texts
+    columns: names of chat columns → the source's own, where these differ
     threshold: a document of a unit in `heldout_units` is held out if its hash is below it
     """
 
@@ -69,6 +71,8 @@ class Source:
     units: tuple[Unit, ...]
     heldout_units: tuple[int, ...] = ()
     threshold: int = 0
+    form: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def cached(self) -> bool:
@@ -100,12 +104,29 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatFacts:
+    """What decides the ids and masks of conversations; all of it must be the same later.
+
+    template: digest of the chat template; "" = there is none, and no form needs one
+    settings: fields of `chat.Settings`, the date among them
+    end_of_turn: its text and id, and what the template puts before an answer; None = no template
+    probe: digest of ids and masks of made-up conversations
+    """
+
+    template: str
+    settings: Mapping[str, Any]
+    end_of_turn: Mapping[str, Any] | None
+    probe: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything that decides which tokens are in block g.
 
     document_mask: documents of a block do not see each other, and no label crosses their border
     own_evaluation: `evaluation.sources` is set, so nothing is held out
     made_with: the config values from which the manifest was made, by key
+    chat: None = no source has conversations
     """
 
     sources: tuple[Source, ...]
@@ -117,6 +138,7 @@ class Manifest:
     seed: int
     lanes: int
     made_with: Mapping[str, object]
+    chat: ChatFacts | None = None
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -138,7 +160,10 @@ class Manifest:
     def parts(self) -> Mapping[str, str]:
         """The parts of the fingerprint by name, each as a short value that shows what differs."""
         sources = self.sources
+        forms = [[source.form, dict(source.columns)] for source in sources]
+        chat = {"chat": _short([asdict(self.chat), forms])} if self.chat else {}
         return {
+            **chat,
             "files": _short([[list(file) for file in source.files] for source in sources]),
             "units": _short([[list(unit) for unit in source.units] for source in sources]),
             "columns": _short([[source.text_column, source.id_column] for source in sources]),
@@ -221,6 +246,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
     return Manifest(
         sources=tuple(sources),
         tokenizer=TokenizerFacts(**stored["tokenizer"]),
+        chat=ChatFacts(**stored["chat"]) if "chat" in stored else None,
         **{key: stored[key] for key in _PLAIN},
     )
 
@@ -231,6 +257,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "fingerprint": manifest.fingerprint,
         **{key: getattr(manifest, key) for key in _PLAIN},
         "tokenizer": asdict(manifest.tokenizer),
+        **({"chat": asdict(manifest.chat)} if manifest.chat else {}),
         "sources": [_source_to_json(source) for source in manifest.sources],
     }
 
@@ -243,6 +270,7 @@ def _source_to_json(source: Source) -> dict[str, Any]:
         "root": source.root if source.remote else None,
         "revision": source.revision,
         "columns": {"text": source.text_column, "id": source.id_column},
+        **({"form": source.form, "names": source.columns} if source.form else {}),
         "weight": source.weight,
         "max_epochs": source.max_epochs,
         "heldout": {"units": source.heldout_units, "threshold": source.threshold},
@@ -261,6 +289,8 @@ def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
         files=tuple(File(**file) for file in entry["files"]),
         text_column=entry["columns"]["text"],
         id_column=entry["columns"]["id"],
+        form=entry.get("form"),
+        columns=entry.get("names", {}),
         weight=weight,
         max_epochs=entry["max_epochs"],
         units=tuple(Unit(*unit) for unit in entry["units"]),

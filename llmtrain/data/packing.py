@@ -8,8 +8,8 @@
     block 1          e f g h i         its cursor names the document and token of e
 
 `bestfit` takes a window of documents and puts each, whole, into the block that it fills best; only
-documents longer than a block are cut. Its cursor names the window's start and counts the blocks of
-the window that were yielded:
+documents longer than a block are cut. Of a conversation each sequence is placed by itself. Its
+cursor names the window's start and counts the blocks of the window that were yielded:
 
     window   aaaaaaa bbb cc ddd        the next window starts after ddd
     blocks   aaaaa · ··a aa(bb b)…     full blocks of long documents, tails and whole documents
@@ -24,6 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -45,6 +46,9 @@ class Document(NamedTuple):
 
     epoch, unit, row: its place in the lane's order
     counts: what was found since the document before
+    cuts: where its sequences begin and end in ids, none of them longer than a block; () = it is cut
+        where a block ends
+    trained (n,) bool: which ids are trained; None = all
     """
 
     epoch: int
@@ -52,6 +56,8 @@ class Document(NamedTuple):
     row: int
     ids: np.ndarray
     counts: Counter[str]
+    cuts: Sequence[int] = ()
+    trained: np.ndarray | None = None
 
 
 class Span(NamedTuple):
@@ -73,7 +79,8 @@ class Packed(NamedTuple):
 
     ids (S + 1,) int32
     starts (n,) int32: where documents begin in ids; the first is 0, padding counts as a document
-    trained (S,) bool: of ids[1:], false for padding; None = all are trained
+    trained (S,) bool: of ids[1:], false for padding and for what a conversation does not train;
+        None = all are trained
     spans: the documents in it, in order of `at`
     cursor: where the next block begins
     counts: what was found while it was filled
@@ -168,7 +175,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
         window, counts, ended = _window(documents, window_tokens(seq_len))
         if not window and not skip:
             return counts
-        blocks = _cut([len(document.ids) for document in window], size)
+        blocks = _cut(window, size)
         if skip and skip >= len(blocks):
             raise _changed_data(cursor, f"a window of more than {skip} blocks")
         counts = Counter() if skip else counts  # else it was counted before
@@ -220,7 +227,7 @@ def _window(
     return window, counts, False
 
 
-def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
+def _cut(window: Sequence[Document], size: int) -> list[list[_Piece]]:
     """Cut a window into blocks: first full blocks of long documents, then bins in order of opening.
 
     A long document gives full blocks; its tail begins with the last id of the last of them. A tail
@@ -228,8 +235,11 @@ def _cut(lengths: Sequence[int], size: int) -> list[list[_Piece]]:
     """
     full: list[list[_Piece]] = []
     pieces: list[_Piece] = []
-    for number, length in enumerate(lengths):
-        first = 0
+    for number, document in enumerate(window):
+        if document.cuts:
+            pieces += [(number, first, stop) for first, stop in pairwise(document.cuts)]
+            continue
+        length, first = len(document.ids), 0
         if length > size:
             while length - first >= size:
                 full.append([(number, first, first + size)])
@@ -267,21 +277,24 @@ def _fill(
     counts: Counter[str],
 ) -> Packed:
     ids = np.empty(size, dtype=np.int32)
+    trained = np.ones(size, dtype=np.bool_)
     spans: list[Span] = []
     filled = 0
     for number, first, stop in block:
         document = window[number]
-        ids[filled : filled + stop - first] = document.ids[first:stop]
+        part = slice(filled, filled + stop - first)
+        ids[part] = document.ids[first:stop]
+        if document.trained is not None:
+            trained[part] = document.trained[first:stop]
         spans.append(Span(*document[:3], first, stop, filled))
         filled += stop - first
     starts = [span.at for span in spans]
-    trained = None
     if filled < size:
-        ids[filled:] = pad
+        ids[filled:], trained[filled:] = pad, False
         starts.append(filled)
-        trained = np.ones(size - 1, dtype=np.bool_)
-        trained[filled - 1 :] = False
-    return Packed(ids, np.array(starts, dtype=np.int32), trained, tuple(spans), cursor, counts)
+    whole = filled == size and all(window[number].trained is None for number, _, _ in block)
+    mask = None if whole else trained[1:]
+    return Packed(ids, np.array(starts, dtype=np.int32), mask, tuple(spans), cursor, counts)
 
 
 def _changed_data(cursor: Cursor, what: str) -> UserError:

@@ -32,10 +32,11 @@ _KEYS = {
     "seq_len": ("data.seq_len",),
     "packing": ("data.packing",),
     "document_mask": ("data.document_mask", "data.packing"),
-    "max_epochs": ("data.sources",),
+    "max_epochs": ("data.sources", "training.epochs"),
     "evaluation.sources": ("evaluation.sources",),
     "seed": ("run.seed",),
     "lanes": ("data.lanes", "data.sources"),
+    "chat": ("chat", "data.sources", "model.tokenizer", "model.from"),
 }
 _ORDER = {"files", "units", "seed", "lanes"}
 _KEPT = {"document_mask", "max_epochs", "evaluation.sources"}

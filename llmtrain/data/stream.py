@@ -34,14 +34,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from llmtrain import faults, heartbeat
+from llmtrain.data.audit.ledger import bad_conversation
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.byte_ranges import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import Block, Lanes
+from llmtrain.data.lanes import BadConversationError, Block, Lanes
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.survey import differing_tokenizer
-from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.data.tokens.encode import open_encoder
 from llmtrain.data.workers import (
     Asked,
     Failed,
@@ -95,12 +96,14 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
         """Yield the blocks of worker number `worker` of `workers`. Errors name the last unit."""
         rank, step = self.rank + self.world_size * worker, self.world_size * workers
         try:
-            tokenizer = open_tokenizer(self.tokenizer_dir, self.manifest.tokenizer.backend)
-            raise_any(differing_tokenizer(self.manifest, tokenizer))
+            encoder = open_encoder(self.tokenizer_dir, self.manifest)
+            raise_any(differing_tokenizer(self.manifest, encoder))
             reader = Reader(self.reading, self.stop, partial(self.asked.write, worker))
-            lanes = Lanes(self.manifest, tokenizer, reader, self.cursors, self.next_block)
+            lanes = Lanes(self.manifest, encoder, reader, self.cursors, self.next_block)
             for g in count(self.next_block + rank, step):
                 yield lanes.take(g)
+        except BadConversationError as error:
+            raise bad_conversation(self.manifest, reader, error) from None
         except Exception as error:
             error.add_note(f"the last unit that was asked for: {self.asked.read(worker)}")
             raise

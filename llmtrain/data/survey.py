@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmtrain import heartbeat
-from llmtrain.config.binding import DataSettings, changes, refusals, way_out
+from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.file_parts import Part, cut, inspect, missing_column
+from llmtrain.data.forms import max_epochs, plain, unfit_packing, with_form
 from llmtrain.data.lanes import default_lanes
-from llmtrain.data.manifest import Manifest, Source, TokenizerFacts, load
+from llmtrain.data.manifest import ChatFacts, Manifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
 from llmtrain.data.token_cache.source import check_tokenizer
+from llmtrain.data.tokens.encode import Encoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, harmless, raise_any
 from llmtrain.hashing import mix
@@ -44,12 +46,16 @@ __all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The sources with units and split, before there is a tokenizer."""
+    """The sources with units and split, before there is a tokenizer.
+
+    has_chat: whether any of them has conversations, or any of `evaluation.sources`
+    """
 
     sources: tuple[Source, ...]
     lanes: int
     settings: DataSettings
     reading: Reading
+    has_chat: bool
 
 
 def survey(
@@ -77,13 +83,24 @@ def survey(
     drafts = _each(lambda one: _draft(*one, reader), both)
     _warn_of_shared_files([source for source, _ in drafts])
     _tell_of_text_files([source for source, _ in drafts])
+    has_chat = any(source.form is not None for source, _ in drafts)
     drafts = drafts[: len(named)]
-    auto = default_lanes(processes, sum(len(parts) for _, parts in drafts))
+    raise_any(unfit_packing(data, has_chat))
+    units = sum(len(parts) for _, parts in drafts)
+    only_chat = all(source.form is not None for source, _ in drafts)
+    auto = default_lanes(processes, units, chat=only_chat)
     lanes = lanes or (auto if data.lanes == "auto" else data.lanes)
-    sources = [replace(source, units=tuple(cut(parts, lanes))) for source, parts in drafts]
+    sources = [
+        replace(
+            source,
+            units=tuple(cut(parts, lanes)),
+            max_epochs=max_epochs(source, settings.epochs),
+        )
+        for source, parts in drafts
+    ]
     share = 0.0 if settings.evaluation else data.heldout
     split = _each(lambda k: _split(sources[k], k, share, seed, reader), range(len(sources)))
-    return Survey(tuple(split), lanes, settings, reading)
+    return Survey(tuple(split), lanes, settings, reading, has_chat)
 
 
 def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:
@@ -99,7 +116,7 @@ def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source
 
 def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[_Named]:
     """Return `evaluation.sources` as sources like those of `data.sources`."""
-    described = [SourceConfig(**source.model_dump()) for source in sources]
+    described = [SourceConfig(**source.model_dump(exclude_unset=True)) for source in sources]
     return _named(described, "evaluation.sources", "evaluation/")
 
 
@@ -141,7 +158,7 @@ def _units(survey: Survey) -> list[Iterator[Iterator[str]]]:
 
     def units(k: int, source: Source) -> Iterator[Iterator[str]]:
         for u in sorted(range(len(source.units)), key=partial(mix, seed, 8, k)):
-            yield heldout.training_texts(source, u, seed, reader)
+            yield plain(source, heldout.training_texts(source, u, seed, reader))
 
     return [units(k, source) for k, source in enumerate(survey.sources) if not source.cached]
 
@@ -155,14 +172,17 @@ def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
+def freeze(survey: Survey, tokenizer: Tokenizer, chat: ChatFacts | None = None) -> Manifest:
     """Return the manifest. From here on nothing about the data is decided again.
+
+    chat: how conversations become tokens, if there are any
 
     Raises UserError for a token cache that another tokenizer wrote.
     """
     check_tokenizer(survey.sources, tokenizer)
     settings = survey.settings
-    packing, document_mask = packing_of(settings.data)
+    packing, document_mask = packing_of(settings.data, chat=survey.has_chat)
+    epochs = {EPOCHS: settings.epochs} if survey.has_chat and settings.epochs else {}
     return Manifest(
         sources=survey.sources,
         tokenizer=_facts(tokenizer),
@@ -172,20 +192,30 @@ def freeze(survey: Survey, tokenizer: Tokenizer) -> Manifest:
         own_evaluation=bool(settings.evaluation),
         seed=settings.seed,
         lanes=survey.lanes,
-        made_with=settings.values,
+        made_with={**settings.values, **epochs},
+        chat=chat,
     )
 
 
-def check(manifest: Manifest, settings: DataSettings, tokenizer: Tokenizer) -> None:
+def check(manifest: Manifest, settings: DataSettings, encoder: Encoder) -> None:
     """Check at a later start that data and tokenizer are those that the run began with.
 
     Local files are compared by size and by their first and last 64 KiB; files of the Hub by etag,
     when they are read. Raises UserError that lists all that differs.
     """
-    found = changes(manifest.made_with, settings.values)
+    found = changes(manifest.made_with, values_now(manifest.made_with, settings))
     problems = refusals(found, settings.accepted, "as when the run began")
-    problems += [*differing_tokenizer(manifest, tokenizer), *changed_files(manifest)]
+    problems += [*differing_tokenizer(manifest, encoder), *changed_files(manifest)]
     raise_any(problems)
+
+
+def values_now(made_with: Mapping[str, object], settings: DataSettings) -> dict[str, object]:
+    """Return the values to compare with those that a manifest was made with.
+
+    The number of epochs decides how often conversations are read, and so is one of them there.
+    """
+    epochs = {EPOCHS: settings.epochs} if EPOCHS in made_with else {}
+    return {**settings.values, **epochs}
 
 
 def changed_files(manifest: Manifest) -> list[Problem]:
@@ -198,9 +228,12 @@ def changed_files(manifest: Manifest) -> list[Problem]:
     return problems
 
 
-def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Problem]:
-    """Return how the tokenizer differs from the manifest. Every process that encodes calls this."""
-    now, then = asdict(_facts(tokenizer)), asdict(manifest.tokenizer)
+def differing_tokenizer(manifest: Manifest, encoder: Encoder) -> list[Problem]:
+    """Return how tokenizer and chat template differ from the manifest.
+
+    Every process that encodes calls this.
+    """
+    now, then = asdict(_facts(encoder.tokenizer)), asdict(manifest.tokenizer)
     remedy = (
         f"restore the run's tokenizer/, and the versions it began with: {then['versions']} "
         f"(here: {now['versions']})"
@@ -209,12 +242,13 @@ def differing_tokenizer(manifest: Manifest, tokenizer: Tokenizer) -> list[Proble
         Problem(f"tokenizer {name}", now[name], str(then[name]), remedy)
         for name in ("digest", "backend", "probe", "length")
         if now[name] != then[name]
-    ]
+    ] or differing_chat(manifest, encoder)
 
 
-def packing_of(data: DataConfig) -> tuple[PackingName, bool]:
-    """Return packing and document mask, with `auto` resolved."""
-    packing: PackingName = "concat" if data.packing == "auto" else data.packing
+def packing_of(data: DataConfig, *, chat: bool) -> tuple[PackingName, bool]:
+    """Return packing and document mask, with `auto` resolved. chat: whether there is any"""
+    by_default: PackingName = "bestfit" if chat else "concat"
+    packing: PackingName = by_default if data.packing == "auto" else data.packing
     asked = data.document_mask
     return packing, packing != "concat" if asked == "auto" else asked
 
@@ -276,7 +310,14 @@ def _draft(
         weight=configured.weight,
         max_epochs=configured.max_epochs,
         units=(),
+        columns=configured.columns,
     )
+    asks_text = "text_column" in configured.model_fields_set
+    if asks_text and configured.columns:
+        expected = "left out beside text_column: they name the columns of conversations"
+        raise UserError(Problem(f"{key}.columns", configured.columns, expected))
+    if not asks_text and not source.cached:
+        source = with_form(source, key, reader)
     parts, columns = inspect(source, key, reader)
     if not parts:
         files = range(len(source.files))

@@ -1,9 +1,9 @@
 """TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 only.
 
-Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`. Ids are kept in
-`trackers.json`, so a resumed run continues the same tracker run. The trap: a tracker is an outside
-service. Its exceptions must never end the run: a failure is reported as one event, and the tracker
-is tried again every 100 logs.
+Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, and of one source
+`eval/LABEL/loss`. Ids are kept in `trackers.json`, so a resumed run continues the same tracker
+run. The trap: a tracker is an outside service. Its exceptions must never end the run: a failure is
+reported as one event, and the tracker is tried again every 100 logs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trackers:
 
     def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
         """Send a line of `metrics.jsonl` to every tracker: its numbers, and a sample's text."""
-        if values := secrets.hidden(_flat(kind, fields), self._hide):
+        if values := secrets.hidden(_flat(_prefix(kind, fields), fields), self._hide):
             for tracker in self._trackers:
                 tracker.log(values, step)
 
@@ -182,6 +182,12 @@ def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> Genera
     tracker.start()
     tracker.store_init_configuration(dict(config))
     return tracker
+
+
+def _prefix(kind: str, fields: Mapping[str, object]) -> str:
+    """Return the beginning of the names of a line's values: its kind, and its source if any."""
+    source = str(fields.get("split", "")).removeprefix("heldout").lstrip("/")
+    return f"{kind}/{source}" if source else kind
 
 
 def _flat(prefix: str, fields: Mapping[str, object]) -> dict[str, Any]:

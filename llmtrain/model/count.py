@@ -42,13 +42,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
+from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import first_line
-from llmtrain.model import attention, recompute
+from llmtrain.model import adapters, attention, recompute
 from llmtrain.model import freeze as freezing
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
+# The dtype of frozen weights beside adapters.
+_HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _known: dict[tuple[object, ...], Saved] = {}  # counts by everything they depend on
 
@@ -63,12 +66,15 @@ def count_saved(
     arithmetic: str,
     checkpointing: str,
     freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+    new_tokens: Sequence[int] = (),
 ) -> Saved:
     """Return what the forward of one sequence of `seq_len` tokens keeps for its backward.
 
     arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast`.
     checkpointing: `none`, `selective` or `full`.
     freeze: patterns of `model.freeze`.
+    adapter, new_tokens: as of `adapters.attach`; None = no adapter.
 
     Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
     match nothing.
@@ -78,11 +84,15 @@ def count_saved(
     """
     try:
         described = json.dumps(model_config, default=_fields)
-        key = (described, seq_len, arithmetic, checkpointing, tuple(freeze))
+        beside = AdapterConfig() if adapter is None else adapter
+        trained = (*freeze, beside.model_dump_json(), *new_tokens)
+        key = (described, seq_len, arithmetic, checkpointing, trained)
         if key not in _known:
             # building a model from a config changes its fields, so use a copy
             own = copy.deepcopy(model_config)
-            _known[key] = _count(own, seq_len, arithmetic, checkpointing, freeze)
+            _known[key] = _count(
+                own, seq_len, arithmetic, checkpointing, freeze, beside, new_tokens
+            )
         return _known[key]
     except CANNOT_BUILD as error:
         raise CannotCountError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -95,11 +105,19 @@ def _fields(value: object) -> object:
 
 
 def _count(
-    model_config: Any, seq_len: int, arithmetic: str, checkpointing: str, freeze: Sequence[str]
+    model_config: Any,
+    seq_len: int,
+    arithmetic: str,
+    checkpointing: str,
+    freeze: Sequence[str],
+    adapter: AdapterConfig,
+    new_tokens: Sequence[int],
 ) -> Saved:
     whole = on_meta(model_config)
     freezing.freeze(whole, freeze)
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
+    adapters.attach(whole, adapter, new_tokens, meta=True)
+    targets = adapters.adapted(whole)
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
     with _fake_tensors():
@@ -108,8 +126,15 @@ def _count(
 
     def run(count: int, *, back: bool) -> Saved:
         described = shorten(model_config, number, count)
+        if targets:
+            empty = on_meta(described)
+            attention.use(empty, name)
+            adapters.inject(empty, adapter, targets, new_tokens, meta=True)
         with _fake_tensors():
-            model = _model(described, arithmetic, name, frozen)
+            if targets:
+                model = _fill(empty, arithmetic)
+            else:
+                model = _model(described, arithmetic, name, frozen)
             recompute.apply(model, checkpointing)
             return _watch(model, seq_len, arithmetic, back=back)
 
@@ -118,7 +143,7 @@ def _count(
     else:
         body = run(number, back=True)
     head = whole.get_output_embeddings()
-    if arithmetic == "autocast" and isinstance(head, nn.Linear):
+    if arithmetic == "autocast" and isinstance(head, nn.Linear) and not targets:
         return replace(body, casts=body.casts + _BF16_BYTES * head.weight.numel())
     return body
 
@@ -147,6 +172,24 @@ def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreT
     attention.use(model, name)
     for of, parameter in model.named_parameters():
         parameter.requires_grad = of not in frozen
+    return model.train()
+
+
+def _fill(model: PreTrainedModel, arithmetic: str) -> PreTrainedModel:
+    """Give a model on meta fake tensors, in place, and hold its frozen weights as a run does.
+
+    A model with adapters cannot be built of fake tensors, because peft moves what it adds.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, one in held.items():
+                if isinstance(one, Tensor) and one.is_meta:
+                    empty = torch.empty(one.shape, dtype=one.dtype)
+                    if isinstance(one, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=one.requires_grad)
+                    held[name] = made.setdefault(id(one), empty)
+    adapters.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
     return model.train()
 
 

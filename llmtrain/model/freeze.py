@@ -26,7 +26,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     names = [name for name, _ in named]
     unmatched = [pattern for pattern in patterns if not any(fnmatchcase(n, pattern) for n in names)]
     if unmatched:
-        raise UserError(*(_no_match(pattern, names) for pattern in unmatched))
+        raise UserError(*(no_match(KEY, pattern, names) for pattern in unmatched))
     frozen = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if {id(p) for p in frozen} == {id(p) for _, p in named}:
         asked = ", ".join(patterns)
@@ -35,8 +35,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         parameter.requires_grad = False
 
 
-def _no_match(pattern: str, names: Sequence[str]) -> Problem:
+def no_match(key: str, pattern: str, names: Sequence[str]) -> Problem:
+    """Return the problem of a pattern that matches none of these parameter names."""
     near = difflib.get_close_matches(pattern.strip("*?."), names, n=3, cutoff=0.3)
     inside = [name for name in names if pattern.strip("*?.") in name][:3]  # without stars
     shown = ", ".join(inside or near or names[:3])
-    return Problem(KEY, pattern, "a pattern that matches a parameter's name", f"like {shown}")
+    return Problem(key, pattern, "a pattern that matches a parameter's name", f"like {shown}")

@@ -76,15 +76,23 @@ class LossModule(nn.Module):
         """Tie the parameters that the model ties."""
         self.model.tie_weights()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the input embeddings of the model."""
-        embeddings: nn.Module = self.model.get_input_embeddings()
-        return embeddings
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the input embeddings of the model; None if rows of them are trained apart."""
+        return _bare(self.model.get_input_embeddings())
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output head of the model."""
-        head: nn.Module | None = self.model.get_output_embeddings()
-        return head
+        """Return the output head of the model; None if rows of it are trained apart."""
+        return _bare(self.model.get_output_embeddings())
+
+
+def _bare(module: nn.Module | None) -> nn.Module | None:
+    """Return a module without peft's wrapper around it, else None.
+
+    accelerate finds out whether embedding and head are tied by comparing their weights, to shard
+    tied ones together. A wrapper makes a new weight each time it is asked. With None, accelerate
+    leaves both with the rest of the model.
+    """
+    return None if hasattr(module, "original_module") else module
 
 
 def made_up_batch(rows: int, seq_len: int, vocabulary: int, device: torch.device) -> Tensor:

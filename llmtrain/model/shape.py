@@ -6,7 +6,8 @@ object, not by name, so that a tied parameter counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.model import adapters, quantized
 from llmtrain.model import freeze as freezing
-from llmtrain.types import ModelShape, ParameterShape
+from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
 # The errors of transformers' models for a config with inconsistent values.
 CANNOT_BUILD = (
@@ -31,18 +34,37 @@ CANNOT_BUILD = (
 # Modules whose weights autocast casts to bf16. It does not cast those of embeddings and norms, nor
 # the experts of a mixture, which are stacked in three dimensions and multiplied group by group.
 _CAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
+Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
-def census(model_config: Any, freeze: Sequence[str] = ()) -> ModelShape:
+def census(
+    model_config: Any,
+    freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+    new_tokens: Sequence[int] = (),
+    *,
+    updates: Updates | None = None,
+) -> ModelShape:
     """Return the shape of the model that `build` makes from this config.
 
-    freeze: patterns of `model.freeze`. Raises UserError for patterns that cannot be applied.
+    freeze: patterns of `model.freeze`.
+    adapter, new_tokens: as of `adapters.attach`; None = no adapter.
+    updates: as for `shape`
 
-    It takes about a tenth of a second for models of any size.
+    Raises UserError for patterns that cannot be applied. It takes about a tenth of a second for
+    models of any size.
     """
     model = on_meta(model_config)
     freezing.freeze(model, freeze)
-    return shape(model)
+    if adapter is None or adapter.kind == "none":
+        return shape(model, updates=updates)
+    four_bits = quantized.layers(model) if adapter.kind == "qlora" else []
+    weights = {id(model.get_submodule(name).weight) for name in four_bits}
+    adapters.attach(model, adapter, new_tokens, meta=True)
+    found = shape(model, updates=updates)
+    marked = zip(found.parameters, model.parameters(), strict=True)
+    parameters = tuple(replace(one, quantized=id(p) in weights) for one, p in marked)
+    return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
 def on_meta(model_config: Any) -> PreTrainedModel:
@@ -88,8 +110,12 @@ def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTra
     return model
 
 
-def shape(model: PreTrainedModel) -> ModelShape:
-    """Return the shape of a bare model, on any device."""
+def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelShape:
+    """Return the shape of a bare model, on any device.
+
+    updates: returns what updates each trained parameter, by its id; None = AdamW updates all
+    """
+    algorithms = updates(model) if updates else {}
     described = model.config.get_text_config()
     repeated = blocks(model)
     of_block = {id(p): number for number, one in enumerate(repeated) for p in one.parameters()}
@@ -98,7 +124,13 @@ def shape(model: PreTrainedModel) -> ModelShape:
     width = 0 if embedding is None else embedding.shape[-1]
     return ModelShape(
         parameters=tuple(
-            ParameterShape(tuple(p.shape), p.requires_grad, id(p) in cast, of_block.get(id(p)))
+            ParameterShape(
+                tuple(p.shape),
+                p.requires_grad,
+                id(p) in cast,
+                of_block.get(id(p)),
+                algorithms.get(id(p), "adamw"),
+            )
             for p in model.parameters()
         ),
         hidden=getattr(described, "hidden_size", None) or width,
@@ -142,7 +174,10 @@ def _block_class(model: PreTrainedModel) -> str | None:
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:
-    return dict(module.named_parameters(recurse=False)).get("weight") if module else None
+    if module is None:
+        return None
+    bare = getattr(module, "original_module", module)  # peft wraps it where rows of it are trained
+    return dict(bare.named_parameters(recurse=False)).get("weight")
 
 
 def _attention(described: Any) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError, first_line, raise_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
     Raises UserError if it cannot be loaded, needs its own code or is not a fast tokenizer.
     """
-    tokenizer = _load(path, revision)
+    tokenizer = load(path, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
@@ -38,23 +40,73 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def special_tokens(path: str | Path, revision: str | None = None) -> SpecialTokens:
+def add_template(directory: Path, template: str, tokens: Sequence[str]) -> None:
+    """Give a saved tokenizer a chat template, and the special tokens of it that it lacks."""
+    tokenizer = load(str(directory), None)
+    lacking = [token for token in tokens if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in lacking], True)
+    tokenizer.chat_template = template
+    shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)  # of the old one
+    tokenizer.save_pretrained(directory)
+
+
+def special_tokens(
+    path: str | Path, revision: str | None = None, added: Sequence[str] = ()
+) -> SpecialTokens:
     """Return the length and special tokens of the tokenizer in a directory or of a Hub id.
 
     revision: of the Hub id; None = main
+    added: tokens that the run adds to it, if it lacks them
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = _load(str(path), revision)
+    tokenizer = load(str(path), revision)
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
+    known = tokenizer.get_vocab() if added else {}
+    length = len(tokenizer) + sum(token not in known for token in added)
     return SpecialTokens(
-        len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        length, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
 
 
-def _load(path: str, revision: str | None) -> Any:
+def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, ...]:
+    """Return the ids of the entries of a tokenizer that its base does not have.
+
+    base, revision: a directory or Hub id; revision None = main
+    """
+    known = load(base, revision).get_vocab()
+    found = load(str(tokenizer), None).get_vocab()
+    return tuple(sorted(id for entry, id in found.items() if entry not in known))
+
+
+def token_ids(
+    path: str | Path, entries: Sequence[str], revision: str | None = None
+) -> tuple[int, ...]:
+    """Return the ids of entries of the tokenizer in a directory or of a Hub id.
+
+    revision: of the Hub id; None = main
+
+    Raises UserError for each one that it does not have.
+    """
+    known = load(str(path), revision).get_vocab()
+    key, expected = "adapter.train_tokens", "an entry of the run's tokenizer, as its files write it"
+    unknown = (one for one in entries if one not in known)
+    raise_any(Problem(key, one, expected, _with_blank(one, known)) for one in unknown)
+    return tuple(sorted({known[one] for one in entries}))
+
+
+def _with_blank(entry: str, known: Container[str]) -> str:
+    """Return how a tokenizer writes a word with a blank before it, if it has that."""
+    return next((f"{mark}{entry}" for mark in "Ġ▁" if f"{mark}{entry}" in known), "")
+
+
+def load(path: str, revision: str | None) -> Any:
+    """Load the tokenizer of a directory or Hub id with transformers.
+
+    Raises UserError if it cannot be loaded or needs its own code.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     try:

@@ -29,6 +29,7 @@ class Tables:
     events and starts are those of all starts; the rest is the final history.
 
     steps: number of steps of the whole run; None if it is not known
+    evaluations: those of all held-out documents, without those of single sources
     checkpoints: each with one field more, `kept`: whether it is still in the run directory
     end: the `end` line of the last start; None while it runs
     """
@@ -80,7 +81,7 @@ def collect(run_dir: Path) -> Tables:
         steps=starts[-1].get("steps") if starts else None,  # `training.steps` may change
         starts=starts,
         train=_of("train", history),
-        evaluations=_of("eval", history),
+        evaluations=tuple(line for line in _of("eval", history) if _is_of_all(line)),
         samples=_of("sample", history),
         checkpoints=tuple(
             {**line, "kept": (run_dir / contents.CHECKPOINTS / str(line.get("name"))).is_dir()}
@@ -139,6 +140,11 @@ def _what(line: Line) -> tuple[object, ...]:
 
 def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line["kind"] == kind)
+
+
+def _is_of_all(evaluation: Line) -> bool:
+    """Whether an evaluation is of all held-out documents, not of those of a single source."""
+    return evaluation.get("split") in (None, "heldout")
 
 
 def _is_of_resident_memory(event: Line) -> bool:

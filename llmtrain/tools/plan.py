@@ -16,7 +16,6 @@ from llmtrain.checkpoint.disk_space import most_at_once
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
-from llmtrain.distributed.launch.environment import allowed_strategies
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan.memory import (
     Hardware,
@@ -29,6 +28,7 @@ from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.model import quantized
 from llmtrain.model.count import CannotCountError
 from llmtrain.tools.plan_file import launch_values, write_launch_file
 from llmtrain.training.start import planning
@@ -101,7 +101,7 @@ class Plan:
     def suggestions(self) -> tuple[str, ...]:
         """Remedies that make the nearest miss fit, or need less; empty if something fits."""
         near = self.choice.nearest_miss
-        return () if self.chosen or near is None else tuple(_suggestions(near))
+        return () if self.chosen or near is None else tuple(_suggestions(near, self.shape))
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain plan --json` prints."""
@@ -116,6 +116,8 @@ class Plan:
             "host_bytes": hardware.host_bytes,
             "seq_len": self.work.seq_len,
             "global_batch_size": self.work.global_batch_size,
+            "parameters": self.shape.count,
+            "trainable_parameters": self.shape.trainable,
             "strategies": [
                 _row(one, one is chosen) | (_unknown(one) if self.uncounted else {})
                 for one in self.choice.candidates
@@ -149,6 +151,8 @@ def plan(
     raise_any([*check(config), *_problems(counts, sizes)])
 
     hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
+    if config.adapter.kind == "qlora" and hardware.cpu:
+        raise_any(quantized.missing(cpu=True))
     if host_memory_gb is not None:
         hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
     problems = [*check_batch(config.training, hardware.devices)]
@@ -168,7 +172,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
     If activations cannot be counted, the rest is computed, and `uncounted` is the reason.
     """
     work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
-    allowed, uncounted = allowed_strategies({}, config.distributed.strategy), None
+    allowed, uncounted = planning.strategies_for(config, {}), None
     try:
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:
@@ -211,18 +215,19 @@ def _unknown(one: Candidate) -> dict[str, Any]:
     return {"parts": parts, "total_bytes": None, "host_bytes": None, "fits": fits}
 
 
-def _suggestions(near: Candidate) -> Iterator[str]:
+def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
     """Yield remedies that make the nearest miss fit, or need less memory.
 
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
     """
     gradients, moments = (near.memory.parts[part] for part in ("gradients", "optimizer"))
+    where = near.layout.strategy
     yield near.remedy
-    if moments:
-        where = near.layout.strategy
-        yield f"8-bit Adam would save {gib(3 * moments // 4)} of {where}; it is not supported yet"
+    if moments and where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
+        yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
+    if moments and not shape.adapted:
         saved = gib(gradients + moments)
-        yield f"adapters (LoRA) would save up to {saved} of {where}; they are not supported yet"
+        yield f"adapter.kind=lora, which needs model.from, would save up to {saved} of {where}"
 
 
 def _row(one: Candidate, chosen: bool) -> dict[str, Any]:

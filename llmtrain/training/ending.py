@@ -54,8 +54,7 @@ def finish(run: Run) -> Result:
     """Record the end of a run, and return how it ended."""
     finished = run.due.finished(run.step)
     state = "finished" if finished else "stopped"
-    ended = "data_ended" if run.due.data_ended else None
-    reason = ended if finished else run.due.stop_reason
+    reason = run.due.ended_by(run.step) if finished else run.due.stop_reason
     for label, met in count_documents(run).items():
         report_documents(run.journal, run.step, label, met)
     run.requests.end_stop()
@@ -69,7 +68,7 @@ def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, 
 
     The latter were trained on, with U+FFFD in place of these bytes. met: as in `Block.counts`.
     """
-    if met.get("dropped") or met.get("skipped"):
+    if met.get("dropped") or met.get("skipped") or met.get("rejected"):
         counts = {name: count for name, count in met.items() if name != "replaced"}
         journal.event("dropped_documents", step, source=label, **counts)
     if replaced := met.get("replaced"):

@@ -1,15 +1,22 @@
-"""The loss on the held-out documents: exactly one pass, on any number of processes."""
+"""The loss on the held-out documents: exactly one pass, on any number of processes.
+
+If the documents come from several sources, the same pass also gives the loss on each of them.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from llmtrain import faults, heartbeat
-from llmtrain.data.heldout import HeldOut
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
@@ -28,7 +35,9 @@ def evaluate(run: Run) -> Evaluation | None:
     heldout = run.data.heldout
     assert heldout is not None, "due.evaluation is false where nothing is held out"
     start = time.perf_counter()
-    scored = torch.zeros(2, dtype=torch.float64, device=run.device)  # Σ nll in nats, tokens
+    sources = len(heldout.parts) if len(heldout.parts) > 1 else 0
+    # Σ nll in nats and tokens: of all documents, then of those of each source
+    scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=run.device)
     with run.engine.evaluating():
         at_once = run.ranks.world_size * run.built.micro_batch_size
         for round_ in range(math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)):
@@ -38,35 +47,80 @@ def evaluate(run: Run) -> Evaluation | None:
             if stops:
                 run.due.ask(stops)
                 return None
-            ids, labels, starts = round_blocks(heldout, run, round_)
-            inputs = on(run.device, ids[:, :-1].astype(np.int64))
-            targets = on(run.device, labels)
-            hidden = hide(run, starts) if run.data.manifest.document_mask else {}
-            scored[0] += run.model(inputs, targets, **hidden)
-            scored[1] += (targets != NOT_TRAINED).sum()
-    nll, tokens = sum_over_ranks(scored).tolist()
+            scored += _score(run, heldout, round_, sources)
+    found = result(sum_over_ranks(scored).tolist(), heldout)
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
+    """Return Σ nll and tokens of this rank's blocks of a round, (1 + sources, 2) fp64.
+
+    sources: the number of sources to tell apart; 0 = none
+    """
+    size, seq_len = run.built.micro_batch_size, run.config.data.seq_len
+    mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
+    blocks = [heldout.block(g, seq_len) for g in mine]
+    ids, labels, starts = zip(*blocks, strict=True)
+    inputs = on(run.device, np.stack(ids)[:, :-1].astype(np.int64))
+    targets = on(run.device, np.stack(labels))
+    hidden = hide(run, starts) if run.data.manifest.document_mask else {}
+    if sources:
+        logits = run.model(inputs, all_logits=True, **hidden)
+        owners = on(run.device, np.stack([heldout.block_parts(g, seq_len) for g in mine]))
+        return by_source(logits, targets, owners, sources)
+    nll = run.model(inputs, targets, **hidden)
+    return torch.stack([nll.double(), (targets != NOT_TRAINED).sum().double()])[None]
+
+
+def by_source(logits: Tensor, targets: Tensor, owners: Tensor, sources: int) -> Tensor:
+    """Return Σ nll in nats and the number of scored tokens, of all and then of each source.
+
+    logits: (B, T, V) fp32
+    targets: (B, T) int64; `NOT_TRAINED` where nothing is scored
+    owners: (B, T) int64, the number of the source of each target
+
+    Returns (1 + sources, 2) fp64. The first sum has the bits of `LossModule`'s.
+    """
+    flat, labels, owner = logits.flatten(0, 1), targets.flatten(), owners.flatten()
+    whole = F.cross_entropy(flat, labels, ignore_index=NOT_TRAINED, reduction="sum")
+    each = F.cross_entropy(flat, labels, ignore_index=NOT_TRAINED, reduction="none").double()
+    counts = (labels != NOT_TRAINED).double()
+    rows = [torch.stack([whole.double(), counts.sum()])]
+    for number in range(sources):
+        own = owner == number
+        rows.append(torch.stack([torch.where(own, one, 0.0).sum() for one in (each, counts)]))
+    return torch.stack(rows)
+
+
+def result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:
+    """Return the result on a held-out set, and on each of its sources; no time.
+
+    sums: Σ nll in nats and tokens, of all documents, then of each source if there are several
+    """
+    whole, *each = sums
+    chat = any(part.chat for part in heldout.parts)
+    parts = {
+        part.label: figures(own, part.documents, None if part.chat else part.bytes)
+        for part, own in zip(heldout.parts, each, strict=False)
+        if own[1]
+    }
+    found = figures(whole, heldout.documents, None if chat else heldout.bytes)
+    return replace(found, bytes=heldout.bytes, sources=parts)
+
+
+def figures(sums: Sequence[float], documents: int, text_bytes: int | None) -> Evaluation:
+    """Return the figures on some documents, without a time.
+
+    sums: Σ nll in nats, and tokens
+    text_bytes: in UTF-8, of the documents; None = some of them are conversations
+    """
+    nll, tokens = sums
     return Evaluation(
         loss=nll / tokens,
         perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
-        bits_per_byte=nll / (math.log(2) * heldout.bytes),
+        bits_per_byte=None if text_bytes is None else nll / (math.log(2) * text_bytes),
         tokens=round(tokens),
-        bytes=heldout.bytes,
-        documents=heldout.documents,
-        seconds=time.perf_counter() - start,
+        bytes=text_bytes or 0,
+        documents=documents,
+        seconds=0.0,
     )
-
-
-def round_blocks(
-    heldout: HeldOut, run: Run, round_: int
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return this rank's part of a round of m blocks.
-
-    ids: (m, S + 1)
-    labels: (m, S)
-    starts: m arrays, as in `Batch`
-    """
-    size = run.built.micro_batch_size
-    mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
-    blocks = [heldout.block(g, run.config.data.seq_len) for g in mine]
-    ids, labels, starts = zip(*blocks, strict=True)
-    return np.stack(ids), np.stack(labels), list(starts)

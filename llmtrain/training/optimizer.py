@@ -1,34 +1,236 @@
-"""AdamW with weight decay only on matrices."""
+"""The optimizer of a run: what updates each parameter, at which learning rate, with which decay.
+
+    adamw        AdamW for all parameters
+    muon         Muon for the matrices inside of the model, AdamW for all others
+    adamw_8bit   AdamW of bitsandbytes, which keeps its moments in 8 bits
+
+Each group of the optimizer has an entry `algorithm`. It says which tensors the optimizer keeps for
+a parameter of the group: see `distributed/optimizer_state.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, assert_never
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 
-from llmtrain.config.schema import OptimizerConfig
+from llmtrain.config.schema import GroupConfig, OptimizerConfig
+from llmtrain.distributed.engines.state import local
+from llmtrain.distributed.optimizer_state import missing_package
+from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.model.freeze import no_match
+from llmtrain.types import Algorithm
+
+# Parts of the names that peft gives to parameters. Rows of new tokens are part of an embedding; B
+# starts at zero, and a magnitude is a length: to decay them is to undo the adapter.
+_TOKEN_ROWS = "trainable_tokens_delta"
+_NEVER_DECAYED = (_TOKEN_ROWS, "lora_B", "lora_magnitude_vector")
+_DEFAULT = -1  # in place of the number of an entry of `optimizer.groups`
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters with the same algorithm, learning rate and weight decay."""
+
+    algorithm: Algorithm
+    learning_rate: float
+    weight_decay: float
+    parameters: Sequence[Parameter]
 
 
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, *, fused: bool = True
-) -> torch.optim.AdamW:
-    """Make AdamW for the trainable parameters, in two groups: with and without weight decay.
+) -> torch.optim.Optimizer:
+    """Make the optimizer for the trainable parameters of a bare model. It has no state yet.
 
-    Parameters with fewer than two dimensions (norms, biases) are not decayed, nor are embeddings,
-    even if the head is tied to them. fused=False is for tests that compare shardings bit by bit.
+    fused=False is for tests that compare shardings bit by bit. Raises UserError as `arrange` does,
+    and if a package is missing.
     """
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
-    rest = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {
+            "params": list(group.parameters),
+            "lr": group.learning_rate,
+            "weight_decay": group.weight_decay,
+            "algorithm": group.algorithm,
+        }
+        for group in arrange(model, config)
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        fused=fused,
-    )
+    match config.name:
+        case "adamw":
+            rate = config.learning_rate
+            return torch.optim.AdamW(groups, rate, config.betas, fused=fused)
+        case "muon":
+            return MuonAndAdamW(groups, config.betas, fused=fused)
+        case "adamw_8bit":
+            raise_any(missing_package(config.name))
+            from bitsandbytes.optim import AdamW8bit
+
+            eight_bit: torch.optim.Optimizer = AdamW8bit(groups, betas=config.betas)
+            return eight_bit
+        case _:
+            assert_never(config.name)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the groups whose `algorithm` is muon, and AdamW for the others, as one optimizer.
+
+    An update of Muon has the size of one of AdamW (`match_rms_adamw`), so that one learning rate
+    serves both. The groups and the state are those of this optimizer, and each step hands them to
+    both: accelerate replaces the groups.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], betas: tuple[float, float], *, fused: bool
+    ) -> None:
+        kinds: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+            "muon": lambda own: torch.optim.Muon(own, adjust_lr_fn="match_rms_adamw"),
+            "adamw": lambda own: torch.optim.AdamW(own, betas=betas, fused=fused),
+        }
+        own = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
+        self._parts = {name: make(own[name]) for name, make in kinds.items() if own[name]}
+        # Their groups have all values that an update needs.
+        super().__init__([one for part in self._parts.values() for one in part.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
+        """Update all parameters that have gradients."""
+        for name, part in self._parts.items():
+            part.param_groups = [one for one in self.param_groups if one["algorithm"] == name]
+            part.state = self.state
+            if name == "muon":
+                _update_short(part)
+            part.step()
+
+
+@torch.no_grad()
+def _update_short(muon: torch.optim.Optimizer) -> None:
+    """Update sharded matrices with fewer rows than ranks, and drop their gradients. Collective.
+
+    Every rank makes the update of the whole matrix, which is small, and keeps its rows. torch 2.13
+    refuses to do that itself: a product of such matrices is whole, and some shards are empty.
+    """
+    for group in muon.param_groups:
+        for parameter in group["params"]:
+            split = isinstance(parameter, DTensor) and parameter.grad is not None
+            if not split or parameter.shape[0] >= parameter.device_mesh.size():
+                continue
+            momentum = muon.state[parameter]["momentum_buffer"]
+            whole = parameter.detach().full_tensor()
+            whole.grad = parameter.grad.full_tensor()
+            alone: torch.optim.Optimizer = torch.optim.Muon([{**group, "params": [whole]}])
+            alone.state[whole]["momentum_buffer"] = momentum.full_tensor()
+            alone.step()
+            updated = (whole, alone.state[whole]["momentum_buffer"])
+            for sharded, value in zip((parameter, momentum), updated, strict=True):
+                mine = distribute_tensor(
+                    value, sharded.device_mesh, sharded.placements, src_data_rank=None
+                )
+                local(sharded).copy_(local(mine))
+            parameter.grad = None
+
+
+def algorithms(config: OptimizerConfig, model: nn.Module) -> dict[int, Algorithm]:
+    """Return what updates each trainable parameter, by the parameter's id. Raises as `arrange`."""
+    groups = arrange(model, config)
+    return {id(parameter): one.algorithm for one in groups for parameter in one.parameters}
+
+
+def arrange(model: nn.Module, config: OptimizerConfig) -> list[Group]:
+    """Divide the trainable parameters into groups; each is in one, and a tied one counts once.
+
+    A parameter belongs to the first entry of `optimizer.groups` that matches one of its names. What
+    that entry leaves open is as for all others: parameters with fewer than two dimensions (norms,
+    biases) are not decayed, nor are embeddings, even if the head is tied to them, nor what
+    `_NEVER_DECAYED` names.
+
+    model: the bare model, before it is split; it may be on meta.
+
+    Raises UserError for an entry that no parameter belongs to, and for Muon without a matrix.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    entries = _entries([names[id(parameter)] for parameter in trained], config.groups)
+    embeddings, matrices = _embeddings(model), _hidden_matrices(model)
+    found: dict[tuple[int, Algorithm, bool], list[Parameter]] = {}
+    for parameter, entry in zip(trained, entries, strict=True):
+        algorithm = config.name
+        if algorithm == "muon" and id(parameter) not in matrices:
+            algorithm = "adamw"
+        decays = parameter.ndim >= 2 and id(parameter) not in embeddings
+        decays = decays and not any(part in names[id(parameter)][0] for part in _NEVER_DECAYED)
+        found.setdefault((entry, algorithm, not decays), []).append(parameter)
+    if config.name == "muon" and not any(algorithm == "muon" for _, algorithm, _ in found):
+        expected = "adamw for a model whose trainable parameters include no matrix inside of it"
+        raise UserError(Problem("optimizer.name", "muon", expected, "optimizer.name=adamw"))
+    return [_group(config, *key, found[key]) for key in sorted(found)]  # the decayed ones first
+
+
+def _group(
+    config: OptimizerConfig,
+    entry: int,
+    algorithm: Algorithm,
+    undecayed: bool,
+    parameters: Sequence[Parameter],
+) -> Group:
+    rate, decay = config.learning_rate, 0.0 if undecayed else config.weight_decay
+    if entry != _DEFAULT:
+        asked = config.groups[entry]
+        rate = rate if asked.learning_rate is None else asked.learning_rate
+        decay = decay if asked.weight_decay is None else asked.weight_decay
+    return Group(algorithm, rate, decay, parameters)
+
+
+def _entries(named: Sequence[Sequence[str]], groups: Sequence[GroupConfig]) -> list[int]:
+    """Return the number of the entry that each parameter belongs to, or `_DEFAULT`.
+
+    named: the names of each parameter
+    """
+    found = [
+        next((number for number, one in enumerate(groups) if _matches(own, one.match)), _DEFAULT)
+        for own in named
+    ]
+    unused = [number for number in range(len(groups)) if number not in found]
+    raise_any(_without_parameter(named, groups, number) for number in unused)
+    return found
+
+
+def _without_parameter(
+    named: Sequence[Sequence[str]], groups: Sequence[GroupConfig], number: int
+) -> Problem:
+    """Return the problem of an entry that no parameter belongs to."""
+    key, pattern = f"optimizer.groups.{number}.match", groups[number].match
+    if any(_matches(own, pattern) for own in named):
+        expected = "a pattern with a parameter that no earlier entry matches"
+        return Problem(key, pattern, expected, "put the narrower pattern first")
+    return no_match(key, pattern, [name for own in named for name in own])
+
+
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Return the ids of the embeddings' weights."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Return the ids of the matrices between embedding and head.
+
+    One with a single row or column is a vector, on which Muon also fails if it is sharded.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outside = _embeddings(model) | {id(getattr(head, "weight", None))}
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and min(parameter.shape) > 1
+        if id(parameter) not in outside and _TOKEN_ROWS not in name
+    }

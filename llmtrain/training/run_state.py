@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "optimizer_steps": run.engine.optimizer_steps(),
         "evaluation": run.log.last_evaluation,
         "skipped_in_a_row": run.guards.skipped_in_a_row,
-        "patience": None,
+        "patience": None if run.due.patience is None else run.due.without_gain,
         "ended": run.due.data_ended,
         "auto": json.loads(run.processes.auto.to_bytes()),
         "versions": run.processes.versions,
@@ -100,14 +101,17 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
     return {
         "trainer_state.json": _encode(trainer_state),
         **state.index(run.built.spec),
-        **model_files(run.built.bare),
+        **model_files(run.built.bare, run.built.adapter),
         **_tokenizer_files(run.run_dir / contents.TOKENIZER),
     }
 
 
-def model_files(model: Any) -> dict[str, bytes]:
-    """Return name → content of the files that `from_pretrained` needs beside the weights."""
-    files = {"config.json": model.config.to_json_string(use_diff=True).encode()}
+def model_files(model: Any, adapter: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """Return name → content of the files that `from_pretrained` needs beside the weights.
+
+    adapter: those of an adapter, whose base has a config of its own
+    """
+    files = dict(adapter or {"config.json": model.config.to_json_string(use_diff=True).encode()})
     if model.can_generate() and model.generation_config is not None:
         text = model.generation_config.to_json_string(use_diff=True)
         files["generation_config.json"] = text.encode()

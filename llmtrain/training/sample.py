@@ -31,9 +31,21 @@ def sample(run: Run) -> list[Sample]:
         return [Sample(prompt, _continue(run, prompt)) for prompt in run.config.evaluation.prompts]
 
 
+def _prompt(run: Run, prompt: str) -> tuple[list[int], set[int]]:
+    """Return the ids of a prompt, and those that end a text.
+
+    Where conversations are trained, the prompt is a message of the user.
+    """
+    tokenizer, chat = run.data.tokenizer, run.data.encoder.chat
+    if chat is not None and chat.has_template:
+        message = {"role": "user", "content": prompt}
+        return chat.prompt_ids([message]), {tokenizer.eos, chat.check().id}
+    start = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+    return [start, *tokenizer.encode(prompt).tolist()], {tokenizer.eos}
+
+
 def _continue(run: Run, prompt: str) -> str:
-    start = run.data.tokenizer.eos if run.data.tokenizer.bos is None else run.data.tokenizer.bos
-    ids = [start, *run.data.tokenizer.encode(prompt).tolist()]
+    ids, ends = _prompt(run, prompt)
     given = len(ids)
     generator = torch.Generator(run.device)
     generator.manual_seed(mix(run.config.run.seed, _SEED_STREAM, run.step))
@@ -45,7 +57,7 @@ def _continue(run: Run, prompt: str) -> str:
         # lengths, but with sharded weights each forward needs all ranks. So rank 0 draws for all.
         drawn = _draw(logits, generator) if run.ranks.rank == 0 else _NOTHING
         token = int(run.ranks.broadcast(b"%d" % drawn))
-        if token in (_NOTHING, run.data.tokenizer.eos):
+        if token == _NOTHING or token in ends:
             break
         ids.append(token)
     return run.data.tokenizer.decode(ids[given:])

@@ -73,7 +73,8 @@ def test_f27_a_second_run_in_a_directory_is_refused_and_the_first_is_unharmed(
 
 
 def test_f27_a_run_whose_lock_was_removed_and_taken_ends_and_writes_no_more(faulty):
-    run = faulty(2, training__steps=100_000, checkpoint__every_steps=100_000)
+    endless = {"training__steps": 100_000, "checkpoint__every_steps": 100_000}
+    run = faulty(2, **endless, checkpoint__keep_best=0)
     ranks = run.start()
     until(lambda: len(run.lines("train")) >= 5, "some steps")
     os.kill(ranks.pids[0], signal.SIGSTOP)  # else it makes the lock again at its next beat

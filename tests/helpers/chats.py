@@ -12,9 +12,15 @@ import numpy as np
 import tokenizers
 
 import llmtrain.data.sample
+from llmtrain.config.binding import data_settings
+from llmtrain.config.schema import Config
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.rows import Example, Message
 from llmtrain.data.chat.template import NAMED, named
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.survey import freeze, survey
+from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 SAMPLE = Path(llmtrain.data.sample.__file__).parent
 DEFAULTS = Settings({}, "all", "error", "split", "text", "auto", "2024-07-26T12:00:00")
@@ -142,3 +148,50 @@ def check_against_library(
     for one in sequences:
         assert one.trained[-1]
     return len(found)
+
+
+def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
+    """Conversations of one to three turns, of very uneven lengths; each names itself."""
+    words = [
+        "der",
+        "river",
+        "flows",
+        "past",
+        "hills",
+        "where",
+        "old",
+        "stones",
+        "lie",
+        "under",
+        "moss",
+    ]
+    rows = []
+    for n in range(first, first + count):
+        turns = []
+        for turn in range(n % 3 + 1):
+            length = (n * n * 7 + 11 * turn + 3 * n) % 23 + 1
+            said = " ".join(words[(n + i * (turn + 1)) % len(words)] for i in range(length))
+            turns += [f"Question {n}.{turn}?", f"Answer {n}.{turn}: {said}."]
+        rows.append({"messages": talk(*turns)})
+    return rows
+
+
+def data_of(
+    tokenizer: Path,
+    *sources: Path | dict[str, Any],
+    chat: dict[str, Any] | None = None,
+    epochs: float | None = None,
+    **data: Any,
+) -> tuple[Manifest, Encoder]:
+    """The manifest and encoder of a fresh run on these sources."""
+    described = [one if isinstance(one, dict) else {"path": str(one)} for one in sources]
+    config = Config.model_validate({
+        "data": {"sources": described, "seq_len": 256, "heldout": 0.0, **data},
+        "chat": chat or {},
+        "training": {"steps": 10} if epochs is None else {"epochs": epochs},
+    })  # fmt: skip
+    found = survey(data_settings(config), 1)
+    opened = open_tokenizer(tokenizer)
+    settings = settings_of(config.chat, DEFAULTS.date)
+    made = Chat(tokenizer, settings, config.data.seq_len) if found.has_chat else None
+    return freeze(found, opened, made and chat_facts(made)), Encoder(opened, made)

@@ -21,6 +21,7 @@ USED = (
     "llmtrain.cli.main",
     "llmtrain.cli.rank",
     "deepspeed",  # accelerate looks for its engine in any prepared model
+    "peft",
     "safetensors.torch",
     "tiktoken",
     "torch._dynamo.repro.after_dynamo",  # with the next one: DeepSpeed compiles an optimizer

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmtrain.model import attention, freeze, recompute
+from llmtrain.config.schema import AdapterConfig
+from llmtrain.model import adapters, attention, freeze, recompute
 
 
 class WeightCopies(TorchDispatchMode):
@@ -51,13 +52,18 @@ def saved_bytes(
     arithmetic: str,
     checkpointing: str,
     patterns: tuple[str, ...] = (),
+    adapter: AdapterConfig | None = None,
 ) -> tuple[int, int]:
     """What the decoder without its head keeps, and bf16 copies of weights among it.
 
     Of blocks that are computed again, what they are given counts: a checkpoint holds it.
     """
-    model = real_model(config, arithmetic, ids.shape[1])
+    model = real_model(config, arithmetic if adapter is None else "fp32", ids.shape[1])
     freeze.freeze(model, patterns)
+    if adapter is not None:
+        dtype = torch.float32 if arithmetic == "fp32" else torch.bfloat16
+        adapters.attach(model, adapter, dtype=dtype)
+        adapters.hold_base(model, dtype, trained=arithmetic == "bf16")
     recompute.apply(model, checkpointing)
     weights = {address(one) for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}

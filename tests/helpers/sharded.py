@@ -66,6 +66,7 @@ class Job:
     source: str = ""
     apart: bool = False
     checkpointing: str = "none"
+    optimizer: str = "adamw"
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -78,7 +79,7 @@ def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any
     recompute.apply(bare, job.checkpointing)
     if job.hiding:
         bare.set_attn_implementation(attention.backend(whole))
-    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
+    optimizer = make_optimizer(bare, OptimizerConfig(name=job.optimizer, learning_rate=uneven.RATE))
     assert launched.sharding is not None
     module = fsdp.prepare_empty(LossModule(bare), optimizer, launched.sharding)
     weights.share(bare, whole if launched.ranks.rank == 0 else None, launched.device)
@@ -116,14 +117,14 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     if job.hiding:
         attention.install(bare, uneven.SEQ_LEN)
     recompute.apply(bare, job.checkpointing)
-    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE))
+    optimizer = make_optimizer(bare, OptimizerConfig(name=job.optimizer, learning_rate=uneven.RATE))
     spec = state.spec(bare, optimizer, 4 << 30)
     if job.apart:
         bare, prepared, optimizer = apart(job, launched, bare)
     else:
         prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
     launched.engine.create_state()
-    data = SimpleNamespace(seq_len=uneven.SEQ_LEN, packing="bestfit", document_mask=job.hiding)
+    data = SimpleNamespace(seq_len=uneven.SEQ_LEN, document_mask=job.hiding)
     hiding_attention(bare, prepared, data, job.precision, launched)  # before any other forward
     sent: list[Any] = []
     run = run_of(

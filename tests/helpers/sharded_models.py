@@ -64,6 +64,8 @@ class Rare(nn.Module):
 SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
     "untied": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
+    # The feed-forward part has matrices of one row or one column.
+    "thin": {"hidden_size": 16, "intermediate_size": 1, "num_attention_heads": 2},
     # Three rows for four ranks (mlp), two (keys, values): some ranks hold nothing of them.
     "odd": {
         "hidden_size": 18,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from llmtrain.data.audit.ledger import text_of
+from llmtrain.data.documents.byte_ranges import columns_of, is_part_of
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
@@ -30,7 +31,7 @@ from llmtrain.data.documents.units import GROUP_LIMIT
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.hashing import mix, permutation
 
 SAMPLED_UNITS = 64  # of each format of a source
@@ -60,6 +61,7 @@ class Census:
     looked_at: rows
     duplicates: texts that were seen before
     lengths: tokens of a document → how many of the documents that were looked at
+    chat: what happened to the conversations that were looked at, as in `chat.Encoded`
     """
 
     exact: bool
@@ -70,6 +72,7 @@ class Census:
     looked_at: int
     duplicates: int
     lengths: Counter[int]
+    chat: Counter[str]
 
 
 class _Document(NamedTuple):
@@ -106,21 +109,22 @@ class _Piece:
 class _Format:
     """The units of one format of a source, and what was found in them so far."""
 
-    def __init__(
-        self, source: Source, k: int, seed: int, tokenizer: Tokenizer, reader: Reader
-    ) -> None:
+    def __init__(self, source: Source, k: int, seed: int, encoder: Encoder, reader: Reader) -> None:
         self.source = source
         self.k = k
         self.seed = seed
-        self.tokenizer = tokenizer
+        self.encoder = encoder
         self.reader = reader
-        # The ids of a token cache already include separators.
-        self.separators = 0 if source.cached else 1 if tokenizer.bos is None else 2
+        # The ids of a token cache already include separators; conversations have none.
+        self.separators = 1 if encoder.tokenizer.bos is None else 2
+        if source.cached or source.form is not None:
+            self.separators = 0
         self.met: Counter[str] = Counter()  # documents, dropped, replaced: of all rows read
         self.bytes = self.tokens = 0.0  # of all documents read, without separators
         self.held = Amount(0, 0, 0)  # of held-out documents that were tokenized, without separators
         self.hashes: array[int] = array("Q")
         self.lengths: Counter[int] = Counter()
+        self.chat: Counter[str] = Counter()
 
     def look(self, piece: _Piece, limit: int | None) -> bool:
         """Read a piece and tokenize some of its documents; return whether it was all of them.
@@ -170,13 +174,16 @@ class _Format:
     ) -> Iterator[tuple[_Document, str, np.ndarray]]:
         """Yield each document with its text and its ids."""
         texts = [one.text for one in documents if one.text is not None]
-        encoded = iter(self.tokenizer.documents(texts) if texts else ())
+        tokenizer = self.encoder.tokenizer
+        encoded = iter(self.encoder.documents(self.source, texts) if texts else ())
         for document in documents:
             if isinstance(document.rows, token_cache.Rows):
-                ids = document.rows.ids(document.row, self.tokenizer.length)
-                yield document, text_of(self.tokenizer, ids), ids
+                ids = document.rows.ids(document.row, tokenizer.length)
+                yield document, text_of(tokenizer, ids), ids
             else:
-                yield document, document.text or "", next(encoded)
+                found = next(encoded)
+                self.chat.update(found.counts)
+                yield document, document.text or "", found.ids
 
     def amount(self, by_rows: float, by_size: float) -> Amount:
         """Estimate the whole from this part of it.
@@ -199,7 +206,7 @@ class _Part(NamedTuple):
 
 
 def census(
-    manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, limit: int | None
+    manifest: Manifest, k: int, encoder: Encoder, reader: Reader, limit: int | None
 ) -> Census:
     """Count the documents of source k, or estimate their number from a sample.
 
@@ -213,7 +220,7 @@ def census(
     source = manifest.sources[k]
     groups = _formats(source)
     each = limit and -(-limit // len(groups))
-    formats = [_Format(source, k, manifest.seed, tokenizer, reader) for _ in groups]
+    formats = [_Format(source, k, manifest.seed, encoder, reader) for _ in groups]
     parts = [
         _part(one, list(_pieces(source, units, reader)), each)
         for one, units in zip(formats, groups, strict=True)
@@ -222,8 +229,10 @@ def census(
     dropped = sum(part.dropped for part in parts)
     hashes = np.concatenate([np.frombuffer(one.hashes, np.uint64) for one in formats])
     lengths: Counter[int] = Counter()
+    chat: Counter[str] = Counter()
     for one in formats:
         lengths.update(one.lengths)
+        chat.update(one.chat)
     return Census(
         exact=exact,
         all=_sum([part.all for part in parts]),
@@ -233,6 +242,7 @@ def census(
         looked_at=len(hashes) + (round(dropped) if exact else 0),
         duplicates=len(hashes) - len(np.unique(hashes)),
         lengths=lengths,
+        chat=chat,
     )
 
 
@@ -316,10 +326,11 @@ def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
         return unit.stop - unit.start
     group = _group(source, unit, reader)
     columns = (group.column(index) for index in range(group.num_columns))
+    names = columns_of(replace(source, id_column=None))
     text = sum(
         column.total_uncompressed_size
         for column in columns
-        if column.path_in_schema == source.text_column
+        if any(is_part_of(column.path_in_schema, name) for name in names)
     )
     return float(text * (unit.stop - unit.start) / group.num_rows)
 

@@ -1,4 +1,8 @@
-"""The number of blocks of an epoch: counted, or estimated by a census."""
+"""The number of blocks of an epoch: counted, or estimated by a census.
+
+Conversations are trained exactly as often as asked. So their blocks are counted by walking all
+lanes to their end, each conversation being tokenized once.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,27 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 
 import numpy as np
+import xxhash
 
+from llmtrain import heartbeat
 from llmtrain.data import heldout
 from llmtrain.data.audit.census import BATCH, Census, census
+from llmtrain.data.audit.ledger import bad_conversation
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.lanes import BadConversationError, Lanes
+from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
+from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.hashing import mix
 
 COUNTED_BYTES = 16 * MIB  # a source of at most that much text is counted
+COUNTED_CHAT_BYTES = 512 * MIB  # of conversations, which end the run when they are used up
 PACKED_WINDOWS = 4
 NO_IDS = np.zeros(0, np.int32)
+NO_ID = np.int32(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +43,77 @@ class Epoch:
     tokens: with those that separate documents
     blocks: of `seq_len` trained positions
     exact: whether they were counted, not estimated from a sample
+    until_end: blocks until every source has ended; None = that was not counted
     """
 
     documents: int
     tokens: int
     blocks: int
     exact: bool
+    until_end: int | None = None
 
 
 def epoch(
-    manifest: Manifest, tokenizer: Tokenizer, reading: Reading, known: Sequence[Census] = ()
+    manifest: Manifest,
+    encoder: Encoder,
+    reading: Reading,
+    known: Sequence[Census] = (),
+    state: DataState | None = None,
 ) -> Epoch:
     """Count, or estimate, one epoch. Raises UserError or RunError as reading does.
 
     known: a census of each source; one that is exact is not made again
+    state: where the run is now, for `until_end`; None = at its beginning
     """
     reader = Reader(reading)
     documents = tokens = blocks = 0.0
     exact = True
     for k in range(len(manifest.sources)):
-        found = _training(manifest, k, tokenizer, reader, known[k] if known else None)
+        found = _training(manifest, k, encoder, reader, known[k] if known else None)
         documents, tokens, exact = documents + found[0], tokens + found[1], exact and found[2]
-        blocks += found[1] * _blocks_a_token(manifest, k, tokenizer, reader)
+        blocks += found[1] * _blocks_a_token(manifest, k, encoder, reader)
     whole = math.ceil(round(blocks, 6))  # 700 · (1 / 100) is a little more than 7
-    return Epoch(round(documents), round(tokens), max(1, whole), exact)
+    begin = state or DataState.fresh(manifest)
+    ends = exact and manifest.chat and all(one.max_epochs for one in manifest.sources)
+    until_end = _until_end(manifest, encoder, reader, begin) if ends else None
+    return Epoch(round(documents), round(tokens), max(1, whole), exact, until_end)
+
+
+def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader, state: DataState) -> int:
+    """Return the number of the first block from which on all are padding. state: where to begin"""
+    lanes = Lanes(manifest, _Lengths(encoder), reader, state.cursors, state.next_block)
+    last = state.next_block
+    for g in range(state.next_block, state.next_block + manifest.lanes):
+        heartbeat.beat("counting the blocks of the run")
+        try:
+            while lanes.take(g).source >= 0:
+                last, g = max(last, g + 1), g + manifest.lanes
+        except BadConversationError as error:
+            raise bad_conversation(manifest, reader, error) from None
+    return last
+
+
+class _Lengths:
+    """Encodes each document once, and remembers where its sequences end; its ids are zeros."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.tokenizer = encoder.tokenizer
+        self._encoder = encoder
+        self._known: dict[tuple[str, bytes], Encoded] = {}
+
+    def documents(self, source: Source, texts: Sequence[str]) -> list[Encoded]:
+        """Return encoded documents as `Encoder` does, in their lengths."""
+        keys = [(source.label, xxhash.xxh3_128_digest(text.encode())) for text in texts]
+        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
+        found = self._encoder.documents(source, list(new.values()))
+        for key, one in zip(new, found, strict=True):
+            zeros = np.broadcast_to(NO_ID, len(one.ids))
+            self._known[key] = one._replace(ids=zeros, trained=None)
+        return [self._known[key] for key in keys]
 
 
 def _training(
-    manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader, known: Census | None
+    manifest: Manifest, k: int, encoder: Encoder, reader: Reader, known: Census | None
 ) -> tuple[float, float, bool]:
     """Return (training documents of source k, their tokens, whether both were counted)."""
     source = manifest.sources[k]
@@ -67,13 +121,14 @@ def _training(
         stream = token_cache.training_stream(source, manifest.seed)
         return stream.num_documents, stream.tokens, True
     if known is None or not known.exact:
-        known = census(manifest, k, tokenizer, reader, None)
-    if not known.exact and known.training.bytes <= COUNTED_BYTES:
-        known = census(manifest, k, tokenizer, reader, 0)
+        known = census(manifest, k, encoder, reader, None)
+    most = COUNTED_BYTES if source.form is None else COUNTED_CHAT_BYTES
+    if not known.exact and known.training.bytes <= most:
+        known = census(manifest, k, encoder, reader, 0)
     return known.training.documents, known.training.tokens, known.exact
 
 
-def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader) -> float:
+def _blocks_a_token(manifest: Manifest, k: int, encoder: Encoder, reader: Reader) -> float:
     """Return the number of blocks per token of source k.
 
     Packings other than `concat` add padding, which is measured on a few windows.
@@ -84,9 +139,9 @@ def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Re
     wanted = PACKED_WINDOWS * window_tokens(seq_len)
     packed: list[Document] = []
     tokens = 0
-    for ids in _repeat_documents(manifest, k, tokenizer, reader):
-        packed.append(Document(0, 0, len(packed), ids, Counter()))
-        tokens += len(ids)
+    for one in _repeat_documents(manifest, k, encoder, reader):
+        packed.append(Document(0, 0, len(packed), one.ids, Counter(), one.cuts))
+        tokens += len(one.ids)
         if tokens >= wanted:
             break
     end = Document(0, 0, len(packed), NO_IDS, Counter())
@@ -96,15 +151,15 @@ def _blocks_a_token(manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Re
         lambda *_: chain(packed, repeat(end)),
         seq_len,
         START,
-        pad=tokenizer.pad,
+        pad=encoder.tokenizer.pad,
         order=order,
     )
     return sum(1 for _ in found) / tokens
 
 
 def _repeat_documents(
-    manifest: Manifest, k: int, tokenizer: Tokenizer, reader: Reader
-) -> Iterator[np.ndarray]:
+    manifest: Manifest, k: int, encoder: Encoder, reader: Reader
+) -> Iterator[Encoded]:
     """Yield the training documents of a source as tokens, again and again.
 
     One pass over a small source may not fill a window.
@@ -115,8 +170,9 @@ def _repeat_documents(
         if source.cached:  # with held-out documents, which are as long as others
             rows = token_cache.rows_of(source, source.units[u])
             usable = filter(rows.usable, range(len(rows)))
-            yield from (rows.ids(row, tokenizer.length) for row in usable)
+            length = encoder.tokenizer.length
+            yield from (Encoded(rows.ids(row, length)) for row in usable)
             continue
         texts = heldout.training_texts(source, u, seed, reader)
         while some := list(islice(texts, BATCH)):
-            yield from tokenizer.documents(some)
+            yield from (one for one in encoder.documents(source, some) if len(one.ids))

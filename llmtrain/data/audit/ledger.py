@@ -21,13 +21,15 @@ import pyarrow as pa
 
 from llmtrain.data.documents.lines import BOM, decode_line, fields
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.lanes import Block, Lanes, units_of
+from llmtrain.data.lanes import BadConversationError, Block, Lanes, units_of
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.packing import Span
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
 
 DESCRIBING = ("title", "url")
@@ -72,7 +74,7 @@ class _Row(NamedTuple):
 
 def replay(
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     reader: Reader,
     state: DataState,
     first: int,
@@ -82,7 +84,7 @@ def replay(
 
     state: the stream's state at block `first` or before it
     """
-    lanes = Lanes(manifest, tokenizer, reader, state.cursors, state.next_block)
+    lanes = Lanes(manifest, encoder, reader, state.cursors, state.next_block)
     for g in range(first, stop):
         yield g, lanes.take(g)
 
@@ -106,10 +108,13 @@ def is_whole(
 ) -> bool:
     """Return whether a span that begins its document has all of the document.
 
-    A text ends with the first end-of-text token, since nothing in it is encoded as one. Documents
-    of a token cache may have any tokens, so their length decides.
+    Sequences of a conversation are never cut. A text ends with the first end-of-text token, since
+    nothing in it is encoded as one. Documents of a token cache may have any tokens, so their length
+    decides.
     """
     source = manifest.sources[document.source]
+    if source.form is not None:
+        return True
     if not source.cached:
         return bool(block.ids[span.at + span.stop - span.start - 1] == tokenizer.eos)
     _, begin, end = token_cache.open_documents(source).span(document.row)
@@ -141,6 +146,32 @@ def origins(
             row = _row_at(manifest, k, u, document.epoch, document.row, len(rows))
             found[document] = _origin(source, unit, rows[row])
     return found
+
+
+def bad_conversation(manifest: Manifest, reader: Reader, error: BadConversationError) -> UserError:
+    """Return the message for a row that a lane cannot use, with its file and line."""
+    k, lane, epoch, position, row = error.place
+    u = _unit_at(manifest, k, lane, epoch, position)
+    rows = reader.documents(manifest.sources[k], manifest.sources[k].units[u], epoch, needed=True)
+    at = _row_at(manifest, k, u, epoch, row, len(rows))
+    return UserError(bad_row(manifest.sources[k], u, at, reader, error.why))
+
+
+def bad_row(source: Source, u: int, row: int, reader: Reader, why: str) -> Problem:
+    """Return the problem of a row of unit u that cannot be used. row: in file order"""
+    where = source.where(source.units[u].file)
+    expected = f"a conversation that can be trained on: {why}"
+    remedy = "repair or remove the row, or chat.bad_rows=skip"
+    return Problem(f"{where}, {place_of_row(source, u, row, reader)}", None, expected, remedy)
+
+
+def place_of_row(source: Source, u: int, row: int, reader: Reader) -> str:
+    """Return where a row of unit u is in its file, for messages. row: in file order"""
+    unit = source.units[u]
+    at = _rows(reader, source, unit)[row].at
+    if unit.group >= 0:
+        return f"row {at} of row group {unit.group}"
+    return reader.line_at(source, unit.file, at)
 
 
 def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -> int:
@@ -177,7 +208,9 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
     if not line.strip():
         return None
     try:
-        fields(decode_line(line), source.text_column, None)
+        decoded = decode_line(line)
+        if source.form is None:
+            fields(decoded, source.text_column, None)
     except ValueError:
         return None
     row = json.loads(line.removeprefix(BOM).decode("utf-8", "replace"))
@@ -190,7 +223,7 @@ def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):
         # Named as text and id of a source, they are read as these are, also from the Hub.
-        described = replace(source, text_column=first, id_column=second)
+        described = replace(source, text_column=first, id_column=second, form=None)
         rows = reader.rows(described, unit, needed=True)
         columns[first] = _decode(rows.texts)
         if rows.ids is not None:

@@ -81,6 +81,27 @@ def named(name: str) -> str:
     return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text("utf-8")
 
 
+def template_text(asked: str) -> tuple[str, tuple[str, ...]]:
+    """Return the template that `chat.template` asks for, and the tokens that it needs.
+
+    Raises UserError for what is neither a name, nor a file, nor a template.
+    """
+    if asked in NAMED:
+        return named(asked), NAMED[asked]
+    if "{%" in asked or "{{" in asked:
+        return asked, ()
+    try:
+        return Path(asked).read_text("utf-8"), ()
+    except (OSError, ValueError) as error:
+        expected = f"{', '.join(NAMED)}, a .jinja file or a template ({first_line(error)})"
+        raise UserError(Problem("chat.template", asked, expected)) from error
+
+
+def template_tokens(asked: str | None) -> tuple[str, ...]:
+    """Return the tokens that `chat.template` adds to a tokenizer that lacks them."""
+    return NAMED.get(asked or "", ())
+
+
 def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Template:
     """Open the template of a tokenizer's directory.
 
@@ -92,7 +113,7 @@ def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Temp
     others = _json(directory / "special_tokens_map.json")
     sources = _sources(directory, settings)
     if "default" not in sources:
-        expected = f"a chat template: {directory.name} has none"
+        expected = "a chat template: the tokenizer has none"
         remedy = f"name one of {', '.join(NAMED)} or a .jinja file"
         raise UserError(Problem("chat.template", None, expected, remedy))
     for source in sources.values():

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pyarrow.parquet as pq
 
+from llmtrain.data.chat.rows import columns_of_form
 from llmtrain.data.documents.lines import reach
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote.prefetch import KEPT_BYTES
@@ -27,8 +28,16 @@ def hub_file(source: Source, file: int) -> HubFile:
 
 
 def columns_of(source: Source) -> list[str]:
-    """Return the names of the columns that are read."""
-    return [source.text_column, *([source.id_column] if source.id_column else [])]
+    """Return the names of the columns that are read; files may lack optional ones of a form."""
+    texts = [source.text_column]
+    if source.form is not None:
+        texts = [source.columns.get(name, name) for name in columns_of_form(source.form)]
+    return [*texts, *([source.id_column] if source.id_column else [])]
+
+
+def is_part_of(path_in_schema: str, column: str) -> bool:
+    """Return whether a column of a parquet file is this one, or nested in it."""
+    return path_in_schema == column or path_in_schema.startswith(f"{column}.")
 
 
 def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> list[tuple[int, int]]:
@@ -45,7 +54,7 @@ def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[in
     spans: list[tuple[int, int]] = []
     for index in range(group.num_columns):
         column = group.column(index)
-        if column.path_in_schema in wanted:
+        if any(is_part_of(column.path_in_schema, name) for name in wanted):
             first = column.data_page_offset
             if column.dictionary_page_offset:
                 first = min(first, column.dictionary_page_offset)

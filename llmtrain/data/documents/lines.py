@@ -149,25 +149,18 @@ def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> 
 
 
 def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size: int) -> int:
-    """Return the decoded size that a compressed file records; −1 or less: unknown.
+    """Return the decoded size that a gzip file records at the end (of its last member).
 
-    gzip records it at the end (of the last member), zstd in the header.
+    −1: it is unknown, as for zstd, and seen when the file is read
 
     size: of the file in bytes
     """
-    if compression == "gzip":
-        if file.read(2) != GZIP_MAGIC:
-            return -1  # reading it raises the error
-        file.seek(max(0, size - 4))
-        said = int.from_bytes(file.read(4) or b"", "little")
-        # Deflate makes at most 1,032 bytes of one: a file that claims more was cut off.
-        return said if said <= 1032 * size else -1
-    import zstandard
-
-    try:
-        return int(zstandard.frame_content_size(file.read(18) or b""))
-    except zstandard.ZstdError:
+    if compression != "gzip" or file.read(2) != GZIP_MAGIC:
         return -1
+    file.seek(max(0, size - 4))
+    said = int.from_bytes(file.read(4) or b"", "little")
+    # Deflate makes at most 1,032 bytes of one: a file that claims more was cut off.
+    return said if said <= 1032 * size else -1
 
 
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:

@@ -40,6 +40,7 @@ class Reading:
     skip_bad_units: a unit or line that cannot be decoded is left out and recorded; those that are
         recorded already are always left out
     stop: set when this process must stop waiting for the network
+    skip_bad_rows: rows of conversations that cannot be used are left out and counted
     """
 
     timeout_seconds: float
@@ -47,6 +48,7 @@ class Reading:
     cache_bytes: int = 0
     skip_bad_units: bool = False
     stop: Stopping | None = None
+    skip_bad_rows: bool = False
 
 
 def reading_of(
@@ -55,7 +57,8 @@ def reading_of(
     """Return how a run with these settings reads its units. stop: as in `Reading`."""
     cache_bytes = int(settings.data.cache_gb * 2**30)
     skip = settings.data.on_bad_unit == "skip"
-    return Reading(60 * settings.timeout_minutes, run_dir, cache_bytes, skip, stop)
+    rows = settings.chat.bad_rows == "skip"
+    return Reading(60 * settings.timeout_minutes, run_dir, cache_bytes, skip, stop, rows)
 
 
 class Reader:
@@ -158,11 +161,22 @@ class Reader:
         if len(row) >= MANY_IN_A_ROW:
             raise too_many(source.label, error)
 
+    def keys_of_first_line(self, source: Source, file: int) -> list[str]:
+        """Return the keys of a file's first JSON line; [] if it has no line.
+
+        Raises ValueError for a line that is no object, and UserError as reading does.
+        """
+        unit = Unit(file, -1, 0, min(1, source.files[file].size))
+        with readable(place_of(source, unit)):
+            lines = list(self.units.lines(source, unit))
+        return next((list(decode_line(line)) for _, line in lines if line.strip()), [])
+
     def first_keys(self, source: Source, file: int) -> list[str] | None:
         """Return the keys of a file's first JSON line, or None if it has no line.
 
         If bad lines are skipped, a bad first line, or one without the text column, gives None.
-        Otherwise a bad line raises UserError, and one without the text column is returned.
+        Otherwise a bad line raises UserError, and one without the text column is returned. Of
+        conversations only the columns are looked at here.
         """
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
         with readable(place_of(source, unit)):
@@ -171,7 +185,8 @@ class Reader:
             if line.strip():
                 try:
                     row = decode_line(line)
-                    if source.text_column in row or self.reading.skip_bad_units:
+                    skip = self.reading.skip_bad_units
+                    if source.form is None and (source.text_column in row or skip):
                         fields(row, source.text_column, None)
                 except ValueError as error:
                     if self.reading.skip_bad_units:
@@ -181,17 +196,21 @@ class Reader:
         return None
 
     def _bad_line(self, source: Source, unit: Unit, position: int, reason: str) -> UserError:
-        where = f"{source.where(unit.file)}, byte {position}"
-        if not source.remote:
-            compression = (file_format(source.files[unit.file].name) or ("", None))[1]
-            with self.units.open(source, unit.file) as file:
-                number = line_number(file, compression, source.where(unit.file), position)
-            where = f"{source.where(unit.file)}, line {number}"
+        where = f"{source.where(unit.file)}, {self.line_at(source, unit.file, position)}"
         expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
         remedy = "repair or remove the line, or correct the source's text_column"
         if reason == A_LIST:
             remedy = "write one object a line; `llmtrain data repack` then makes parquet of it"
         return UserError(Problem(where, reason, expected, remedy))
+
+    def line_at(self, source: Source, file: int, position: int) -> str:
+        """Return which line it is, for messages: its number, on the Hub its first byte."""
+        if source.remote:
+            return f"byte {position}"
+        where = source.where(file)
+        compression = (file_format(source.files[file].name) or ("", None))[1]
+        with self.units.open(source, file) as opened:
+            return f"line {line_number(opened, compression, where, position)}"
 
 
 def _reason(error: UnreadableError) -> str:

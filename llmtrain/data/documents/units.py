@@ -13,8 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llmtrain.data.chat.rows import as_text
 from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
 from llmtrain.data.documents.lines import (
+    BOM,
     MIB,
     decode_line,
     decompress,
@@ -22,6 +24,7 @@ from llmtrain.data.documents.lines import (
     fields,
     read_owned,
     refuse_utf_16,
+    to_bytes,
 )
 from llmtrain.data.documents.rows import Rows, of_table, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError, readable
@@ -184,7 +187,7 @@ class Units:
     def _group(self, source: Source, unit: Unit) -> Rows:
         with self._parquet(source, unit) as file:
             table = file.read_row_group(unit.group, columns=columns_of(source), use_threads=False)
-        return of_table(table, source.text_column, source.id_column)
+        return _rows_of(table, source)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
         """Read rows [start, stop) of a group without having all of the group in memory."""
@@ -202,7 +205,7 @@ class Units:
                 if position >= unit.stop:
                     break
         table = pa.concat_tables(tables)
-        rows = of_table(table, source.text_column, source.id_column)
+        rows = _rows_of(table, source)
         refuse_other_encoding(rows.texts, place_of(source, unit))
         return rows
 
@@ -235,7 +238,7 @@ class Units:
                 bad.append((position, ""))
                 continue
             try:
-                text, name = fields(decode_line(line), source.text_column, source.id_column)
+                text, name = _fields(line, source)
             except ValueError as error:
                 bad.append((position, str(error)))
             else:
@@ -243,6 +246,25 @@ class Units:
                 ids.append(name)
         kind = pa.large_binary()
         return Rows(pa.array(texts, kind), pa.array(ids, kind), len(bad), tuple(bad))
+
+
+def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:
+    """Return text and id of a JSON line; the text of a conversation is its line."""
+    row = decode_line(line)
+    if source.form is None:
+        return fields(row, source.text_column, source.id_column)
+    name = row.get(source.id_column) if source.id_column else None
+    return line.removeprefix(BOM), None if name is None else to_bytes(str(name))
+
+
+def _rows_of(table: pa.Table, source: Source) -> Rows:
+    """Return the rows of a table; the text of a conversation is a JSON object of its columns."""
+    if source.form is None:
+        return of_table(table, source.text_column, source.id_column)
+    ids = source.id_column
+    texts = table.drop_columns([ids]) if ids in table.column_names else table
+    lines = pa.array([as_text(row).encode() for row in texts.to_pylist()], pa.large_binary())
+    return Rows(lines, of_table(table, ids, None).texts if ids else None)
 
 
 def place_of(source: Source, unit: Unit) -> str:

@@ -94,8 +94,10 @@ class Engine(Protocol):
         """Return how many updates the optimizer has made. Waits for the device."""
         return state.optimizer_steps(self._optimizer)
 
-    def unequal_replicas(self) -> dict[str, list[int]]:
+    def unequal_replicas(self, *, base: bool = False) -> dict[str, list[int]]:
         """Return parameters whose bits differ between replicas, each with the ranks that differ.
+
+        base: whether to compare the frozen base of adapters, too.
 
         `replicas.unequal` describes which ranks are named. The result is the same on all ranks,
         and empty if the strategy has no replicas. Collective. Waits for the device.
@@ -215,7 +217,7 @@ class TorchEngine(Engine):
         """See `Engine.finish_loading`."""
         state.set_steps(self._optimizer, steps)
 
-    def unequal_replicas(self) -> dict[str, list[int]]:
+    def unequal_replicas(self, *, base: bool = False) -> dict[str, list[int]]:
         """See `Engine.unequal_replicas`; DDP and HSDP have replicas.
 
         Only parameters are compared. A wrong moment makes a wrong weight in the next update, and
@@ -225,7 +227,7 @@ class TorchEngine(Engine):
         count = self._sharding.replicas if self._sharding else self._accelerator.num_processes
         if count == 1:
             return {}
-        named = dict(self._bare.named_parameters())
+        named = dict(self._bare.named_parameters()) if base else state.named_parameters(self._bare)
         return replicas.unequal(list(named), [state.local(p) for p in named.values()], count)
 
     @property

@@ -6,8 +6,10 @@ gives each rank some rows, so a piece is a range. A tensor of 5 rows and 3 colum
     rank 0: [0, 6)    rank 1: [6, 12)    rank 2: [12, 15)
 
 Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
-name. AdamW's `step` is not a tensor of the files: a checkpoint has one integer for all parameters.
-The optimizer's state is created as zeros, never by a step.
+name. Of a model with adapters only what is trained is saved, under the names that peft gives it in
+its files. The state of each optimizer is described in `distributed.optimizer_state`. A count of
+updates (`step`) is not a tensor of the files: a checkpoint has one integer for all parameters. The
+state is created as zeros, never by a step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from llmtrain.types import DTYPES, Piece, Spec, TensorSpec, tensor_bytes
+from llmtrain.distributed.optimizer_state import states
+from llmtrain.types import DTYPES, Algorithm, Piece, Spec, StateSpec, TensorSpec, tensor_bytes
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAPTER = "adapter_model.safetensors"  # the file of an adapter's tensors, as peft calls it
 
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
 
@@ -32,18 +36,22 @@ _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → saf
 def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     """Return the files, tensors, dtypes and shapes of a checkpoint; equal on all ranks.
 
-    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger.
+    No file has more than `shard_bytes` of tensors, except for a single tensor that is larger, and
+    except for adapters: peft reads only one file.
+
     Raises ValueError for a trainable weight that is not fp32, and for an unsupported dtype.
     """
-    weights = {name: _tensor_spec(name, tensor) for name, tensor in _weights(model).items()}
+    weights = {name: _tensor_spec(name, tensor) for name, tensor in named_tensors(model).items()}
+    kept = kept_states(optimizer)
     moments = {
-        f"{name}.{moment}": TensorSpec("F32", tuple(parameter.shape))
+        f"{name}.{key}": tensor
         for name, parameter in trained_parameters(model, optimizer).items()
-        for moment in MOMENTS
+        for key, tensor in kept[id(parameter)].items()
     }
+    adapter = {ADAPTER: weights} if has_adapters(model) else None
     return {
-        **_files("model", weights, shard_bytes, numbered=False),
-        **_files("optimizer", moments, shard_bytes, numbered=True),
+        **(adapter or files("model", weights, shard_bytes, numbered=False)),
+        **files("optimizer", moments, shard_bytes, numbered=True),
     }
 
 
@@ -58,9 +66,10 @@ def pieces(
     The optimizer must have its state (see `create_state`). Raises ValueError for a tensor that is
     not contiguous in memory, or that is not split by rows.
     """
-    tensors = _weights(model)
+    tensors, kept = named_tensors(model), kept_states(optimizer)
     for name, parameter in trained_parameters(model, optimizer).items():
-        tensors |= {f"{name}.{moment}": optimizer.state[parameter][moment] for moment in MOMENTS}
+        state = optimizer.state[parameter]
+        tensors |= {f"{name}.{key}": state[key] for key in kept[id(parameter)]}
     for part in spec.values():
         for name in part:
             tensor = tensors[name].detach()
@@ -101,27 +110,51 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
+    """Return which optimizer updates a group of parameters."""
+    algorithm: Algorithm = group.get("algorithm", "adamw")
+    return algorithm
+
+
+def kept_states(optimizer: Optimizer) -> dict[int, StateSpec]:
+    """Return the tensors that the optimizer keeps for each of its parameters, by id."""
+    return {
+        id(parameter): states(algorithm_of(group), tuple(parameter.shape))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
 def create_state(optimizer: Optimizer, steps: int) -> None:
-    """Give every parameter of the optimizer moments of zero, and a count of `steps` updates.
+    """Give every parameter the state that it has before any update, and a count of `steps` updates.
 
     It replaces the optimizer's state. No step is made, so nothing else changes.
     """
-    for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            device = parameter.device if on_device else torch.device("cpu")
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(steps), dtype=torch.float32, device=device),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-            }
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if algorithm_of(group) == "adamw_8bit":  # not all of it is zero
+                optimizer.init_state(group, parameter, number, index)  # type: ignore[attr-defined]
+            else:
+                optimizer.state[parameter] = _zeros(group, parameter)
+    set_steps(optimizer, steps)
+
+
+def _zeros(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    names = states(algorithm_of(group), tuple(parameter.shape))
+    made = {name: torch.zeros_like(parameter) for name in names}
+    if algorithm_of(group) == "muon":  # it does not count its updates
+        return made
+    on_device = group.get("fused") or group.get("capturable")
+    device = parameter.device if on_device else torch.device("cpu")
+    return {"step": torch.zeros((), dtype=torch.float32, device=device), **made}
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:
     """Set how many updates the optimizer has made, in place; its state must exist."""
     for state in optimizer.state.values():
-        if isinstance(state["step"], Tensor):
+        if isinstance(state.get("step"), Tensor):
             state["step"].fill_(float(steps))
-        else:  # DeepSpeed's CPU Adam counts in a Python number
+        elif "step" in state:  # DeepSpeed's CPU Adam and bitsandbytes count in a Python number
             state["step"] = steps
 
 
@@ -177,9 +210,43 @@ def _first_row(name: str, tensor: Tensor) -> int:
     return min(tensor.device_mesh.get_local_rank(cuts[0]) * rows, tensor.shape[0])
 
 
-def _weights(model: Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied tensor once."""
-    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+def named_tensors(model: Module) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by their names in its files, a tied tensor once.
+
+    Those are all parameters and persistent buffers; with adapters, only what is trained.
+    """
+    own: dict[str, Tensor] = {**named_parameters(model)}
+    return own if has_adapters(model) else own | persistent_buffers(model)
+
+
+def named_parameters(model: Module) -> dict[str, Parameter]:
+    """Return the parameters among `named_tensors`."""
+    named = dict(model.named_parameters())
+    if not has_adapters(model):
+        return named
+    return {
+        _in_adapter_file(name): weight for name, weight in named.items() if weight.requires_grad
+    }
+
+
+def has_adapters(model: Module) -> bool:
+    """Whether peft has injected adapters into a model: it then keeps their settings in it."""
+    return hasattr(model, "peft_config")
+
+
+def _in_adapter_file(name: str) -> str:
+    """Return the name that peft gives a parameter of an adapter in a file.
+
+    There the adapter itself has no name, and the model is that of a wrapper:
+    `q_proj.lora_A.default.weight` is `base_model.model.q_proj.lora_A.weight`.
+    """
+    head, _, last = name.rpartition(".")
+    if last == "default":  # trained rows of an embedding
+        return f"base_model.model.{head}"
+    owner = head.removesuffix(".default")
+    if owner.endswith(".lora_magnitude_vector"):  # peft keeps the format in which it was no module
+        return f"base_model.model.{owner}"
+    return f"base_model.model.{owner}.{last}"
 
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:
@@ -191,7 +258,7 @@ def persistent_buffers(model: Module) -> dict[str, Tensor]:
 def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
     """Return the parameters that the optimizer changes, by name, in the order of the model."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: weight for name, weight in model.named_parameters() if id(weight) in own}
+    return {name: weight for name, weight in named_parameters(model).items() if id(weight) in own}
 
 
 def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
@@ -203,7 +270,7 @@ def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(dtype, tuple(tensor.shape))
 
 
-def _files(
+def files(
     kind: str, tensors: Mapping[str, TensorSpec], shard_bytes: int, *, numbered: bool
 ) -> dict[str, dict[str, TensorSpec]]:
     """Distribute tensors over files in order. Wide dtypes come first, so that all are aligned."""

@@ -6,7 +6,8 @@
 
 The forward uses a copy of the masters: in bf16 it is rounded, in stage 3 it is gathered when it is
 needed. A checkpoint is therefore read into the masters, and `renew_copies` makes the copies again.
-Frozen parameters have no masters: if their copy is rounded, `Held` keeps their fp32 values.
+Frozen parameters have no masters: if their copy is rounded, `Held` keeps their fp32 values. Those
+beside adapters are in no checkpoint, so they are not kept.
 Private names of DeepSpeed 0.19 are used only in this file and in `zero_engine.overflowing`.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmtrain.distributed.engines import state
+from llmtrain.distributed.optimizer_state import states
 from llmtrain.types import Piece, Spec
 
 Kind = Literal["partitions", "bf16", "fragments"]
@@ -38,7 +40,7 @@ _MASTERS: dict[Kind, str] = {
 class Held:
     """The tensors on this rank that the names of a checkpoint refer to.
 
-    parameters: those of the bare model.
+    parameters: those of the bare model; with adapters, only what is trained.
     trained: names of the parameters that the optimizer changes.
     buffers: the persistent buffers.
     frozen: flat fp32 values of the frozen parameters whose copy is rounded; in stage 3 only this
@@ -53,10 +55,11 @@ class Held:
 
 def before(model: Module, optimizer: torch.optim.Optimizer) -> Held:
     """Return the names and values of the bare model. The values stay in memory until `after`."""
-    parameters = dict(model.named_parameters())
+    parameters = state.named_parameters(model)
     trained = frozenset(state.trained_parameters(model, optimizer))
     values = {name: weight.detach() for name, weight in parameters.items()}
-    return Held(parameters, trained, state.persistent_buffers(model), values)
+    buffers = {k: v for k, v in state.named_tensors(model).items() if k not in parameters}
+    return Held(parameters, trained, buffers, values)
 
 
 def after(held: Held, optimizer: Any) -> Held:
@@ -84,6 +87,7 @@ def kind(optimizer: Any) -> Kind:
 def create_state(optimizer: Any) -> None:
     """Give every master of this rank moments of zero and a step count of 0."""
     base = optimizer.optimizer
+    moments = states("adamw", ())  # ZeRO has no other optimizer
     counts_on_host = type(base).__name__ == "DeepSpeedCPUAdam"  # a Python number
     fused = any(group.get("fused") for group in base.param_groups)
     for master in vars(optimizer)[_MASTERS[kind(optimizer)]]:
@@ -91,7 +95,7 @@ def create_state(optimizer: Any) -> None:
         step = 0 if counts_on_host else torch.zeros((), dtype=torch.float32, device=device)
         base.state[master] = {
             "step": step,
-            **{moment: torch.zeros_like(master, requires_grad=False) for moment in state.MOMENTS},
+            **{moment: torch.zeros_like(master, requires_grad=False) for moment in moments},
         }
     if kind(optimizer) != "partitions":
         # A backward or a step may have linked the old moments already, so link them again.

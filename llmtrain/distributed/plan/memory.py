@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 
+from llmtrain.distributed.optimizer_state import state_bytes
 from llmtrain.types import ModelShape, ParameterShape, Saved
 
 # The arithmetic of a forward, as in `model.count`:
@@ -40,6 +41,8 @@ LARGEST_BUCKET = 500_000_000
 AHEAD = 50_000_000
 # ZeRO-3's default in elements: parameters up to this size stay whole once they are gathered.
 PERSISTENT = 100_000
+# Bytes of a weight in four bits, with a byte for each 64 of them and fp32 for each 256 of these.
+FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 _GIB = 2**30
 _CONTEXT = 1.0  # GiB that CUDA and NCCL take before the first tensor
 _COMMUNICATOR = 0.3  # GiB for each further group of ranks
@@ -161,18 +164,32 @@ def memory(
 
 
 def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Hardware) -> States:
-    """Return the bytes of parameters, fp32 gradients and AdamW's two fp32 moments on a rank.
+    """Return the bytes of parameters, fp32 gradients and the optimizer's state on a rank.
 
-    For ZeRO the optimizer's bytes include the fp32 masters.
+    For ZeRO, which has AdamW alone, the optimizer's bytes include the fp32 masters.
     """
-    count, trainable = shape.parameters, trained_parameters(shape)
     across = shards(strategy, hardware)
-    if strategy in FSDP:
-        mine = _by_rows(trainable, across)
-        return States(4 * _by_rows(count, across), 4 * mine, 8 * mine)
     if strategy in ZERO:
         return _zero_states(shape, strategy, precision, across)
-    return States(4 * shape.count, 4 * shape.trainable, 8 * shape.trainable)
+    trainable = trained_parameters(shape)
+    mine = _by_rows(trainable, across)
+    frozen = sum(
+        math.ceil(_frozen_bytes(shape, one, precision) * _by_rows([one], across))
+        for one in shape.parameters
+        if not one.trainable
+    )
+    kept = sum(state_bytes(one.algorithm, _rows(one, across)) for one in trainable)
+    return States(4 * mine + frozen, 4 * mine, kept)
+
+
+def _frozen_bytes(shape: ModelShape, one: ParameterShape, precision: str) -> float:
+    """Return the bytes of an element of a frozen parameter.
+
+    Beside adapters it is held in the dtype of the forward, or in four bits with their scales.
+    """
+    if one.quantized:
+        return FOUR_BITS
+    return _compute_bytes(precision) if shape.adapted else 4
 
 
 def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:
@@ -207,15 +224,21 @@ def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
     arithmetic = arithmetic_of(layout.strategy, work.precision)
     tokens = layout.micro_batch_size * work.seq_len
     logits, inputs = tokens * shape.vocabulary, tokens * shape.hidden
-    if arithmetic == "autocast":
-        return max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs)
     size = _compute_bytes(work.precision)
-    return max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
+    # Rows of a head that are trained are put into a copy of it, whose gradient is made whole.
+    copied = 2 * size * shape.head if shape.token_rows else 0
+    if arithmetic == "autocast":
+        return copied + max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs)
+    return copied + max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Return the bytes of a checkpoint's fp32 weights and moments. Other files add a few MB."""
-    return 4 * shape.count + 8 * shape.trainable
+    """Return the bytes of a checkpoint's tensors. Other files add a few MB.
+
+    Of adapters only what is trained is saved.
+    """
+    saved = shape.trainable if shape.adapted else shape.count
+    return 4 * saved + _optimizer_bytes(trained_parameters(shape))
 
 
 def trained_parameters(shape: ModelShape) -> list[ParameterShape]:
@@ -241,12 +264,19 @@ def _compute_bytes(precision: str) -> int:
     return 4 if precision == "fp32" else 2
 
 
+def _optimizer_bytes(parameters: Iterable[ParameterShape]) -> int:
+    """Return the bytes of the optimizer's state of whole parameters."""
+    return sum(state_bytes(one.algorithm, one.shape) for one in parameters)
+
+
 def _by_rows(parameters: Iterable[ParameterShape], across: int) -> int:
     """Return the first rank's elements, the most of all ranks, if dim 0 is split over ranks."""
-    return sum(
-        -(-one.shape[0] // across) * math.prod(one.shape[1:]) if one.shape else 1
-        for one in parameters
-    )
+    return sum(math.prod(_rows(one, across)) for one in parameters)
+
+
+def _rows(one: ParameterShape, across: int) -> tuple[int, ...]:
+    """Return the shape of the first rank's part of a parameter."""
+    return (-(-one.shape[0] // across), *one.shape[1:]) if one.shape else ()
 
 
 def _by_elements(parameters: Iterable[ParameterShape], across: int) -> int:

@@ -7,8 +7,8 @@ counted in a part of the documents is an estimate, and is marked as one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmtrain.config.binding import data_settings
@@ -22,7 +22,8 @@ from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
 from llmtrain.data.survey import check
-from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
 from llmtrain.training.start.prepare import load_manifest, prepare
@@ -77,6 +78,7 @@ class Shown:
     borders: positions in `text` at which another document begins
     trained: [begin, end) of the characters that are trained on
     padding: in tokens
+    conversations: whether its source has conversations, of which only answers are trained
     """
 
     g: int
@@ -85,6 +87,7 @@ class Shown:
     borders: tuple[int, ...]
     trained: tuple[tuple[int, int], ...]
     padding: int
+    conversations: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,10 @@ class Inspection:
     documents_cut: share of the `measured_documents` documents that begin in these blocks
     lengths: of the documents that were looked at
     estimated: names of the values that are estimates
+    sequences: of the conversations that were looked at; None = there are none, as for the next ones
+    straddles: turns whose first token reaches into the prompt, which get sequences of their own
+    rejected: why rows cannot be used → how many
+    rewriting: ids of all sequences for each id that one sequence a row would have
     """
 
     sources: tuple[SourceFacts, ...]
@@ -111,6 +118,10 @@ class Inspection:
     lengths: tuple[Bucket, ...]
     blocks: tuple[Shown, ...]
     estimated: tuple[str, ...]
+    sequences: int | None = None
+    straddles: int | None = None
+    rejected: Mapping[str, int] | None = None
+    rewriting: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -128,31 +139,31 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     with aside_unless_other(config) as directory:
         prepare(config, directory, max(1, workers))
         manifest = load_manifest(config, directory)
-        tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
+        encoder = open_encoder(directory / contents.TOKENIZER, manifest)
         settings = data_settings(config)
-        check(manifest, settings, tokenizer)
-        reading = reading_of(settings, directory)
-        return _inspection(config, manifest, tokenizer, reading, blocks, documents)
+        check(manifest, settings, encoder)
+        reading = replace(reading_of(settings, directory), skip_bad_rows=True)  # they are counted
+        return _inspection(config, manifest, encoder, reading, blocks, documents)
 
 
 def _inspection(
     config: Config,
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     reading: Reading,
     blocks: int,
     documents: int,
 ) -> Inspection:
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
-    found = [census(manifest, k, tokenizer, reader, documents) for k in numbers]
-    once = epoch(manifest, tokenizer, reading, found)
-    packed = _pack(manifest, tokenizer, reader, blocks, once.blocks)
+    found = [census(manifest, k, encoder, reader, documents) for k in numbers]
+    once = epoch(manifest, encoder, reading, found)
+    packed = _pack(manifest, encoder, reader, blocks, once.blocks)
     read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed["padding"])
     return Inspection(
         sources=tuple(_facts(manifest, k, found[k], read) for k in numbers),
         lanes=manifest.lanes,
-        backend=tokenizer.backend,
+        backend=encoder.tokenizer.backend,
         seq_len=manifest.seq_len,
         packing=manifest.packing,
         tokens_per_byte=sum(one.all.tokens for one in found)
@@ -160,8 +171,25 @@ def _inspection(
         steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
         lengths=_buckets(found),
         estimated=_estimates(manifest, found, once),
+        **_chat(found),
         **packed,
     )
+
+
+def _chat(found: Sequence[Census]) -> dict[str, Any]:
+    """Return the fields of `Inspection` on conversations, of those that were looked at."""
+    counts: Counter[str] = Counter()
+    for one in found:
+        counts.update(one.chat)
+    if not counts:
+        return {}
+    reasons = {name.partition("_")[2]: n for name, n in counts.items() if "rejected_" in name}
+    return {
+        "sequences": counts["sequences"],
+        "straddles": counts["straddles"],
+        "rejected": reasons,
+        "rewriting": counts["ids"] / max(1, counts["longest_ids"]),
+    }
 
 
 def _blocks_of_run(config: Config, once: Epoch) -> float:
@@ -180,7 +208,7 @@ def _estimates(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tupl
 
 
 def _pack(
-    manifest: Manifest, tokenizer: Tokenizer, reader: Reader, wanted: int, epoch_blocks: int
+    manifest: Manifest, encoder: Encoder, reader: Reader, wanted: int, epoch_blocks: int
 ) -> dict[str, Any]:
     """Count in the first blocks, and keep the first `wanted` of them to show.
 
@@ -193,7 +221,8 @@ def _pack(
     began: set[Document] = set()
     whole: set[Document] = set()
     pads = blocks = 0
-    for g, block in replay(manifest, tokenizer, reader, DataState.fresh(manifest), 0, count):
+    tokenizer = encoder.tokenizer
+    for g, block in replay(manifest, encoder, reader, DataState.fresh(manifest), 0, count):
         if g < wanted:
             shown.append(_shown(manifest, tokenizer, g, block))
         if block.source >= 0:
@@ -232,8 +261,9 @@ def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Sh
             trained.append((begin, end))
         text += tokenizer.decode(ids)
     source = manifest.labels[block.source] if block.source >= 0 else None
-    padding = _padding(manifest, block)
-    return Shown(g, source, text, tuple(borders), tuple(_join(trained)), padding)
+    padding, marks = _padding(manifest, block), tuple(_join(trained))
+    chat = block.source >= 0 and manifest.sources[block.source].form is not None
+    return Shown(g, source, text, tuple(borders), marks, padding, chat)
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:

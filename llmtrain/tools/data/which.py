@@ -30,7 +30,8 @@ from llmtrain.data.manifest import Manifest
 from llmtrain.data.packing import Span
 from llmtrain.data.state import DataState, carry_over
 from llmtrain.data.survey import changed_files, differing_tokenizer
-from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
@@ -129,12 +130,12 @@ def which(
     weighted = tuple(replace(source, weight=weight) for source, weight in pairs)
     manifest = replace(manifest, sources=weighted)
     with aside(run_dir) as directory:
-        tokenizer = open_tokenizer(directory / contents.TOKENIZER, manifest.tokenizer.backend)
-        _check_data(manifest, tokenizer)
+        encoder = open_encoder(directory / contents.TOKENIZER, manifest)
+        _check_data(manifest, encoder)
         reader = Reader(reading_of(data_settings(config), directory))
-        digests, numbered = _replay(manifest, tokenizer, reader, state, start, step)
+        digests, numbered = _replay(manifest, encoder, reader, state, start, step)
         checked_at = _check_digest(start, digests)
-        documents = _documents(manifest, reader, numbered, tokenizer if text else None)
+        documents = _documents(manifest, reader, numbered, encoder.tokenizer if text else None)
     return StepDocuments(step, f"{digests[step]:016x}", checked_at, len(numbered), documents)
 
 
@@ -244,15 +245,15 @@ def _standing(
     return standing
 
 
-def _check_data(manifest: Manifest, tokenizer: Tokenizer) -> None:
-    problems = differing_tokenizer(manifest, tokenizer)
+def _check_data(manifest: Manifest, encoder: Encoder) -> None:
+    problems = differing_tokenizer(manifest, encoder)
     problems += map(_with_way_out, changed_files(manifest))
     raise_any(problems)
 
 
 def _replay(
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     reader: Reader,
     state: DataState,
     start: _Start,
@@ -267,7 +268,7 @@ def _replay(
     kept: list[tuple[int, Block]] = []
     wanted = {step, _checking(start, step)}
     first, stop = (step - 1) * size, max(wanted) * size
-    blocks = replay(manifest, tokenizer, reader, state, first, stop)
+    blocks = replay(manifest, encoder, reader, state, first, stop)
     for number in range(step, max(wanted) + 1):
         numbered = [next(blocks) for _ in range(size)]
         if number in wanted:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING
 from llmtrain.checkpoint.disk_space import check_room, size
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.data.chat.template import NAMED, template_tokens
 from llmtrain.data.remote.request import AttemptError, wait_for
-from llmtrain.data.survey import survey
+from llmtrain.data.survey import Survey, survey
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
@@ -71,9 +73,46 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
         for source in found.sources
     ]
     facts = f"{', '.join(parts)}; {found.lanes} lanes"
+    if found.has_chat:
+        template = _template(case, found)
+        if template is None:
+            remedy = "chat.template=chatml, unless all prompts and completions are strings"
+            return warning(f"{facts}; conversations, but the tokenizer has no template", remedy)
+        facts += f"; {template}"
     if heard:
         return warning(f"{facts}; {'; '.join(heard)}", "see that this is meant")
     return ok(facts)
+
+
+def _template(case: Case, found: Survey) -> str | None:
+    """Return what a start would write conversations with; None if there is no template.
+
+    Raises UserError for a template that cannot be read, or does not end a turn.
+    """
+    from llmtrain.data.chat.chat import Chat
+    from llmtrain.data.tokens.encode import settings_of
+    from llmtrain.training.start.base import known_base
+    from llmtrain.training.start.prepare import make_tokenizer
+
+    config = case.config
+    assert config is not None
+    asked = config.chat.template
+    name = "the tokenizer's" if asked is None else asked if asked in NAMED else "its own"
+    if isinstance(config.model.tokenizer, TrainTokenizer):  # there is none to try it with
+        return asked and f"conversations by {name} template"
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        directory = case.run_dir / contents.TOKENIZER
+        begun = (case.run_dir / contents.AUTO).is_file() and directory.is_dir()
+        if not begun:  # what a refused start left there is not its tokenizer
+            directory = Path(folder) / contents.TOKENIZER
+            asks_base = config.model.tokenizer == "auto"
+            base = known_base(config.model, case.run_dir) if asks_base else None
+            make_tokenizer(config, found, directory, base)
+        settings = settings_of(config.chat, datetime.now().isoformat())
+        chat = Chat(directory, settings, config.data.seq_len)
+        if not chat.has_template:
+            return None
+        return f"conversations by {name} template, a turn ends with {chat.check().text}"
 
 
 def quiet_hub() -> None:
@@ -156,10 +195,12 @@ def describe(case: Case, seconds: float = MODEL_SECONDS) -> tuple[Verdict, Spec]
 
 def _describe(case: Case) -> tuple[Verdict, Spec]:
     from llmtrain.distributed.engines import state
+    from llmtrain.model import adapters
     from llmtrain.model.build import model_config
     from llmtrain.model.freeze import freeze
     from llmtrain.model.shape import on_meta
     from llmtrain.training.optimizer import make_optimizer
+    from llmtrain.training.start.adapters import trained_tokens
     from llmtrain.training.start.base import known_base
     from llmtrain.training.start.planning import config_of_newest_checkpoint, own_tokens
 
@@ -174,6 +215,7 @@ def _describe(case: Case) -> tuple[Verdict, Spec]:
         found = model_config(config.model, tokens, config.data.seq_len, base)
     built = on_meta(found)
     freeze(built, config.model.freeze)
+    adapters.attach(built, config.adapter, trained_tokens(config, base, None), meta=True)
     optimizer = make_optimizer(built, config.optimizer, fused=False)
     trained = isinstance(config.model.tokenizer, TrainTokenizer)
     spec = state.spec(built, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -206,4 +248,4 @@ def _from_elsewhere(config: Config, base: Base | None) -> SpecialTokens:
         path, revision = str(asked), None
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         save_tokenizer(path, revision, Path(folder))
-        return special_tokens(Path(folder))
+        return special_tokens(Path(folder), added=template_tokens(config.chat.template))

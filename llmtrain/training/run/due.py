@@ -21,6 +21,9 @@ class Due:
     heldout: whether there are documents to evaluate on
     data_ended: whether no block is left to train on
     stop_reason: why the run must stop, as all ranks agreed
+    keep_best: whether an evaluation that is the best so far is saved
+    patience: number of evaluations in a row without a lower loss that end the run; None = none do
+    without_gain: number of evaluations in a row so far without a lower loss
     """
 
     _: KW_ONLY
@@ -33,6 +36,10 @@ class Due:
     heldout: bool
     data_ended: bool
     stop_reason: str | None = None
+    keep_best: bool = False
+    patience: int | None = None
+    without_gain: int = 0
+    _best: int | None = None
     _saved: set[int] = field(default_factory=set)
     _asked: bool = False
     _in_flight: bool = False
@@ -54,9 +61,15 @@ class Due:
             if reason in stops and self.stop_reason is None:
                 self.stop_reason = reason
 
-    def record_evaluation(self, step: int) -> None:
-        """Note that the evaluation of `step` is complete."""
+    def record_evaluation(self, step: int, *, lower: bool) -> None:
+        """Note that the evaluation of `step` is complete.
+
+        lower: whether its loss is lower than those of all evaluations before
+        """
         self.last_evaluation = step
+        self.without_gain = 0 if lower else self.without_gain + 1
+        if lower and self.keep_best:
+            self._best = step
 
     def begin_save(self, step: int) -> None:
         """Note that a save of `step` begins. It also serves the requests for one so far."""
@@ -85,15 +98,17 @@ class Due:
         return self.begins(step) or (self._in_flight and self._written)
 
     def begins(self, step: int) -> bool:
-        """Whether to save the state of `step`: at its period, on request or as the start ends."""
-        wanted = step % self.save_every == 0 or self._asked or self.stop(step)
-        return wanted and self.unsaved(step)
+        """Whether to save `step`: at its period, on request, at the best evaluation or the end."""
+        wanted = step % self.save_every == 0 or self._asked or self._best == step
+        return (wanted or self.stop(step)) and self.unsaved(step)
 
     def reason(self, step: int) -> str:
-        """Return why `step` is saved: `period`, `asked`, `end`, or the reason of a stop."""
+        """Return why `step` is saved: `period`, `asked`, `best`, `end`, or the reason of a stop."""
         if self.stop(step):
             return self.stop_reason or "end"
-        return "period" if step % self.save_every == 0 else "asked"
+        if step % self.save_every == 0:
+            return "period"
+        return "asked" if self._asked else "best"
 
     def unsaved(self, step: int) -> bool:
         """Whether the state of `step` is neither saved nor being saved."""
@@ -104,15 +119,27 @@ class Due:
         return self.evaluation(step) or self.checkpoint(step) or self.stop(step)
 
     def line(self, step: int) -> bool:
-        """Whether `step` gets a line of metrics."""
-        return self.stop(step) or step == self.first + 1 or step % self.log_every == 0
+        """Whether `step` gets a line of metrics. It is asked before the evaluation of `step`."""
+        may_end = self.patience is not None and self.evaluation(step)
+        return may_end or self.stop(step) or step == self.first + 1 or step % self.log_every == 0
 
     def finished(self, step: int) -> bool:
         """Whether the run is complete: the last step is done and nothing is missing."""
         return self._last(step) and not (self.heldout and self.last_evaluation != step)
 
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether too many evaluations in a row had no lower loss."""
+        return self.patience is not None and self.without_gain >= self.patience
+
+    def ended_by(self, step: int) -> str | None:
+        """Return why a finished run has ended at `step`, if not because that is its last step."""
+        if self.data_ended:
+            return "data_ended"
+        return "patience" if self.out_of_patience and step != self.steps else None
+
     def _last(self, step: int) -> bool:
-        return step == self.steps or self.data_ended
+        return step == self.steps or self.data_ended or self.out_of_patience
 
 
 def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:

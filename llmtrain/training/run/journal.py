@@ -266,14 +266,18 @@ class RunLog:
         if found is None:
             self.journal.event("evaluation_cut_off", step)
             return
-        fields = {"split": "heldout", **asdict(found)}
-        self.due.record_evaluation(step)
         loss = found.loss if math.isfinite(found.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
-        best = min((one for one in (loss, before) if one is not None), default=None)
+        lower = loss is not None and (before is None or loss < before)
+        self.due.record_evaluation(step, lower=lower)
+        best = loss if lower else before
         self.last_evaluation = {"step": step, "loss": loss, "best": best}
-        self.journal.write("eval", step, **fields)
-        self.journal.progress.evaluation({"step": step, **fields})
+        each = {f"heldout/{label}": one for label, one in found.sources.items()}
+        for split, one in {"heldout": found, **each}.items():
+            fields = {"split": split, **asdict(one)}
+            del fields["sources"]  # they have lines of their own
+            self.journal.write("eval", step, **fields)
+            self.journal.progress.evaluation({"step": step, **fields})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
         """Log the texts that the model wrote."""

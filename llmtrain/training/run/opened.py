@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from llmtrain.config.binding import Bound
-from llmtrain.data.heldout import HeldOut
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
@@ -77,12 +79,17 @@ class DataSide:
     """
 
     manifest: Manifest
-    tokenizer: Tokenizer
+    encoder: Encoder
     heldout: HeldOut | None
     stream: Stream
     state: DataState
     changed: tuple[str, ...]
     ended: bool
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, which knows no control tokens in texts."""
+        return self.encoder.tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,7 @@ class ModelSide:
 
     spec: the tensors of its checkpoints
     held_before: bytes in use on the device, on a CPU by the process, before there was a model
+    adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
     """
 
     bare: PreTrainedModel
@@ -98,3 +106,4 @@ class ModelSide:
     spec: Spec
     micro_batch_size: int
     held_before: int
+    adapter: Mapping[str, bytes]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 
 import torch
 
 from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import bind, changes
+from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate
@@ -27,7 +29,7 @@ def announce(run: Run, seconds: float) -> None:
     on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
     strategy = processes.launched.strategy
-    shape = processes.planned.shape  # a rank's own tensors may be only parts of the model's
+    parameters, trainable = _sizes(run)
     journal.write(
         "start",
         first,
@@ -37,8 +39,8 @@ def announce(run: Run, seconds: float) -> None:
         device=_device_name(run.device),
         micro_batch_size=run.built.micro_batch_size,
         accumulation=_accumulation(run),
-        parameters=shape.count,
-        trainable_parameters=shape.trainable,
+        parameters=parameters,
+        trainable_parameters=trainable,
         resumed_from=resumed_from,
         weights=run.data.manifest.weights,
         steps=run.steps,
@@ -46,7 +48,7 @@ def announce(run: Run, seconds: float) -> None:
         plan=processes.planned.to_json(),
     )
     journal.status(step=first, checkpoint=resumed_from, strategy=strategy)
-    for line in _summary(run, shape.trainable, seconds):
+    for line in _summary(run, trainable, seconds):
         _log.info(line)
 
 
@@ -88,6 +90,19 @@ def _report_length(run: Run, before: int) -> None:
         "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
         *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),
     )
+
+
+def _sizes(run: Run) -> tuple[int, int]:
+    """Return the number of all parameters and of those that are trained.
+
+    They are the plan's, since a rank's own tensors may be only parts of the model's. But a plan may
+    be made before the tokens are known that adapters train; their checkpoints have nothing else.
+    """
+    shape, adapter = run.processes.planned.shape, run.built.spec.get(ADAPTER)
+    if adapter is None:
+        return shape.count, shape.trainable
+    trained = sum(math.prod(one.shape) for one in adapter.values())
+    return shape.count - shape.trainable + trained, trained
 
 
 def _accumulation(run: Run) -> int:

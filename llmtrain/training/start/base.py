@@ -94,14 +94,22 @@ def _checkpoint_of(run_dir: Path) -> Path:
 
 def check_unchanged(base: Base) -> None:
     """Raise UserError if a base is a directory that is gone, or has other weights than it had."""
-    if base.digest is None:
-        return
+    if base.digest is not None and (said := changed(base)):
+        expected = f"the weights that this run began with ({base}); that directory {said}"
+        remedy = "put them back, or begin in another run.dir"
+        raise UserError(Problem(KEY, base.path, expected, remedy))
+
+
+def changed(base: Base) -> str | None:
+    """Return what became of a directory that is a base; None if it has the same weights.
+
+    Where no digest is known, any directory is the same.
+    """
     place = Path(base.path)
-    if place.is_dir() and _digest(place) == base.digest:
-        return
-    said = "has other weights now" if place.is_dir() else "is gone"
-    expected = f"the weights that this run began with ({base}); that directory {said}"
-    raise UserError(Problem(KEY, place, expected, "put them back, or begin in another run.dir"))
+    if not place.is_dir():
+        return "is gone"
+    same = base.digest is None or _digest(place) == base.digest
+    return None if same else "has other weights now"
 
 
 def _digest(place: Path) -> str:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from llmtrain import heartbeat
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.binding import data_settings
-from llmtrain.config.schema import Config
-from llmtrain.data import heldout, survey
+from llmtrain.config.schema import Config, TrainingConfig
+from llmtrain.data import heldout, heldout_set, survey
 from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE
-from llmtrain.data.heldout import HeldOut
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
-from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.errors import Problem, UserError
+from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
 from llmtrain.training.run.opened import DataSide, Processes
 from llmtrain.training.start import prepare
@@ -51,7 +55,7 @@ def open_data(
     saved = DataState.from_json(found.state["data"]) if found else None
     base = processes.base
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, base, saved, stop))
-    manifest, tokenizer = agreed(ranks, lambda: _checked_data(config, run_dir))
+    manifest, encoder = agreed(ranks, lambda: _checked_data(config, run_dir))
     before = saved or DataState.fresh(manifest)
     agreed(ranks, lambda: check(before, manifest, config.checkpoint.accept_changes))
     changed = tuple(differing(before, manifest))
@@ -61,7 +65,7 @@ def open_data(
     _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
     reading = reading_of(data_settings(config), run_dir, stop)
-    held = _open_heldout(config, manifest, tokenizer, ranks, reading)
+    held = _open_heldout(config, manifest, encoder, ranks, reading)
     stream = open_stream(
         manifest,
         run_dir / TOKENIZER,
@@ -75,7 +79,7 @@ def open_data(
     )
     stack.enter_context(closing(stream))
     ended = bool(found and found.state["ended"] and not changed)
-    return DataSide(manifest, tokenizer, held, stream, state, changed, ended)
+    return DataSide(manifest, encoder, held, stream, state, changed, ended)
 
 
 def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) -> DataState:
@@ -100,17 +104,29 @@ def with_steps(
         if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
             reading = reading_of(data_settings(config), config.run_dir, stop)
             counted = from_rank_zero(
-                ranks, lambda: asdict(epoch(data.manifest, data.tokenizer, reading))
+                ranks, lambda: asdict(epoch(data.manifest, data.encoder, reading, (), data.state))
             )
             auto.run["epoch"] = {"data": data.manifest.fingerprint, **counted}
-        blocks = auto.run["epoch"]["blocks"]
-        steps = max(1, round(training.epochs * blocks / training.global_batch_size))
+        steps = _steps_of(training, auto.run["epoch"])
         how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
         _log.info("%g epochs are %s steps (%s)", training.epochs, f"{steps:,}", how)
         training = training.model_copy(update={"steps": steps})
         config = config.model_copy(update={"training": training})
     agreed(ranks, lambda: _refuse_shorter(config, found))
     return config
+
+
+def _steps_of(training: TrainingConfig, counted: Mapping[str, Any]) -> int:
+    """Return the number of steps of `training.epochs`. counted: the fields of `Epoch`
+
+    Whole epochs of conversations end with the data, where the last lane ends.
+    """
+    epochs = training.epochs or 0.0
+    until_end: int | None = counted.get("until_end")
+    blocks: int = counted["blocks"]
+    if until_end is not None and epochs.is_integer():
+        return math.ceil(until_end / training.global_batch_size)
+    return max(1, round(epochs * blocks / training.global_batch_size))
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:
@@ -122,11 +138,23 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
         raise UserError(Problem(key, value, expected))
 
 
-def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Tokenizer]:
+def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Encoder]:
     manifest = prepare.load_manifest(config, run_dir)
-    tokenizer = open_tokenizer(run_dir / TOKENIZER, manifest.tokenizer.backend)
-    survey.check(manifest, data_settings(config), tokenizer)
-    return manifest, tokenizer
+    encoder = open_encoder(run_dir / TOKENIZER, manifest)
+    survey.check(manifest, data_settings(config), encoder)
+    raise_any(_unwritable(config.evaluation.prompts, encoder))
+    return manifest, encoder
+
+
+def _unwritable(prompts: Sequence[str], encoder: Encoder) -> Iterator[Problem]:
+    """Yield each prompt that cannot be the message of a user."""
+    if encoder.chat is None or not encoder.chat.has_template:
+        return
+    for prompt in prompts:
+        try:
+            encoder.chat.prompt_ids([{"role": "user", "content": prompt}])
+        except BadRowError as error:
+            yield Problem("evaluation.prompts", prompt, f"messages of a user; {error}")
 
 
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
@@ -152,12 +180,12 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
 
 
 def _open_heldout(
-    config: Config, manifest: Manifest, tokenizer: Tokenizer, ranks: Ranks, reading: Reading
+    config: Config, manifest: Manifest, encoder: Encoder, ranks: Ranks, reading: Reading
 ) -> HeldOut | None:
     """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
     path = config.run_dir / HELDOUT
-    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, tokenizer, path, reading))
-    held = agreed(ranks, lambda: heldout.load(path))
+    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, encoder, path, reading))
+    held = agreed(ranks, lambda: heldout_set.load(path))
     tokens = len(held.ids) if held else 0
     wanted = from_rank_zero(ranks, lambda: tokens)
 
@@ -171,16 +199,16 @@ def _open_heldout(
 
 
 def _prepare_heldout(
-    config: Config, manifest: Manifest, tokenizer: Tokenizer, path: Path, reading: Reading
+    config: Config, manifest: Manifest, encoder: Encoder, path: Path, reading: Reading
 ) -> None:
     from safetensors import SafetensorError
 
     try:
         if path.exists():
-            heldout.load(path)
+            heldout_set.load(path)
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)
     own = survey.evaluation_sources(data_settings(config), reading)
     limit = config.evaluation.max_documents
-    heldout.prepare(manifest, tokenizer, path, limit, reading, own)
+    heldout.prepare(manifest, encoder, path, limit, reading, own)

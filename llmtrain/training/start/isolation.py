@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.agreement import agreed
-from llmtrain.config.schema import DataConfig
-from llmtrain.data.survey import packing_of
+from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import Problem, UserError
@@ -45,7 +44,7 @@ _TOKENS = 16
 def hiding_attention(
     model: PreTrainedModel,
     prepared: nn.Module,
-    data: DataConfig,
+    manifest: Manifest,
     precision: str,
     launched: Launched,
 ) -> str | None:
@@ -57,8 +56,7 @@ def hiding_attention(
     model: the bare model
     prepared: the module that the engine made of it
     """
-    _, document_mask = packing_of(data)
-    if not document_mask:
+    if not manifest.document_mask:
         return None
     device = launched.device
     if family(launched.strategy) == "ddp":
@@ -68,7 +66,7 @@ def hiding_attention(
 
     def check() -> None:
         with launched.engine.evaluating():
-            check_documents_apart(model, forward, device, precision, data.seq_len)
+            check_documents_apart(model, forward, device, precision, manifest.seq_len)
 
     agreed(launched.ranks, check)
     return backend(model)

@@ -78,7 +78,7 @@ def start_run(config: Config) -> Iterator[Run]:
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.progress.steps = config.total_steps
             with stage():
-                model = build_model(config, processes, found)
+                model = build_model(config, processes, data.manifest, found)
             with stage():
                 same = not found or resuming.fill_state(config, processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)
@@ -151,6 +151,9 @@ def _assemble(
         last_evaluation=evaluation["step"] if evaluation else None,
         heldout=data.heldout is not None,
         data_ended=data.ended,
+        keep_best=config.checkpoint.keep_best > 0,
+        patience=config.evaluation.patience,
+        without_gain=saved.get("patience") or 0,
     )
     rows = config.training.global_batch_size // launched.ranks.world_size
     planned = processes.planned.memory

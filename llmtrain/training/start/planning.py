@@ -15,13 +15,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtrain.checkpoint import format as form
-from llmtrain.config.schema import Config, TrainTokenizer
+from llmtrain.config.checks import supported, unsplit, unsupported
+from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
+from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family
@@ -36,8 +39,9 @@ from llmtrain.distributed.plan.memory import (
 )
 from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.metrics.memory import host_bytes
+from llmtrain.model import quantized
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
@@ -46,7 +50,9 @@ from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
 from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status
+from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.opened import Planned
+from llmtrain.training.start.adapters import resolve_adapter, trained_tokens
 from llmtrain.training.start.base import find_base
 from llmtrain.types import ModelShape, Saved
 
@@ -88,12 +94,23 @@ def describe(
         tokens = _tokens(config, run_dir, base)
         found = model_config(config.model, tokens, config.data.seq_len, base)
     _check_depth(found, hardware)
+    asked = (config.model.freeze, *_adapter(config, run_dir, base))
 
     def count(arithmetic: str, checkpointing: str) -> Saved:
-        seq_len, freeze = config.data.seq_len, config.model.freeze
-        return count_saved(found, seq_len, arithmetic, checkpointing, freeze)
+        return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
 
-    return PaperModel(census(found, config.model.freeze), count)
+    updates = partial(algorithms, config.optimizer)
+    return PaperModel(census(found, *asked, updates=updates), count)
+
+
+def _adapter(
+    config: Config, run_dir: Path | None, base: Base | None
+) -> tuple[AdapterConfig, tuple[int, ...]]:
+    """Return the settings of the adapters, and the tokens that are trained with them."""
+    if run_dir is None or not _has_begun(run_dir):
+        return config.adapter, trained_tokens(config, base, None)
+    tokens = trained_tokens(config, base, run_dir / contents.TOKENIZER)
+    return resolve_adapter(config, Auto(run_dir, "")), tokens
 
 
 def _check_depth(model_config: Any, hardware: Hardware) -> None:
@@ -162,11 +179,10 @@ def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None 
     long as the rest of the plan, at each start.
     """
     hardware = this_machine(config, os.environ)
+    raise_any(quantized.missing(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ())
     model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu)
-    allowed, without = _possible(
-        allowed_strategies(os.environ, config.distributed.strategy), cpu=hardware.cpu
-    )
+    allowed, without = _possible(strategies_for(config, os.environ), cpu=hardware.cpu)
     resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
@@ -181,6 +197,23 @@ def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None 
     layout, needed = choice.chosen.layout, choice.chosen.memory
     planned = Planned(layout, model.shape, hardware, needed, choice.reason)
     return _prefer_frozen(planned, model.count, asked, run_dir)
+
+
+def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the strategies that launch, optimizer and adapter allow, the preferred one first.
+
+    Raises UserError if the launch names a strategy that the optimizer does not work under, or one
+    that splits the weights of `adapter.kind: qlora`.
+    """
+    launched = allowed_strategies(env, config.distributed.strategy)
+    allowed = supported(config.optimizer.name, launched)
+    if not allowed:
+        raise UserError(unsupported(config.optimizer.name, launched[0]))
+    if config.adapter.kind != "qlora":
+        return allowed
+    if "ddp" not in allowed:
+        raise UserError(unsplit(allowed[0]))
+    return ("ddp",)
 
 
 def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:
@@ -258,10 +291,12 @@ def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
 def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
     """Return the model's config from a run's newest checkpoint, if `model.from` is set; else None.
 
+    None for adapters, too: their checkpoints have none, and their base must be there.
+
     The path in `model.from` may no longer exist. A config that cannot be read is skipped: its
     checkpoint is verified and quarantined later.
     """
-    if run_dir is None or config.model.from_ is None:
+    if run_dir is None or config.model.from_ is None or config.adapter.kind != "none":
         return None
     root, run_id = run_dir / contents.CHECKPOINTS, read_status(run_dir).get("run_id")
     for name in form.complete_names(root):
@@ -284,22 +319,29 @@ def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
     return None not in (found, run_id) and found != run_id
 
 
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a run's tokenizer is final, as it is once `auto.json` exists.
+
+    One that a refused start left behind may be deleted while ranks look for it.
+    """
+    return (run_dir / contents.AUTO).exists()
+
+
 def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
     """Return the special tokens of the run's tokenizer, if it is here or is yet to be trained.
 
     Returns None if it must be loaded from elsewhere, not from the run directory or this package.
     """
     asked = config.model.tokenizer
-    # The tokenizer is final once `auto.json` exists. One that a refused start left behind may be
-    # deleted while ranks look for it.
-    if run_dir is not None and (run_dir / contents.AUTO).exists():
+    if run_dir is not None and _has_begun(run_dir):
         return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
-        return SpecialTokens(asked.train, 0, 0, 0)  # its one special token is its first entry
+        # Its one special token is its first entry.
+        return SpecialTokens(asked.train + len(template_tokens(config.chat.template)), 0, 0, 0)
     if asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")
         with importlib.resources.as_file(sample) as folder:
-            return special_tokens(folder)
+            return special_tokens(folder, added=template_tokens(config.chat.template))
     return None
 
 
@@ -310,5 +352,5 @@ def _tokens(config: Config, run_dir: Path | None, base: Base | None) -> SpecialT
         return own
     if asked == "auto":
         assert base is not None  # `auto` is the tokenizer of model.from
-        return special_tokens(base.path, base.revision)
-    return special_tokens(str(asked))
+        return special_tokens(base.path, base.revision, template_tokens(config.chat.template))
+    return special_tokens(str(asked), added=template_tokens(config.chat.template))

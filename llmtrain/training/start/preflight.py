@@ -14,6 +14,7 @@ from llmtrain.config.checks import Rule, check_batch, check_micro_batch
 from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
 from llmtrain.distributed.launch.environment import launcher_problems, world_size
 from llmtrain.distributed.launch.named import number
+from llmtrain.distributed.optimizer_state import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import untrusted
 from llmtrain.rundir import contents
@@ -30,7 +31,7 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
     processes = world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
     batch = partial(_split_problems, processes)
-    return [batch, *(_on_disk(config_file) if one_machine else ())]
+    return [batch, _package_problems, *(_on_disk(config_file) if one_machine else ())]
 
 
 def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
@@ -38,7 +39,8 @@ def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
 
     processes: None = the number in accelerate's config file, which is not read here
     """
-    return [partial(_split_problems, processes or 1), *_on_disk(config_file)]
+    batch = partial(_split_problems, processes or 1)
+    return [batch, _package_problems, *_on_disk(config_file)]
 
 
 def check_start(config: schema.Config, processes: int) -> None:
@@ -48,8 +50,9 @@ def check_start(config: schema.Config, processes: int) -> None:
     """
     problems = [
         *_split_problems(processes, config.training),
+        *_package_problems(config.optimizer),
         *_source_problems("", config.run, config.data, config.evaluation),
-        *_model_problems("", config.run, config.model),
+        *_model_problems("", config.run, config.model, config.adapter),
     ]
     raise_any(problems)
 
@@ -65,6 +68,11 @@ def _split_problems(processes: int, training: schema.TrainingConfig) -> list[Pro
     Nothing is reported if it cannot even be split for one process, which another rule reports.
     """
     return [] if check_micro_batch(training) else check_batch(training, processes)
+
+
+def _package_problems(optimizer: schema.OptimizerConfig) -> list[Problem]:
+    """Check that the package of the optimizer is installed."""
+    return missing_package(optimizer.name)
 
 
 def _source_problems(
@@ -96,15 +104,17 @@ def _missing(sources: Sequence[schema.DocumentsConfig], key: str) -> Iterator[Pr
 
 
 def _model_problems(
-    default: str, run: schema.RunConfig, model: schema.ModelConfig
+    default: str, run: schema.RunConfig, model: schema.ModelConfig, adapter: schema.AdapterConfig
 ) -> Iterator[Problem]:
-    """Report problems of the tokenizer's directory and of that of `model.from`."""
-    if _has_begun(run, default):
-        return
-    path = model.tokenizer
-    if isinstance(path, str) and path not in ("auto", SAMPLE) and _is_missing(path):
+    """Report problems of the tokenizer's directory and of that of `model.from`.
+
+    A run of adapters reads its base at every start.
+    """
+    begun, path = _has_begun(run, default), model.tokenizer
+    is_named = isinstance(path, str) and path not in ("auto", SAMPLE)
+    if not begun and is_named and _is_missing(str(path)):
         yield Problem("model.tokenizer", path, "a tokenizer directory that exists, or a Hub id")
-    if model.from_ is None:
+    if model.from_ is None or (begun and adapter.kind == "none"):
         return
     if _is_missing(model.from_):
         yield Problem("model.from", model.from_, "a model directory that exists, or a Hub id")

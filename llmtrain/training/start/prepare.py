@@ -1,4 +1,4 @@
-"""What rank 0 makes once for the data of a run: the tokenizer, then the manifest.
+"""What rank 0 makes once for the data of a run: tokenizer and chat template, then the manifest.
 
 A later start finds both and only checks them.
 """
@@ -10,20 +10,33 @@ import logging
 import os
 import shutil
 import time
+from datetime import datetime
 from pathlib import Path
 
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.audit.first_rows import check_first_rows, marked
+from llmtrain.data.chat.chat import Chat
+from llmtrain.data.chat.template import template_text
+from llmtrain.data.manifest import ChatFacts, Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, check
-from llmtrain.data.survey import Survey, changed_files, freeze, some_texts, survey, training_texts
+from llmtrain.data.survey import (
+    Survey,
+    changed_files,
+    freeze,
+    some_texts,
+    survey,
+    training_texts,
+    values_now,
+)
 from llmtrain.data.tokens.backend import choose_tokenizer
+from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
 from llmtrain.model.base import Base
-from llmtrain.model.tokenizer import save_tokenizer
+from llmtrain.model.tokenizer import add_template, save_tokenizer
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
 from llmtrain.training.start.base import find_base
 
@@ -57,7 +70,7 @@ def prepare(
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
         found = survey(data_settings(config), processes, run_dir, stop=stop)
-        _write(config, found, run_dir, base)
+        write_data(config, found, run_dir, base)
         return
     changed = accepted_changes(config, run_dir)
     if not changed:
@@ -70,20 +83,54 @@ def prepare(
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    if not any(key.startswith("model.") for key in changed):
+    if not any(key.startswith(("model.", "chat.template")) for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
-    _write(config, found, partial, base)
+    write_data(config, found, partial, base, _date_of(run_dir / MANIFEST))
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
     _take_over(run_dir)
 
 
-def _write(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
-    _tokenizer(config, found, directory / TOKENIZER, base)
+def write_data(
+    config: Config, found: Survey, directory: Path, base: Base | None, date: str | None = None
+) -> None:
+    """Write tokenizer and manifest of these sources, as `prepare` does for a run without any.
+
+    date: that of the run, for chat templates; None = now
+    """
+    make_tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
-    manifest = freeze(found, choose_tokenizer(directory / TOKENIZER, documents))
+    tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
+    facts = None
+    if found.has_chat:
+        settings = settings_of(config.chat, date or datetime.now().isoformat(timespec="seconds"))
+        chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
+        facts = chat_facts(chat)
+        _log_what_precedes_answers(facts)
+        first = check_first_rows(found, Encoder(tokenizer, chat))
+        if first is not None:
+            _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
+    manifest = freeze(found, tokenizer, facts)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
+
+
+def _log_what_precedes_answers(facts: ChatFacts) -> None:
+    """Log what the template puts between a prompt and an answer."""
+    end = facts.end_of_turn or {}
+    if end.get("lead"):
+        said = "the template puts %r before an answer: it ends every prompt and is not trained"
+        _log.info(said, end["lead"])
+    if end.get("header"):
+        said = "the template puts %r before an answer: it is trained like the answer"
+        _log.info(said, end["header"])
+
+
+def _date_of(manifest: Path) -> str | None:
+    """Return the date in the manifest of a run with conversations."""
+    chat = manifests.glance(manifest).get("chat")
+    date: str | None = chat and chat["settings"]["date"]
+    return date
 
 
 def _take_over(run_dir: Path) -> None:
@@ -110,7 +157,7 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
     """
     made_with = manifests.glance(run_dir / MANIFEST)["made_with"]
     settings = data_settings(config)
-    keys = [change.key for change in changes(made_with, settings.values)]
+    keys = [change.key for change in changes(made_with, values_now(made_with, settings))]
     try:
         keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
     except UserError as error:
@@ -123,8 +170,11 @@ def load_manifest(config: Config, run_dir: Path) -> Manifest:
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
-def _tokenizer(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
-    """Write the run's tokenizer directory, completely or not at all."""
+def make_tokenizer(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
+    """Write the run's tokenizer directory, with its chat template, completely or not at all.
+
+    Raises UserError for a tokenizer or template that cannot be read.
+    """
     if directory.exists():
         return
     partial = directory.with_name(f"{directory.name}.partial")
@@ -147,6 +197,8 @@ def _tokenizer(config: Config, found: Survey, directory: Path, base: Base | None
         save_tokenizer(base.path, base.revision, partial)
     else:
         save_tokenizer(asked, None, partial)
+    if config.chat.template is not None:
+        add_template(partial, *template_text(config.chat.template))
     for path in partial.rglob("*"):  # the manifest, which is synced too, depends on these files
         if path.is_file():
             with path.open("rb") as file:

@@ -4,6 +4,8 @@ One seed gives the same weights on every rank, so every rank can build the model
 sharded model, a copy for each rank may need more host memory than a machine has. So rank 0 alone
 builds it, the others have it on the meta device, and its weights are sent once every rank has
 allocated its part.
+
+A run of adapters reads the weights of `model.from` at every start, since no checkpoint has them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.disk_space import check_room
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config, TrainingConfig
+from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.engines.accelerator import Launched
@@ -34,6 +37,7 @@ from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
+from llmtrain.training.start.adapters import adapter_files, attach, check_base
 from llmtrain.training.start.base import check_unchanged
 from llmtrain.training.start.isolation import hiding_attention
 from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
@@ -61,7 +65,9 @@ class Built:
     whole: PreTrainedModel | None
 
 
-def build_model(config: Config, processes: Processes, found: Found | None) -> ModelSide:
+def build_model(
+    config: Config, processes: Processes, data: Manifest, found: Found | None
+) -> ModelSide:
     """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
 
     All ranks use the same seed for the weights.
@@ -70,6 +76,10 @@ def build_model(config: Config, processes: Processes, found: Found | None) -> Mo
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     built = _build(config, processes, found)
+    if processes.base is not None:
+        on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
+    if data.chat is not None and data.chat.end_of_turn is not None:
+        end_turns(built.bare, data.chat.end_of_turn["id"])
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
@@ -78,13 +88,41 @@ def build_model(config: Config, processes: Processes, found: Found | None) -> Mo
     rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
-    hiding = hiding_attention(built.bare, prepared, config.data, precision, launched)
+    hiding = hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
     trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
-    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before)
+    beside = adapter_files(config, processes, built.bare, spec)
+    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside)
+
+
+def end_turns(model: PreTrainedModel, token: int) -> None:
+    """Let generation end with this token too. Every checkpoint has it in `generation_config.json`.
+
+    Without it, a model that was trained to end its turns writes on behind them.
+    """
+    config = model.generation_config
+    if config is not None:
+        known = config.eos_token_id
+        ends = known if isinstance(known, list) else [] if known is None else [known]
+        config.eos_token_id = ends if token in ends else [*ends, token]
+
+
+def _keep_generation(built: Built, found: Found | None) -> None:
+    """Give the model the generation config of what the run began with, which rank 0 saves.
+
+    A model that is made from its config alone has none of its end tokens.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    saved = found.path / GENERATION_CONFIG_NAME if found else None
+    if saved is not None and saved.is_file():
+        built.bare.generation_config = GenerationConfig.from_pretrained(saved.parent)
+    elif built.whole is not None:
+        built.bare.generation_config = built.whole.generation_config
 
 
 def _build(config: Config, processes: Processes, found: Found | None) -> Built:
@@ -94,19 +132,22 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     built or read, and for weights that are not those that the run was planned with.
     """
     launched, base = processes.launched, processes.base
-    ranks = launched.ranks
+    ranks, adapted = launched.ranks, config.adapter.kind != "none"
+    if found:
+        on_rank_zero(ranks, lambda: check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
 
     def load() -> PreTrainedModel:
         mine = copy.deepcopy(described)
-        if base is None or found:  # the weights that it began with may no longer exist
+        if base is None or (found and not adapted):  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
             check_unchanged(base)
             _log.info("loading the weights of %s", base)
             model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
+        attach(config, processes, model, meta=False)
         return model
 
     if launched.sharding is None or ranks.world_size == 1:
@@ -115,6 +156,7 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
+    attach(config, processes, bare, meta=True)
     if whole:
         bare.generation_config = whole.generation_config
     return Built(bare, True, whole)
@@ -137,7 +179,7 @@ def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer)
 
 def _describe(config: Config, base: Base | None, found: Found | None) -> Any:
     """Return the transformers config of the model."""
-    if found and base:
+    if found and base and config.adapter.kind == "none":
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
     return build.model_config(config.model, tokens, config.data.seq_len, base)

@@ -351,6 +351,14 @@ def test_bad_input_13_adapters_are_no_checkpoint_of_a_whole_model(root):
     assert "the whole model" in problem.expected
 
 
+def test_adapters_are_read_by_a_run_of_adapters(root):
+    spec = {"adapter_model.safetensors": SPEC[MODEL]}
+    save(root, 12, spec)
+    values = {name: torch.zeros_like(one) for name, one in tensors(spec).items()}
+    read.fill(found(root).found, spec, whole(spec, values), Alone())
+    assert all(torch.equal(values[name], one) for name, one in tensors(spec, 12).items())
+
+
 def test_a_tensor_that_the_model_does_not_have_is_refused(root):
     spec = {MODEL: SPEC[MODEL]}
     with pytest.raises(UserError, match=r"a\.weight\.exp_avg") as caught:

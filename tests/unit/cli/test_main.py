@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 # What costs a third of a second or more to import (benchmarks/startup.py measures the commands).
 HEAVY = {"torch", "numpy", "rich", "accelerate", "transformers", "pyarrow", "datasets", "bokeh"}
 DATA = ["data", "data inspect", "data which", "data tokenize", "data repack"]
+USE = ["evaluate", "generate", "export"]
 KEEP = ("list", "verify", "prune", "rehearse")
 CHECKPOINTS = ["checkpoints", *(f"checkpoints {name}" for name in KEEP)]
 CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
@@ -49,6 +50,9 @@ def test_help_shows_the_commands_in_groups():
         "Train      train         run a config; the same command resumes\n"
         "           supervise     run a command and restart what can be restarted\n"
         "           report        write report.html\n"
+        "Use        evaluate      a run's held-out loss again, other documents, tasks\n"
+        "           generate      continue a text, or answer in a conversation\n"
+        "           export        a model directory, proved to compute the same\n"
         "Look after data          inspect · which · tokenize · repack\n"
         "           checkpoints   list · verify · prune · rehearse\n"
         "\n"
@@ -61,7 +65,9 @@ def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
-@pytest.mark.parametrize("command", ["train", "supervise", "doctor", "plan", *DATA, *CHECKPOINTS])
+@pytest.mark.parametrize(
+    "command", ["train", "supervise", "doctor", "plan", *USE, *DATA, *CHECKPOINTS]
+)
 @pytest.mark.launches
 def test_the_help_of_a_command_imports_nothing_heavy(command):
     assert not HEAVY & imported_by(*command.split(), "--help")
@@ -77,7 +83,7 @@ def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    ["quickstart", "doctor", "plan", "train", "supervise", "report", *DATA, *CHECKPOINTS],
+    ["quickstart", "doctor", "plan", "train", "supervise", "report", *USE, *DATA, *CHECKPOINTS],
 )
 @pytest.mark.launches
 def test_every_command_explains_itself(command):
@@ -182,5 +188,5 @@ def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, m
 
 def test_every_command_of_the_program_has_a_place_in_the_help():
     for command in app.registered_commands:
-        assert command.rich_help_panel in ("Start", "Train")
+        assert command.rich_help_panel in ("Start", "Train", "Use")
     assert module.app.pretty_exceptions_enable is False

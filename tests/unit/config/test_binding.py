@@ -26,10 +26,11 @@ def test_every_key_has_its_value(tmp_path):
     values = bind(loaded(tmp_path, "evaluation.sources=[{path: sample}]")).values
     listed = {"data.sources", "evaluation.sources", "model.config"}
     names = {key.name.replace(ITEM, "0") for key in all_keys()} - listed
-    assert names <= values.keys()
+    assert {name for name in names if not name.startswith("optimizer.groups.")} <= values.keys()
     assert json.loads(json.dumps(values)) == values
     assert values["model.config.hidden_size"] == 8
     assert values["optimizer.betas"] == [0.9, 0.95]
+    assert values["optimizer.groups"] == []
 
 
 def test_equal_configs_have_one_digest(tmp_path):
@@ -56,6 +57,8 @@ def test_equal_configs_have_one_digest(tmp_path):
         "training.max_grad_norm=null",
         "optimizer.learning_rate=1e-3",
         "optimizer.schedule=wsd",
+        "optimizer.name=muon",
+        "optimizer.groups=[{match: a}]",
         "evaluation.max_documents=3",
         "evaluation.sources=[{path: other}]",
         "data.packing=bestfit",
@@ -85,6 +88,7 @@ def test_what_changes_a_run_is_a_difference(tmp_path, override):
         "checkpoint.shard_gb=1",
         "evaluation.every_steps=7",
         "evaluation.prompts=[a]",
+        "evaluation.patience=3",
         "logging.trackers=[tensorboard]",
     ],
 )
@@ -169,3 +173,34 @@ def test_a_key_that_only_begins_alike_is_not_accepted(tmp_path):
     assert is_accepted("data.sources.1.text_column", config.checkpoint.accept_changes)
     assert not is_accepted("data.sources.10.text_column", config.checkpoint.accept_changes)
     assert not is_accepted("data.sources", config.checkpoint.accept_changes)
+
+
+def test_keys_that_earlier_versions_did_not_have_bind_from_their_second_value_on(tmp_path):
+    old = loaded(tmp_path)
+    assert not {"optimizer.name", "optimizer.groups"} & bind(old).binding.keys()
+    new = loaded(tmp_path, "optimizer.name=muon", "optimizer.groups=[{match: '*.bias'}]")
+    group = {"match": "*.bias", "learning_rate": None, "weight_decay": None}
+    assert differences(old, new) == [
+        ("optimizer.name", "adamw", "muon"),
+        ("optimizer.groups", [], [group]),
+    ]
+    assert differences(new, old) == [
+        ("optimizer.name", "muon", "adamw"),
+        ("optimizer.groups", [group], []),
+    ]
+    refused = refusals(differences(old, new), ["optimizer.groups"], "as it began")
+    assert [(problem.key, problem.expected) for problem in refused] == [
+        ("optimizer.name", "adamw, as it began")
+    ]
+
+
+def test_adapters_bind_a_run_and_without_any_it_is_bound_as_before_there_were_any(tmp_path):
+    plain = loaded(tmp_path)
+    assert "adapter.kind" in bind(plain).values
+    assert not [key for key in bind(plain).binding if key.startswith("adapter.")]
+    assert differences(plain, loaded(tmp_path, "adapter.r=3")) == []
+    asked = ("model={from: gpt2}", "adapter.kind=lora")
+    lora = loaded(tmp_path, *asked)
+    assert ("adapter.r", 16, 3) in differences(lora, loaded(tmp_path, *asked, "adapter.r=3"))
+    changed = {key for key, _, _ in differences(loaded(tmp_path, asked[0]), lora)}
+    assert "adapter.kind" in changed

@@ -189,3 +189,78 @@ def test_sizes_of_a_model_are_whole_numbers(tmp_path, name, value):
     found = problems(tmp_path, f"model.config.{name}={value}")
     assert list(found) == [f"model.config.{name}"]
     assert "a whole number ≥ 1" in found[f"model.config.{name}"]
+
+
+def test_patience_without_an_evaluation_is_refused(tmp_path):
+    said = problems(tmp_path, "data.heldout=0", "evaluation.patience=2")["evaluation.patience"]
+    assert "null without an evaluation: data.heldout is 0, evaluation.sources is empty" in said
+    assert problems(tmp_path, "evaluation.patience=0").keys() == {"evaluation.patience"}
+    assert not problems(tmp_path, "evaluation.patience=2")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "fine"),
+    [
+        ("adamw", "zero3_offload", True),
+        ("muon", "auto", True),
+        ("muon", "hsdp", True),
+        ("muon", "zero2", False),
+        ("muon", "fsdp2_offload", False),
+        ("adamw_8bit", "ddp", True),
+        ("adamw_8bit", "fsdp2", False),
+        ("adamw_8bit", "zero1", False),
+    ],
+)
+def test_an_optimizer_is_refused_under_a_strategy_that_cannot_run_it(
+    tmp_path, optimizer, strategy, fine
+):
+    asked = (f"optimizer.name={optimizer}", f"distributed.strategy={strategy}")
+    found = problems(tmp_path, *asked)
+    assert found.keys() == (set() if fine else {"optimizer.name"})
+    if not fine:
+        said = found["optimizer.name"]
+        assert f"optimizer.name = {optimizer}" in said
+        assert f"adamw under {strategy}; {optimizer} works only under ddp" in said
+        assert "optimizer.name=adamw" in said
+
+
+def test_a_group_names_its_parameters(tmp_path):
+    assert not problems(tmp_path, "optimizer.groups=[{match: '*norm*', weight_decay: 0.1}]")
+    found = problems(tmp_path, "optimizer.groups=[{learning_rate: 0}, {match: ' ', decay: 1}]")
+    assert found.keys() == {
+        "optimizer.groups.0.match",
+        "optimizer.groups.0.learning_rate",
+        "optimizer.groups.1.match",
+        "optimizer.groups.1.decay",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["model={from: gpt2}"], set()),
+        (["model={from: gpt2}", "distributed.strategy=zero3"], set()),
+        ([], {"adapter.kind"}),
+        (["model={from: gpt2, freeze: ['*.wte.*']}"], {"model.freeze"}),
+        (["adapter.kind=qlora", "model={from: gpt2}"], set()),
+        (
+            ["adapter.kind=qlora", "model={from: gpt2}", "distributed.strategy=fsdp2"],
+            {"distributed.strategy"},
+        ),
+        (["model={from: gpt2}", "adapter.targets=q_proj", "adapter.train_tokens=[a]"], set()),
+        (["model={from: gpt2}", "adapter.targets=[q_proj, '*.mlp.*']"], set()),
+        (["model={from: gpt2}", "adapter.targets=[]", "adapter.r=0"], {"adapter.r"}),
+        (["model={from: gpt2}", "adapter.dropout=1"], {"adapter.dropout"}),
+        (["model={from: gpt2}", "adapter.lora_alpha=3"], {"adapter.lora_alpha"}),
+    ],
+)
+def test_adapters_have_a_base_that_is_frozen_as_a_whole(tmp_path, overrides, keys):
+    assert set(problems(tmp_path, "adapter.kind=lora", *overrides)) == keys
+
+
+def test_qlora_that_would_be_split_is_refused_with_what_to_do(tmp_path):
+    asked = ("adapter.kind=qlora", "model={from: gpt2}", "distributed.strategy=zero2")
+    said = problems(tmp_path, *asked)["distributed.strategy"]
+    assert "distributed.strategy = zero2" in said
+    assert "not split" in said
+    assert "adapter.kind=lora" in said

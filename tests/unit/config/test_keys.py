@@ -37,6 +37,10 @@ def test_every_key_is_explained():
 def test_only_what_the_design_calls_expert_is():
     expert = {key.name for key in all_keys() if key.expert}
     assert expert == {
+        "chat.control_tokens",
+        "chat.end_of_turn",
+        "chat.rewritten_history",
+        "adapter.train_tokens",
         "checkpoint.every_minutes",
         "checkpoint.shard_gb",
         "checkpoint.supersede",

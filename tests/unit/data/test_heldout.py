@@ -1,14 +1,19 @@
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import corpus
 from helpers.reference_stream import is_heldout, unit_rows
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.heldout import HeldOut, load, prepare
+from llmtrain.data.heldout import prepare
+from llmtrain.data.heldout_set import HeldOut, load
 from llmtrain.data.survey import evaluation_sources, freeze, survey
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
@@ -80,7 +85,7 @@ def prepared(place, tmp_path, *, limit=10_000, heldout=0.05, tokenizer=None, **d
     sources = (place / "a.parquet", place / "b.parquet")
     manifest = corpus.manifest_of(place / "tokenizer", *sources, heldout=heldout, **data)
     tokenizer = tokenizer or open_tokenizer(place / "tokenizer")
-    prepare(manifest, tokenizer, tmp_path / "eval.safetensors", limit, Reading(60))
+    prepare(manifest, Encoder(tokenizer), tmp_path / "eval.safetensors", limit, Reading(60))
     return manifest, tokenizer, load(tmp_path / "eval.safetensors")
 
 
@@ -206,7 +211,7 @@ def own(config, place, tmp_path, reading=None):
     manifest = freeze(survey(data_settings(config), 1), tokenizer)
     sources = evaluation_sources(data_settings(config), reading)
     path = tmp_path / "eval.safetensors"
-    prepare(manifest, tokenizer, path, config.evaluation.max_documents, reading, sources)
+    prepare(manifest, Encoder(tokenizer), path, config.evaluation.max_documents, reading, sources)
     return load(path)
 
 
@@ -237,7 +242,7 @@ def test_evaluation_reads_no_more_units_than_it_needs(place, tmp_path, monkeypat
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = freeze(survey(data_settings(config), 1), tokenizer)
     monkeypatch.setattr(Reader, "rows", counting)
-    prepare(manifest, tokenizer, tmp_path / "e", 30, Reading(60), sources)
+    prepare(manifest, Encoder(tokenizer), tmp_path / "e", 30, Reading(60), sources)
     # 15 documents of each: one unit of 40, and three of 5.
     assert sorted(read) == ["evaluation/a.parquet"] + ["evaluation/b.parquet"] * 3
 
@@ -276,3 +281,56 @@ def test_a_bad_unit_of_an_evaluation_source_is_skipped_if_bad_units_are(place, t
 def test_a_file_that_is_trained_and_evaluated_on_is_warned_of(place, caplog):
     survey(data_settings(with_evaluation(place, place / "a.parquet")), 1)
     assert "of source evaluation/a.parquet is in source a.parquet too" in caplog.text
+
+
+def test_of_several_sources_each_document_keeps_its_own(place, tmp_path):
+    manifest, tokenizer, held = prepared(place, tmp_path, limit=30)
+    texts = texts_of(manifest)
+    assert [part.label for part in held.parts] == list(manifest.labels)
+    assert not any(part.chat for part in held.parts)
+    assert sum(part.documents for part in held.parts) == held.documents == 30
+    assert sum(part.bytes for part in held.parts) == held.bytes
+    borders = [*held.starts.tolist(), len(held.ids)]
+    for k, part in enumerate(held.parts):
+        mine = np.flatnonzero(held.owners == k)
+        found = [tokenizer.decode(held.ids[borders[d] : borders[d + 1] - 1]) for d in mine]
+        assert found == texts[k][: len(mine)]
+        assert part.documents == len(mine)
+        assert part.bytes == sum(len(text.encode()) for text in found)
+
+
+@pytest.mark.parametrize("begin", [None, 7])
+@pytest.mark.parametrize("seq_len", [2, 7, 64, 100_000])
+def test_each_scored_label_of_a_block_has_the_source_of_its_document(
+    place, tmp_path, seq_len, begin
+):
+    tokenizer = replace(open_tokenizer(place / "tokenizer"), bos=begin)
+    _, _, held = prepared(place, tmp_path, limit=20, tokenizer=tokenizer)
+    lengths = np.diff(held.starts, append=len(held.ids))
+    expected = np.repeat(held.owners, lengths)[held.scored[held.starts[0] :]]
+    found = []
+    for g in range(held.num_blocks(seq_len) + 2):
+        _, labels, _ = held.block(g, seq_len)
+        owners = held.block_parts(g, seq_len)
+        assert owners.shape == labels.shape
+        found += owners[labels != -100].tolist()
+    assert found == expected.tolist()
+
+
+def test_the_file_of_a_single_source_is_as_it_was(place, tmp_path):
+    config = with_evaluation(place, place / "b.parquet")
+    held = own(config, place, tmp_path)
+    assert (held.parts, held.owners) == ((), None)
+    with safe_open(tmp_path / "eval.safetensors", "np") as file:
+        assert set(file.keys()) == {"ids", "scored", "starts"}
+        assert json.loads(file.metadata()["heldout"]).keys() == {"documents", "bytes", "pad"}
+
+
+def test_a_file_of_several_sources_that_an_earlier_version_made_still_loads(place, tmp_path):
+    _, _, held = prepared(place, tmp_path, limit=20)
+    facts = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
+    tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
+    save_file(tensors, tmp_path / "old", {"heldout": json.dumps(facts)})
+    again = load(tmp_path / "old")
+    assert (again.parts, again.owners) == ((), None)
+    assert again.documents == 20

@@ -20,6 +20,8 @@ from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors
+from llmtrain.data.tokens import encode
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
 from llmtrain.types import Cursor
@@ -64,7 +66,7 @@ def frozen(place):
 def _one_tokenizer():
     """Every virtual rank opens the tokenizer; here they share it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "open_tokenizer", lru_cache(open_tokenizer))
+        patch.setattr(encode, "open_tokenizer", lru_cache(open_tokenizer))
         patch.setattr(stream, "differing_tokenizer", lambda manifest, tokenizer: [])
         yield
 
@@ -199,7 +201,9 @@ def test_each_document_is_trained_on_once_an_epoch_and_no_held_out_one_ever(froz
     tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(Reading(60))
     names, targets, left_over = Counter(), Counter(), Counter()
     for index in range(made.lanes):
-        lane = Lane(made, tokenizer, reader, index, index, [Cursor(0, 0, 0, 0)] * len(made.sources))
+        lane = Lane(
+            made, Encoder(tokenizer), reader, index, index, [Cursor(0, 0, 0, 0)] * len(made.sources)
+        )
         placed = places(made, tokenizer, index)
         while True:
             block = lane.take()

@@ -28,6 +28,7 @@ from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.types import Cursor
@@ -209,7 +210,7 @@ def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
     tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(Reading(60))
     tokens = Counter()
     for index in range(single.lanes):
-        lane = Lane(single, tokenizer, reader, index, index, [Cursor(0, 0, 0, 0)])
+        lane = Lane(single, Encoder(tokenizer), reader, index, index, [Cursor(0, 0, 0, 0)])
         ids = []
         while lane.cursors[0].epoch == 0:
             ids += lane.take().ids[:-1].tolist()

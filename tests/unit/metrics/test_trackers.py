@@ -211,3 +211,10 @@ def test_wandb_is_resumed_under_its_id(tmp_path, events, monkeypatch):
     run.close()
     assert events == []
     assert any(kept in path.name for path in (tmp_path / "wandb").iterdir())
+
+
+def test_an_evaluation_of_one_source_has_names_of_its_own(tmp_path, fake, events):
+    run = opened(tmp_path, events)
+    run.log("eval", 3, {"split": "heldout", "loss": 2.5})
+    run.log("eval", 3, {"split": "heldout/a.parquet", "loss": 3.5, "bits_per_byte": None})
+    assert fake.logged == [(3, {"eval/loss": 2.5}), (3, {"eval/a.parquet/loss": 3.5})]

@@ -9,6 +9,7 @@ from helpers.saved_bytes import saved_bytes
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import UserError
 from llmtrain.model import count
 from llmtrain.model.count import CannotCountError, count_saved
@@ -244,3 +245,38 @@ def test_a_model_that_cannot_be_checkpointed_is_a_mistake_of_the_config() -> Non
     ctrl = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
     with pytest.raises(UserError, match=r"model\.activation_checkpointing"):
         count_saved(ctrl, SEQ_LEN, "fp32", "full")
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("llama grouped", {"kind": "lora", "dropout": 0.0}),
+        pytest.param("gpt2", {"kind": "rslora"}, marks=pytest.mark.wide),
+    ],
+)
+def test_adapters_and_their_frozen_base_are_counted_to_the_byte(
+    name: str, adapter: dict[str, Any], arithmetic: str
+) -> None:
+    asked = AdapterConfig(**adapter)
+    kept, cast = saved_bytes(config(name), ids(), arithmetic, "none", (), asked)
+    saved = count_saved(config(name), SEQ_LEN, arithmetic, "none", (), asked)
+    assert saved.blocks + saved.once == kept
+    assert cast <= saved.casts
+    assert (saved.casts > 0) == (arithmetic == "autocast")
+
+
+def test_dora_keeps_no_graph_of_the_lengths_that_it_divides_by() -> None:
+    """The reference counts that graph, too: it is there for a moment, and nothing needs it."""
+    asked = AdapterConfig(kind="dora", targets=["q_proj"])
+    kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", (), asked)
+    saved = count_saved(config("llama"), SEQ_LEN, "fp32", "none", (), asked)
+    identity = 4 * 64 * 64
+    assert 3 * identity < kept - saved.blocks - saved.once < 5 * identity
+
+
+def test_adapters_of_some_blocks_alone_are_counted_block_by_block() -> None:
+    asked = AdapterConfig(kind="lora", targets=["*layers.1.*"])
+    kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", (), asked)
+    saved = count_saved(config("llama"), SEQ_LEN, "fp32", "none", (), asked)
+    assert saved.blocks + saved.once == kept

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.model.tokenizer import save_tokenizer, special_tokens
+from llmtrain.model.tokenizer import save_tokenizer, special_tokens, token_ids
 
 TEXTS = [
     "Hello world",
@@ -71,3 +71,13 @@ def test_a_models_config_that_cannot_be_read_beside_the_tokenizer_is_one_message
     with pytest.raises(UserError, match=r"config\.json .*'vocab_size'.*None") as refused:
         special_tokens(folder)
     assert refused.value.problems[0].key == "model.tokenizer"
+
+
+def test_entries_have_ids_and_others_are_refused(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer")
+    known = AutoTokenizer.from_pretrained(directory).get_vocab()
+    assert token_ids(directory, ["b", "<|endoftext|>", "b"]) == tuple(sorted({known["b"], 0}))
+    with pytest.raises(UserError) as raised:
+        token_ids(directory, ["b", "<|nobody|>", "<|none|>"])
+    assert [one.value for one in raised.value.problems] == ["<|nobody|>", "<|none|>"]
+    assert {one.key for one in raised.value.problems} == {"adapter.train_tokens"}

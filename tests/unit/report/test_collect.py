@@ -93,3 +93,9 @@ def test_a_short_column_is_not_changed():
 
 def test_null_is_no_number():
     assert column([{"step": 1, "loss": None}, {"step": 2, "loss": 1.0}], "loss") == [(2, 1.0)]
+
+
+def test_an_evaluation_of_one_source_is_no_point_of_the_curve_of_all(tmp_path):
+    lines = [runs.start_line(0), runs.eval_line(0), runs.eval_line(0, split="heldout/a", loss=9.0)]
+    (found,) = collect(runs.write_run(tmp_path, lines)).evaluations
+    assert found["split"] == "heldout"

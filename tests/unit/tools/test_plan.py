@@ -44,7 +44,8 @@ def test_the_json_has_the_keys_of_the_contract(tmp_path):
     shown = json.loads(json.dumps(plan(small(tmp_path), devices=2).to_json()))
     assert list(shown) == [
         "chosen", "reason", "fits", "devices", "nodes", "device_bytes", "host_bytes", "seq_len",
-        "global_batch_size", "strategies", "checkpoint_bytes", "disk_bytes", "tokens_per_second",
+        "global_batch_size", "parameters", "trainable_parameters", "strategies",
+        "checkpoint_bytes", "disk_bytes", "tokens_per_second",
     ]  # fmt: skip
     for row in shown["strategies"]:
         assert list(row) == [
@@ -117,14 +118,59 @@ def test_ux_10_a_refusal_says_which_change_fits(tmp_path):
     assert plan(large(tmp_path, *changed), 8, device_memory_gb=80).chosen.layout.strategy == "fsdp2"
 
 
-def test_where_nothing_fits_8_bit_moments_and_adapters_are_named_though_they_are_not_there(
-    tmp_path,
-):
-    config = large(tmp_path, "distributed.strategy=ddp")
-    said = " ".join(plan(config, device_memory_gb=24).suggestions)
-    assert "8-bit Adam" in said
-    assert "LoRA" in said
-    assert said.count("not supported yet") == 2
+def test_where_nothing_fits_8_bit_moments_and_adapters_are_named(tmp_path):
+    found = plan(large(tmp_path, "distributed.strategy=ddp"), device_memory_gb=24)
+    said = " ".join(found.suggestions)
+    assert "optimizer.name=adamw_8bit would save" in said
+    assert "adapter.kind=lora, which needs model.from, would save up to" in said
+    eight_bit = ("distributed.strategy=ddp", "optimizer.name=adamw_8bit")
+    less = plan(large(tmp_path, *eight_bit), device_memory_gb=24)
+    assert "adamw_8bit" not in " ".join(less.suggestions)
+    one, other = (made.choice.candidates[0].memory.parts for made in (found, less))
+    assert other["optimizer"] < 0.27 * one["optimizer"]
+
+
+def test_an_optimizer_of_fewer_strategies_is_planned_for_those(tmp_path):
+    found = plan(small(tmp_path, "optimizer.name=muon"), devices=2)
+    assert {one.layout.strategy for one in found.choice.candidates} <= {"ddp", "fsdp2"}
+    with pytest.raises(UserError, match=r"optimizer\.name = adamw_8bit"):
+        plan(small(tmp_path, "optimizer.name=adamw_8bit", "distributed.strategy=fsdp2"))
+
+
+def base(folder):
+    """A model directory without weights, and a config that trains adapters on it."""
+    (folder / "base").mkdir()
+    fields = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 5000,
+              "num_attention_heads": 4, "intermediate_size": 160}  # fmt: skip
+    (folder / "base" / "config.json").write_text(json.dumps(fields))
+    return f"model={{from: {folder / 'base'}, tokenizer: sample}}"
+
+
+def test_a_plan_of_adapters_counts_what_is_trained_and_saved(tmp_path):
+    asked = base(tmp_path)
+    whole = plan(small(tmp_path, asked))
+    found = plan(small(tmp_path, asked, "adapter.kind=lora", "adapter.r=2"))
+    trained = 2 * 3 * (4 * (64 + 64) + 3 * (64 + 160))
+    shown = found.to_json()
+    assert shown["trainable_parameters"] == trained
+    assert shown["parameters"] == whole.to_json()["parameters"] + trained
+    assert shown["checkpoint_bytes"] == 12 * trained
+    assert found.chosen.memory.parts["optimizer"] == 8 * trained
+    assert found.chosen.memory.total_bytes < whole.chosen.memory.total_bytes
+
+
+def test_qlora_is_planned_for_a_gpu_alone_and_whole(tmp_path):
+    asked = (base(tmp_path), "adapter.kind=qlora")
+    with pytest.raises(UserError) as refused:
+        plan(small(tmp_path, *asked))
+    assert keys(refused) == {"adapter.kind"}
+    found = plan(small(tmp_path, *asked), devices=2, device_memory_gb=80)
+    assert [one.layout.strategy for one in found.choice.candidates] == ["ddp"]
+    lora = plan(small(tmp_path, asked[0], "adapter.kind=lora", "distributed.strategy=ddp"),
+                devices=2, device_memory_gb=80)  # fmt: skip
+    sizes = [one.chosen.memory.parts["parameters"] for one in (lora, found)]
+    linear = 3 * (4 * 64 * 64 + 3 * 64 * 160)
+    assert sizes[0] - sizes[1] == pytest.approx(linear * (2 - 0.516), rel=0.01)
 
 
 def test_ux_19_a_plan_states_the_bytes_that_a_run_writes(tmp_path):

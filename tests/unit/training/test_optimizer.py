@@ -1,28 +1,41 @@
+import re
+
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import OptimizerConfig
-from llmtrain.training.optimizer import make_optimizer
+from llmtrain.config.schema import AdapterConfig, GroupConfig, OptimizerConfig
+from llmtrain.distributed import optimizer_state
+from llmtrain.errors import UserError
+from llmtrain.model import adapters
+from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
 
 
-def tiny(tied: bool) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=12,
-            tie_word_embeddings=tied,
-        )
-    )
+def tiny(tied: bool, **changes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"vocab_size": 32, "intermediate_size": 12} | changes
+    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, **shape))
 
 
-def decayed(model: torch.nn.Module) -> set[str]:
-    optimizer = make_optimizer(model, OptimizerConfig())
-    found = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
-    return {name for name, p in model.named_parameters() if id(p) in found}
+def config(*groups: dict[str, object], **values: object) -> OptimizerConfig:
+    return OptimizerConfig(groups=tuple(GroupConfig(**group) for group in groups), **values)
+
+
+def settings(model: nn.Module, asked: OptimizerConfig) -> dict[str, tuple[str, float, float]]:
+    """Name → algorithm, learning rate and weight decay of each parameter."""
+    found = {
+        id(parameter): (group["algorithm"], group["lr"], group["weight_decay"])
+        for group in make_optimizer(model, asked).param_groups
+        for parameter in group["params"]
+    }
+    return {name: found[id(p)] for name, p in model.named_parameters() if id(p) in found}
+
+
+def decayed(model: nn.Module) -> set[str]:
+    found = settings(model, OptimizerConfig())
+    return {name for name, (_, _, decay) in found.items() if decay}
 
 
 def test_matrices_decay_and_norms_biases_embeddings_do_not() -> None:
@@ -56,3 +69,185 @@ def test_fused_is_an_argument_for_comparisons_of_bits(fused: bool) -> None:
     assert (
         make_optimizer(tiny(tied=True), OptimizerConfig(), fused=fused).defaults["fused"] is fused
     )
+
+
+def test_without_groups_of_its_own_adamw_has_two_the_decayed_one_first() -> None:
+    """The order decides in which order squares of gradients are summed."""
+    model = tiny(tied=False)
+    table = model.get_input_embeddings().weight
+    first = [p for p in model.parameters() if p.ndim >= 2 and p is not table]
+    second = [p for p in model.parameters() if p.ndim < 2 or p is table]
+    optimizer = make_optimizer(model, OptimizerConfig())
+    assert type(optimizer) is torch.optim.AdamW
+    for group, expected in zip(optimizer.param_groups, (first, second), strict=True):
+        assert [id(p) for p in group["params"]] == [id(p) for p in expected]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+class Adapted(nn.Module):
+    """Trained parameters under the names that peft gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4).requires_grad_(False)
+        one = {name: nn.ModuleDict({"default": nn.Linear(4, 4, bias=False)}) for name in "AB"}
+        self.q_proj = nn.ModuleDict({f"lora_{name}": part for name, part in one.items()})
+        self.q_proj.lora_magnitude_vector = nn.ParameterDict({"default": torch.ones(1, 4, 1)})
+        self.token_adapter = nn.Module()
+        self.token_adapter.trainable_tokens_delta = nn.ParameterDict({"default": torch.ones(2, 4)})
+
+
+def test_of_an_adapter_only_a_is_decayed() -> None:
+    assert decayed(Adapted()) == {"q_proj.lora_A.default.weight"}
+    found = {name: one for name, (one, *_) in settings(Adapted(), config(name="muon")).items()}
+    assert found == {
+        "q_proj.lora_A.default.weight": "muon",
+        "q_proj.lora_B.default.weight": "muon",
+        "q_proj.lora_magnitude_vector.default": "adamw",
+        "token_adapter.trainable_tokens_delta.default": "adamw",
+    }
+
+
+def test_the_first_entry_that_matches_a_name_decides() -> None:
+    asked = config(
+        {"match": "*mlp.up_proj*", "weight_decay": 0.5},
+        {"match": "*mlp*", "learning_rate": 1e-5},
+        {"match": "lm_head.*", "weight_decay": 0.3},  # the second name of the tied table
+        learning_rate=1e-3,
+    )
+    found = settings(tiny(tied=True), asked)
+    assert found["model.layers.0.mlp.up_proj.weight"] == ("adamw", 1e-3, 0.5)
+    assert found["model.layers.0.mlp.down_proj.weight"] == ("adamw", 1e-5, 0.1)
+    assert found["model.embed_tokens.weight"] == ("adamw", 1e-3, 0.3)
+    assert found["model.norm.weight"] == ("adamw", 1e-3, 0.0)
+    assert len(found) == len(list(tiny(tied=True).parameters()))
+
+
+def test_what_an_entry_leaves_open_is_as_for_all_others() -> None:
+    found = settings(tiny(tied=True), config({"match": "*.layers.0.*", "learning_rate": 2.0}))
+    assert found["model.layers.0.mlp.up_proj.weight"] == ("adamw", 2.0, 0.1)
+    assert found["model.layers.0.input_layernorm.weight"] == ("adamw", 2.0, 0.0)
+
+
+def test_an_entry_without_a_parameter_is_refused() -> None:
+    asked = config({"match": "*mlp*"}, {"match": "*up_proj*"}, {"match": "*.q_projj.*"})
+    with pytest.raises(UserError) as refused:
+        arrange(tiny(tied=True), asked)
+    shadowed, unknown = refused.value.problems
+    assert (shadowed.key, shadowed.value) == ("optimizer.groups.1.match", "*up_proj*")
+    assert "no earlier entry matches" in shadowed.expected
+    assert unknown.key == "optimizer.groups.2.match"
+    assert "q_proj" in unknown.remedy
+    frozen = tiny(tied=True)
+    frozen.model.norm.weight.requires_grad_(False)
+    with pytest.raises(UserError, match=r"groups\.0\.match"):
+        arrange(frozen, config({"match": "model.norm.weight"}))
+
+
+def test_muon_updates_matrices_between_embedding_and_head() -> None:
+    found = {name: one for name, (one, *_) in settings(tiny(False), config(name="muon")).items()}
+    muon = {name for name, one in found.items() if one == "muon"}
+    assert muon == {name for name in found if re.search(r"_proj\.weight$", name)}
+    tied = settings(tiny(True), config(name="muon"))
+    assert tied["model.embed_tokens.weight"] == ("adamw", 3e-4, 0.0)
+    assert tied["model.layers.0.mlp.up_proj.weight"] == ("muon", 3e-4, 0.1)
+    model = tiny(True)
+    kinds = algorithms(config(name="muon"), model)
+    assert {name: kinds[id(p)] for name, p in model.named_parameters()} == {
+        name: one for name, (one, *_) in tied.items()
+    }
+
+
+def test_ft_28_a_matrix_of_one_row_or_column_is_adamws() -> None:
+    found = settings(tiny(True, intermediate_size=1), config(name="muon"))
+    for part in ("gate", "up", "down"):
+        assert found[f"model.layers.0.mlp.{part}_proj.weight"] == ("adamw", 3e-4, 0.1)
+    assert found["model.layers.0.self_attn.q_proj.weight"][0] == "muon"
+
+
+def test_muon_without_a_matrix_is_refused() -> None:
+    model = tiny(True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    with pytest.raises(UserError, match=r"optimizer\.name = muon"):
+        make_optimizer(model, config(name="muon"))
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_muon_and_adamw_make_the_updates_that_both_make_alone() -> None:
+    ours, theirs = tiny(False), tiny(False)
+    asked = config({"match": "*norm*", "learning_rate": 0.5}, name="muon", learning_rate=0.01)
+    together = make_optimizer(ours, asked)
+    # As accelerate does, which leaves other groups than those that it was made with.
+    together.load_state_dict(together.state_dict())
+    named = dict(theirs.named_parameters())
+    muon = [p for name, p in named.items() if "_proj" in name]
+    groups = [
+        {"params": [named["lm_head.weight"]], "weight_decay": 0.1},
+        {"params": [named["model.embed_tokens.weight"]], "weight_decay": 0.0},
+        {"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0, "lr": 0.5},
+    ]
+    alone = [
+        torch.optim.Muon(muon, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True),
+    ]
+    for step, factor in enumerate((1.0, 0.5, 0.25)):
+        for group in [g for one in (together, *alone) for g in one.param_groups]:
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
+        gradients(ours, step)
+        gradients(theirs, step)
+        together.step()
+        for one in alone:
+            one.step()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+
+
+def test_an_update_of_muon_has_the_size_of_one_of_adamw() -> None:
+    sizes = []
+    for name in ("muon", "adamw"):
+        model = tiny(True, hidden_size=64, intermediate_size=96)
+        before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+        optimizer = make_optimizer(model, config(name=name, learning_rate=0.01, weight_decay=0.0))
+        gradients(model, 0)
+        optimizer.step()
+        change = model.model.layers[0].mlp.up_proj.weight.detach() - before
+        sizes.append(float(change.square().mean().sqrt()) / 0.01)
+    assert sizes[0] == pytest.approx(0.2, rel=0.3)  # as AdamW's is in the middle of a training
+    assert sizes[1] == pytest.approx(1.0, rel=0.01)  # its first step
+
+
+def test_8_bit_adamw_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'llmtrain\[quantized\]'"):
+        make_optimizer(tiny(True), config(name="adamw_8bit"))
+
+
+def test_8_bit_adamw_is_near_adamw() -> None:
+    pytest.importorskip("bitsandbytes")
+    models = {}
+    for name in ("adamw", "adamw_8bit"):
+        models[name] = tiny(True, hidden_size=64, intermediate_size=96)
+        optimizer = make_optimizer(models[name], config(name=name, learning_rate=0.01))
+        for step in range(3):
+            gradients(models[name], step)
+            optimizer.step()
+    pairs = zip(*(model.parameters() for model in models.values()), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=0, atol=0.01)
+
+
+def test_of_adapters_a_alone_decays() -> None:
+    model = tiny(tied=True)
+    adapters.attach(model, AdapterConfig(kind="dora", r=2), (3, 4))
+    names = decayed(model)
+    assert names
+    assert all(name.endswith(".lora_A.default.weight") for name in names)
+    optimizer = make_optimizer(model, OptimizerConfig())
+    held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    assert held == sum(p.numel() for p in model.parameters() if p.requires_grad)

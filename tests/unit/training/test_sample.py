@@ -58,7 +58,7 @@ def run_of(model: Any, ranks: Written, what_is_due: Due) -> Any:
             data=SimpleNamespace(seq_len=8),
             evaluation=SimpleNamespace(prompts=["bc"]),
         ),
-        data=SimpleNamespace(tokenizer=Tokens()),
+        data=SimpleNamespace(tokenizer=Tokens(), encoder=SimpleNamespace(chat=None)),
         device=torch.device("cpu"),
         due=what_is_due,
         engine=SimpleNamespace(evaluating=nullcontext),

@@ -4,6 +4,7 @@ from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data.audit.census import census
 from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 ROWS = [*corpus.articles(900), {"id": "blank", "title": "", "text": " \n"}]
@@ -21,7 +22,7 @@ def place(tmp_path_factory):
 def take(place, limit, **data):
     manifest = corpus.manifest_of(place / "tokenizer", place / "a", **data)
     tokenizer = open_tokenizer(place / "tokenizer")
-    return manifest, tokenizer, census(manifest, 0, tokenizer, Reader(Reading(60)), limit)
+    return manifest, tokenizer, census(manifest, 0, Encoder(tokenizer), Reader(Reading(60)), limit)
 
 
 def test_all_rows_are_counted_by_what_is_trained_on_and_what_is_held_out(place):

@@ -8,6 +8,7 @@ from llmtrain.data.audit import census, epochs
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
+from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.types import Cursor
 
@@ -46,7 +47,7 @@ def counted(manifest, tokenizer):
 def test_a_source_of_little_text_is_counted(place):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "a.parquet", "b.jsonl", heldout=0.05, seq_len=100)
-    found = epoch(manifest, tokenizer, Reading(60))
+    found = epoch(manifest, Encoder(tokenizer), Reading(60))
     documents, tokens = counted(manifest, tokenizer)
     assert (found.documents, found.tokens) == (documents, tokens)
     assert found.blocks == -(-tokens // 100)
@@ -58,11 +59,11 @@ def test_a_source_of_little_text_is_counted(place):
 def test_a_sample_tells_the_rest_within_some_percent(place, monkeypatch, name, heldout):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, name, heldout=heldout)
-    exact = epoch(manifest, tokenizer, Reading(60))
+    exact = epoch(manifest, Encoder(tokenizer), Reading(60))
     monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
     monkeypatch.setattr(census, "SAMPLED_UNITS", 30)
     monkeypatch.setattr(census, "SAMPLED_BYTES", 4000)
-    estimate = epoch(manifest, tokenizer, Reading(60))
+    estimate = epoch(manifest, Encoder(tokenizer), Reading(60))
     assert exact.exact
     assert not estimate.exact
     assert estimate.documents == pytest.approx(exact.documents, rel=0.05)
@@ -83,10 +84,10 @@ def test_an_estimate_reads_no_more_than_its_sample(place, monkeypatch):
     monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
     monkeypatch.setattr(census, "SAMPLED_UNITS", 10)
     monkeypatch.setattr(Reader, "rows", counting)
-    first = epoch(manifest, tokenizer, Reading(60))
+    first = epoch(manifest, Encoder(tokenizer), Reading(60))
     names = [name for name, _ in read]
     assert (names.count("c.jsonl.gz"), names.count("d.parquet"), names.count("e.txt")) == (1, 10, 1)
-    assert epoch(manifest, tokenizer, Reading(60)) == first
+    assert epoch(manifest, Encoder(tokenizer), Reading(60)) == first
 
 
 def test_begin_tokens_count_too(place, monkeypatch):
@@ -95,10 +96,10 @@ def test_begin_tokens_count_too(place, monkeypatch):
     plain = open_tokenizer(place / "tokenizer")
     begins = replace(plain, bos=7)
     manifest = manifest_of(place, "a.parquet")
-    one, two = (epoch(manifest, t, Reading(60)) for t in (plain, begins))
+    one, two = (epoch(manifest, Encoder(t), Reading(60)) for t in (plain, begins))
     assert two.tokens == one.tokens + one.documents
     monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
-    one, two = (epoch(manifest, t, Reading(60)) for t in (plain, begins))
+    one, two = (epoch(manifest, Encoder(t), Reading(60)) for t in (plain, begins))
     assert two.tokens == pytest.approx(one.tokens + one.documents, abs=1)
 
 
@@ -106,8 +107,8 @@ def test_best_fit_takes_the_blocks_that_its_padding_takes(place):
     """The blocks of one lane that walks the whole source once, packed for real."""
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "a.parquet", packing="bestfit", seq_len=64, lanes=1)
-    found = epoch(manifest, tokenizer, Reading(60))
-    lane = Lane(manifest, tokenizer, Reader(Reading(60)), 0, 0, [Cursor(0, 0, 0, 0)])
+    found = epoch(manifest, Encoder(tokenizer), Reading(60))
+    lane = Lane(manifest, Encoder(tokenizer), Reader(Reading(60)), 0, 0, [Cursor(0, 0, 0, 0)])
     blocks = 0
     while lane.cursors[0].epoch < 1:
         lane.take()
@@ -123,14 +124,16 @@ def test_a_token_cache_is_counted_beside_text(place):
     documents = [[ids.tolist()] for ids in tokenizer.documents(texts)]
     megatron.write(place / "cache" / "a.idx", documents)
     tokens = sum(len(ids) for (ids,) in documents)
-    alone = epoch(manifest_of(place, "cache", seq_len=100), tokenizer, Reading(60))
+    alone = epoch(manifest_of(place, "cache", seq_len=100), Encoder(tokenizer), Reading(60))
     assert (alone.documents, alone.tokens, alone.exact) == (300, tokens, True)
     assert alone.blocks == -(-tokens // 100)
-    text = epoch(manifest_of(place, "b.jsonl", seq_len=100), tokenizer, Reading(60))
-    both = epoch(manifest_of(place, "b.jsonl", "cache", seq_len=100), tokenizer, Reading(60))
+    text = epoch(manifest_of(place, "b.jsonl", seq_len=100), Encoder(tokenizer), Reading(60))
+    both = epoch(
+        manifest_of(place, "b.jsonl", "cache", seq_len=100), Encoder(tokenizer), Reading(60)
+    )
     assert both.tokens == alone.tokens + text.tokens
     assert both.blocks == -(-both.tokens // 100)
-    fitted = epoch(manifest_of(place, "cache", packing="bestfit"), tokenizer, Reading(60))
+    fitted = epoch(manifest_of(place, "cache", packing="bestfit"), Encoder(tokenizer), Reading(60))
     assert tokens / 16 < fitted.blocks < 1.3 * tokens / 16
 
 
@@ -139,6 +142,6 @@ def test_documents_of_real_text_are_estimated_within_two_percent(place, monkeypa
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = corpus.manifest_of(place / "tokenizer", WIKIPEDIA, heldout=0.005)
     monkeypatch.setattr(census, "SAMPLED_BYTES", 4096)
-    found = epoch(manifest, tokenizer, Reading(60))
+    found = epoch(manifest, Encoder(tokenizer), Reading(60))
     assert not found.exact
     assert found.documents == pytest.approx(WIKIPEDIA_DOCUMENTS * 0.995, rel=0.02)

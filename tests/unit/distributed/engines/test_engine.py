@@ -1,12 +1,17 @@
+import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
+from llmtrain.distributed.engines import replicas
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
+from llmtrain.model import adapters
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import SLOTS, StepVector
@@ -31,9 +36,10 @@ def vector(squares: float, **slots: float) -> StepVector:
 
 
 def prepared(
-    launched: Launched, model: LlamaForCausalLM, *, fused: bool = True
+    launched: Launched, model: LlamaForCausalLM, name: str = "adamw", *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=fused)
+    asked = OptimizerConfig(name=name, learning_rate=1e-2)
+    optimizer = make_optimizer(model, asked, fused=fused)
     launched.engine.prepare(LossModule(model), model, optimizer)
     create_state(optimizer, 0)
     return optimizer
@@ -92,22 +98,27 @@ def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched)
     ],
     ids=["NaN norm", "infinite norm", "three ranks not finite", "two without data", "no token"],
 )
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("name", "fused"), [("adamw", True), ("adamw", False), ("muon", True), ("adamw_8bit", True)]
+)
 def test_a_forbidden_step_changes_no_weight_moment_or_count(
-    launched: Launched, forbidden: dict[str, float], fused: bool
+    launched: Launched, forbidden: dict[str, float], name: str, fused: bool
 ) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     model = tiny()
-    optimizer = prepared(launched, model, fused=fused)
+    optimizer = prepared(launched, model, name, fused=fused)
     backward(launched, model)
     launched.engine.step(1.0, vector(1.0))
     before = [p.detach().clone() for p in model.parameters()]
-    state = [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
+    state = copy.deepcopy(list(optimizer.state.values()))
     backward(launched, model)
     next(model.parameters()).grad.fill_(float("nan"))
     launched.engine.step(1.0, vector(**forbidden))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     for now, then in zip(optimizer.state.values(), state, strict=True):
-        assert all(torch.equal(now[key], then[key]) for key in then)
+        assert now.keys() == then.keys()
+        assert all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(then[k])) for k in then)
 
 
 def test_evaluating_means_no_dropout_and_no_gradient_and_ends_with_training(
@@ -133,3 +144,19 @@ def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
         assert launched.accelerator.mixed_precision == "no"
     finally:
         close()
+
+
+def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(replicas, "unequal", lambda names, _held, _count: seen.append(names) or {})
+    model = tiny()
+    adapters.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
+    engine = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
+    engine._bare = model
+    assert engine.unequal_replicas() == engine.unequal_replicas(base=True) == {}
+    place = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    assert seen[0] == [place.format("A"), place.format("B")]
+    assert seen[1] == [name for name, _ in model.named_parameters()]
+    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in seen[1]

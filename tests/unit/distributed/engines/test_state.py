@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -10,7 +11,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
+from llmtrain.config.schema import AdapterConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
+from llmtrain.model import adapters
+from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import Piece, TensorSpec
 
 LLAMA = LlamaConfig(
@@ -282,7 +286,7 @@ def test_pieces_are_the_memory_itself():
         assert (piece.start, piece.data.dim(), piece.data.requires_grad) == (0, 1, False)
         piece.data.fill_(3)
     assert all((parameter == 3).all() for parameter in model.parameters())
-    moments = [s[key] for s in optimizer.state.values() for key in state.MOMENTS]
+    moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert all((moment == 3).all() for moment in moments)
 
 
@@ -325,3 +329,100 @@ def test_what_all_ranks_hold_is_dealt_once_and_evenly(shapes, ranks, data):
         assert [part.name for part in share] == [n for n in order if n in {p.name for p in share}]
     sizes = [sum(part.data.nbytes for part in share if part.name in names) for share in shares]
     assert max(sizes) - min(sizes) <= 2 * 8  # cut between elements
+
+
+def optimized(config, name, seed=0):
+    """A model and the optimizer of that name, as a run makes it."""
+    model, _ = built(config, seed)
+    return model, make_optimizer(model, OptimizerConfig(name=name, learning_rate=1e-2))
+
+
+def states_of(model, optimizer):
+    """Parameter and state tensor by name; counts of updates are left out."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+        if key != "step"
+    }
+
+
+OPTIMIZERS = ["adamw", "muon", "adamw_8bit"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["tied llama", "untied gpt2"])
+def test_any_optimizer_continues_bit_for_bit_from_its_checkpoint(tmp_path, config, name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    wide = copy.deepcopy(config)  # so that some parameters have 4,096 elements
+    wide.update({"vocab_size": 211})
+    model, optimizer = optimized(wide, name)
+    state.create_state(optimizer, 0)
+    trained(model, optimizer, 3)
+    written(tmp_path, model, optimizer, SHARDS)
+    steps = state.optimizer_steps(optimizer)
+    assert steps == 3
+    expected = trained(model, optimizer, 3)
+    other, its = optimized(wide, name, seed=1)
+    resumed(tmp_path, other, its, steps)
+    assert trained(other, its, 3) == expected
+    kept, found = states_of(model, optimizer), states_of(other, its)
+    assert found.keys() == kept.keys()
+    assert all(torch.equal(found[key], kept[key]) for key in kept)
+    spec = state.spec(other, its, LARGE)
+    assert spec["optimizer-00001-of-00001.safetensors"].keys() == kept.keys()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_created_state_is_what_any_optimizer_makes_itself(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    runs = []
+    for create in (False, True):
+        model, optimizer = optimized(LLAMA, name)
+        if create:
+            state.create_state(optimizer, 0)
+        runs.append((trained(model, optimizer, 3), states_of(model, optimizer)))
+    (first, made), (second, created) = runs
+    assert first == second
+    assert made.keys() == created.keys()
+    assert all(torch.equal(made[key], created[key]) for key in made)
+
+
+def test_of_adapters_only_what_is_trained_is_in_the_files_and_in_one_file():
+    model, _ = built(LLAMA)
+    adapters.attach(model, AdapterConfig(kind="lora", r=4, targets=["q_proj"]))
+    optimizer = make_optimizer(model, OptimizerConfig())
+    spec = state.spec(model, optimizer, 40)
+    (weights,) = (part for file, part in spec.items() if file == "adapter_model.safetensors")
+    assert set(spec) - {"adapter_model.safetensors"} == {
+        f"optimizer-{n:05d}-of-00008.safetensors" for n in range(1, 9)
+    }
+    place = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    assert {name: one.shape for name, one in weights.items()} == {
+        **{place.format(n, "A"): (4, 24) for n in range(2)},
+        **{place.format(n, "B"): (24, 4) for n in range(2)},
+    }
+    state.create_state(optimizer, 0)
+    held = [piece.name for piece in state.pieces(model, optimizer, spec)]
+    assert len(held) == 12
+    assert state.index(spec) == {}
+    assert list(state.trained_parameters(model, optimizer)) == list(weights)
+
+
+def test_adapters_are_resumed_bit_for_bit(tmp_path):
+    def adapted(seed):
+        model, _ = built(LLAMA)  # one base
+        torch.manual_seed(seed)
+        adapters.attach(model, AdapterConfig(kind="dora", r=4))
+        return model, make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
+
+    model, optimizer = adapted(0)
+    trained(model, optimizer, 3)
+    written(tmp_path, model, optimizer, SHARDS)
+    steps = state.optimizer_steps(optimizer)
+    expected = trained(model, optimizer, 4)
+    other, its = adapted(1)
+    resumed(tmp_path, other, its, steps)
+    assert trained(other, its, 4) == expected

@@ -210,3 +210,69 @@ def test_checkpoint_bytes_are_those_of_a_real_models_spec():
     spec = state.spec(model, optimizer, 2**30)
     shape = of((7,), (3, 7), frozen=[(7, 5)])
     assert checkpoint_bytes(shape) == state.bytes_of(spec)
+
+
+@pytest.mark.parametrize(("algorithm", "each"), [("adamw", 8), ("muon", 4)])
+def test_each_optimizer_has_the_bytes_of_its_own_state(algorithm, each):
+    matrix = ParameterShape((9, 4), True, True, 0, algorithm)
+    shape = replace(of((7,)), parameters=(matrix, *of((7,)).parameters))
+    assert model_states(shape, "ddp", "fp32", gpus(2, 80)).optimizer == each * 36 + 8 * 7
+    assert model_states(shape, "fsdp2", "fp32", gpus(2, 80)).optimizer == each * 20 + 8 * 4
+    assert checkpoint_bytes(shape) == 4 * 43 + each * 36 + 8 * 7
+    frozen = replace(shape, parameters=(replace(matrix, trainable=False),))
+    assert model_states(frozen, "ddp", "fp32", gpus(2, 80)).optimizer == 0
+
+
+def test_8_bit_moments_need_about_a_quarter():
+    matrix = ParameterShape((1024, 1024), True, True, 0, "adamw_8bit")
+    shape = replace(of(()), parameters=(matrix,))
+    found = model_states(shape, "ddp", "fp32", gpus(1, 80)).optimizer
+    assert found == pytest.approx(8 * 2**20 / 4, rel=0.02)
+    assert checkpoint_bytes(shape) == 4 * 2**20 + found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "frozen"),
+    [("ddp", "bf16", 2), ("ddp", "fp32", 4), ("fsdp2", "bf16", 1), ("fsdp2", "fp32", 2),
+     ("zero2", "bf16", 2), ("zero3", "bf16", 1)],
+)  # fmt: skip
+def test_beside_adapters_frozen_weights_are_held_as_the_forward_needs_them(
+    strategy, precision, frozen
+):
+    """In bytes an element, on each of two devices."""
+    plain = of((4, 8), adapted=True)
+    both = of((4, 8), frozen=[(10, 6)], adapted=True)
+    sizes = [
+        model_states(one, strategy, precision, gpus(2, 80)).parameters for one in (plain, both)
+    ]
+    assert sizes[1] - sizes[0] == frozen * 60
+    trained = [model_states(one, strategy, precision, gpus(2, 80)) for one in (plain, both)]
+    assert [(one.gradients, one.optimizer) for one in trained[:1]] == [
+        (one.gradients, one.optimizer) for one in trained[1:]
+    ]
+
+
+def test_frozen_weights_of_a_whole_model_stay_fp32():
+    shape = of((4, 8), frozen=[(10, 6)])
+    assert model_states(shape, "ddp", "bf16", gpus(1, 80)).parameters == 4 * (32 + 60)
+
+
+def test_weights_in_four_bits_take_half_a_byte_and_their_scales():
+    shape = of((4, 8), frozen=[(1024, 1024)], adapted=True)
+    four = replace(shape.parameters[1], quantized=True)
+    found = model_states(replace(shape, parameters=(shape.parameters[0], four)), "ddp", "bf16",
+                         gpus(1, 80)).parameters  # fmt: skip
+    scales = 2**20 / 64 * (1 + 4 / 256)
+    assert found == 4 * 32 + 2**19 + scales
+
+
+def test_a_checkpoint_of_adapters_holds_what_is_trained():
+    assert checkpoint_bytes(of((4, 8), frozen=[(10, 6)], adapted=True)) == 12 * 32
+    assert checkpoint_bytes(of((4, 8), frozen=[(10, 6)])) == 12 * 32 + 4 * 60
+
+
+def test_trained_rows_of_a_head_need_a_copy_of_it_and_the_gradient_of_that():
+    layout = Layout("ddp", "none", 1, 1, "every")
+    plain, rows = (replace(EIGHT, adapted=True, token_rows=n) for n in (0, 2))
+    more = [head_bytes(one, work(128, 8, precision="bf16"), layout) for one in (plain, rows)]
+    assert more[1] - more[0] == 2 * 2 * EIGHT.head

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 from llmtrain.agreement import Alone
 from llmtrain.training.run.due import Due, agreed_stop
@@ -6,7 +7,12 @@ from llmtrain.types import Flags, Numbers
 
 
 def due(
-    first: int = 0, evaluated: int | None = None, *, heldout: bool = True, ended: bool = False
+    first: int = 0,
+    evaluated: int | None = None,
+    *,
+    heldout: bool = True,
+    ended: bool = False,
+    **more: Any,
 ) -> Due:
     return Due(
         steps=50,
@@ -17,6 +23,7 @@ def due(
         last_evaluation=evaluated,
         heldout=heldout,
         data_ended=ended,
+        **more,
     )
 
 
@@ -27,7 +34,7 @@ def numbers(step: int, *stops: str) -> Numbers:
 def test_the_base_line_the_period_and_the_end_are_evaluated() -> None:
     one = due()
     assert [step for step in range(51) if one.evaluation(step)] == [0, 20, 40, 50]
-    one.record_evaluation(20)
+    one.record_evaluation(20, lower=True)
     assert not one.evaluation(20)
     assert not any(due(heldout=False).evaluation(step) for step in range(51))
 
@@ -123,7 +130,7 @@ def test_lines_come_at_the_period_the_first_step_of_a_start_and_the_last() -> No
 def test_a_run_is_finished_when_nothing_is_missing() -> None:
     one = due()
     assert not one.finished(50)
-    one.record_evaluation(50)
+    one.record_evaluation(50, lower=False)
     assert one.finished(50)
     assert not one.finished(49)
 
@@ -143,7 +150,7 @@ def test_the_end_of_the_data_ends_a_run_like_its_last_step() -> None:
     assert one.checkpoint(37)
     assert one.line(37)
     assert not one.finished(37)
-    one.record_evaluation(37)
+    one.record_evaluation(37, lower=False)
     assert one.finished(37)
     assert one.stop_reason is None
 
@@ -153,3 +160,94 @@ def test_a_run_whose_data_ended_takes_no_step_after_a_resume() -> None:
     assert again.stop(37)
     assert again.finished(37)
     assert not again.checkpoint(37)
+
+
+def test_the_best_evaluation_so_far_is_saved_at_its_step() -> None:
+    one = due(keep_best=True)
+    one.record_evaluation(0, lower=True)
+    assert not one.begins(0), "nothing was trained yet"
+    one.record_evaluation(20, lower=True)
+    assert one.begins(20)
+    assert one.checkpoint(20)
+    assert one.reason(20) == "best"
+    one.begin_save(20)
+    one.end_save(20, saved=True)
+    assert not one.begins(20)
+    assert not one.begins(21)
+    one.record_evaluation(40, lower=False)
+    assert not one.begins(40)
+
+
+def test_what_somebody_asked_for_is_saved_as_asked() -> None:
+    one = due(keep_best=True)
+    one.learn(replace(numbers(19), save=True))
+    one.record_evaluation(20, lower=True)
+    assert one.reason(20) == "asked"
+
+
+def test_what_is_saved_anyway_keeps_its_reason() -> None:
+    one = due(keep_best=True)
+    one.record_evaluation(30, lower=True)
+    assert one.reason(30) == "period"
+    one.record_evaluation(50, lower=True)
+    assert one.reason(50) == "end"
+
+
+def test_without_best_checkpoints_an_evaluation_saves_nothing() -> None:
+    one = due()
+    one.record_evaluation(20, lower=True)
+    assert not one.begins(20)
+
+
+def test_patience_ends_a_run_like_its_last_step() -> None:
+    one = due(patience=2)
+    one.record_evaluation(0, lower=True)
+    one.record_evaluation(20, lower=False)
+    assert not one.stop(20)
+    one.record_evaluation(40, lower=False)
+    assert one.stop(40)
+    assert one.checkpoint(40)
+    assert one.reason(40) == "end"
+    assert not one.evaluation(40)
+    assert one.finished(40)
+    assert one.ended_by(40) == "patience"
+    assert one.stop_reason is None
+
+
+def test_a_lower_loss_gives_patience_again() -> None:
+    one = due(patience=2)
+    for step, lower in ((0, True), (10, False), (20, True), (30, False)):
+        one.record_evaluation(step, lower=lower)
+    assert one.without_gain == 1
+    assert not one.stop(30)
+
+
+def test_a_run_that_ran_out_of_patience_ends_at_once_unless_it_gets_more() -> None:
+    again = due(first=40, evaluated=40, patience=2, without_gain=2)
+    assert again.stop(40)
+    assert again.finished(40)
+    assert not again.checkpoint(40)
+    assert not due(first=40, evaluated=40, patience=3, without_gain=2).stop(40)
+    assert not due(first=40, evaluated=40, without_gain=2).stop(40)
+
+
+def test_less_patience_than_was_spent_evaluates_once_more_before_it_ends() -> None:
+    again = due(first=33, evaluated=20, patience=1, without_gain=1)
+    assert again.evaluation(33)
+    again.record_evaluation(33, lower=True)
+    assert not again.stop(33)
+
+
+def test_at_the_last_step_patience_is_not_what_ended_the_run() -> None:
+    one = due(patience=1)
+    one.record_evaluation(50, lower=False)
+    assert one.finished(50)
+    assert one.ended_by(50) is None
+    assert due(ended=True, patience=1, without_gain=1).ended_by(37) == "data_ended"
+
+
+def test_a_step_that_may_be_the_last_for_want_of_patience_has_a_line() -> None:
+    every = {"evaluate_every": 12}
+    one = replace(due(patience=2), **every)
+    assert [step for step in range(1, 50) if one.line(step)] == [1, 10, 12, 20, 24, 30, 36, 40, 48]
+    assert not replace(due(), **every).line(12)

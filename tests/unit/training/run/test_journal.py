@@ -1,11 +1,13 @@
-"""The planned memory beside the measured one."""
+"""What a run records: planned memory beside measured, evaluations, its state and its end."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,9 @@ from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.lock import read as read_lock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import start_status
+from llmtrain.training.run.due import Due
 from llmtrain.training.run.journal import Journal, RunLog
+from llmtrain.types import Evaluation
 
 GIB = 2**30
 
@@ -173,3 +177,60 @@ def test_a_run_directory_that_cannot_be_made_again_ends_the_run_with_74(tmp_path
         with pytest.raises(RunError, match=str(run_dir)) as caught:
             journal.check_directory()
     assert caught.value.exit_code == 74
+
+
+def evaluated(loss: float, **sources: Evaluation) -> Evaluation:
+    return Evaluation(loss, math.exp(loss), 1.5, 100, 400, 3, 0.25, sources)
+
+
+def recorded(folder, losses, last=None, **settings: Any) -> tuple[Due, RunLog]:
+    """What is due and logged behind evaluations at steps 0, 10, 20 …"""
+    periods = {"evaluate_every": 10, "save_every": 1000, "log_every": 1, "steps": 1000}
+    due = Due(first=0, last_evaluation=None, heldout=True, data_ended=False, **periods, **settings)
+    with closing(Journal(folder, 0)) as journal:
+        log = RunLog(journal, due, torch.device("cpu"), last, None, 0)
+        for k, loss in enumerate(losses):
+            log.evaluation(10 * k, evaluated(loss))
+    return due, log
+
+
+def test_a_loss_that_is_not_lower_costs_patience(tmp_path):
+    due, log = recorded(tmp_path, [3.0, 2.0, 2.0, 2.5], patience=3)
+    assert due.without_gain == 2
+    assert log.last_evaluation == {"step": 30, "loss": 2.5, "best": 2.0}
+    assert not due.stop(30)
+    due, _ = recorded(tmp_path, [3.0, 2.0, 2.0, 2.5, math.nan], patience=3)
+    assert due.stop(40)
+    assert due.ended_by(40) == "patience"
+
+
+def test_what_an_earlier_start_measured_counts(tmp_path):
+    before = {"step": 5, "loss": 3.0, "best": 2.0}
+    due, log = recorded(tmp_path, [2.5], before, patience=3, without_gain=1, keep_best=True)
+    assert due.without_gain == 2
+    assert log.last_evaluation["best"] == 2.0
+    assert not due.begins(0)
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path):
+    due, log = recorded(tmp_path, [math.inf, math.nan], keep_best=True)
+    assert (due.without_gain, log.last_evaluation["best"]) == (2, None)
+    due, _ = recorded(tmp_path, [math.nan, 4.0], keep_best=True)
+    assert due.begins(10)
+
+
+def test_each_source_has_a_line_of_its_own(tmp_path):
+    chat = replace(evaluated(1.0), bits_per_byte=None, seconds=0.0)
+    with closing(Journal(tmp_path, 0)) as journal:
+        log = RunLog(journal, SimpleNamespace(record_evaluation=_accept), None, None, None, 0)
+        log.evaluation(10, evaluated(2.0, **{"a.parquet": evaluated(3.0), "b": chat}))
+    found = lines(tmp_path, "eval")
+    assert [line["split"] for line in found] == ["heldout", "heldout/a.parquet", "heldout/b"]
+    assert [line["loss"] for line in found] == [2.0, 3.0, 1.0]
+    assert [line["bits_per_byte"] for line in found] == [1.5, 1.5, None]
+    fields = {"split", "loss", "perplexity", "bits_per_byte", "tokens", "bytes", "documents"}
+    assert all(line.keys() == {"kind", "time", "step", "seconds", *fields} for line in found)
+
+
+def _accept(step: int, *, lower: bool) -> None:
+    assert lower

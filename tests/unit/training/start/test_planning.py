@@ -243,3 +243,62 @@ def test_very_many_blocks_are_refused_under_the_name_that_the_architecture_has(
     with pytest.raises(UserError) as refused:
         planned(config(tmp_path, model__config=deep))
     assert [problem.key for problem in refused.value.problems] == ["model.config.n_layer"]
+
+
+def test_an_optimizer_leaves_the_strategies_that_it_works_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[str, ...]] = []
+    choose = planning.choose_strategy
+
+    def watched(*given: Any) -> Any:
+        tried.append(given[-1])
+        return choose(*given)
+
+    monkeypatch.setattr(planning, "choose_strategy", watched)
+    planned(config(tmp_path, optimizer__name="muon"))
+    planned(config(tmp_path, optimizer__name="adamw_8bit"))
+    assert tried == [("ddp", "hsdp", "fsdp2"), ("ddp",)]
+
+
+def test_a_launch_of_another_strategy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(tmp_path, optimizer__name="adamw_8bit")
+    monkeypatch.setattr(planning, "allowed_strategies", lambda *_: ("fsdp2",))
+    with pytest.raises(UserError, match="adamw under fsdp2; adamw_8bit works only under ddp"):
+        planned(made)
+
+
+def test_groups_that_do_not_fit_are_refused_before_there_are_weights(tmp_path: Path) -> None:
+    made = config(tmp_path, optimizer__groups=[{"match": "*q_projj*"}])
+    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match") as refused:
+        planned(made)
+    assert "q_proj" in refused.value.problems[0].remedy
+
+
+def test_the_plan_counts_the_state_of_the_optimizer_that_is_asked_for(tmp_path: Path) -> None:
+    found = {name: planned(config(tmp_path, optimizer__name=name)) for name in ("adamw", "muon")}
+    shape = found["muon"].shape
+    hidden = [p for p in shape.parameters if p.block is not None and len(p.shape) == 2]
+    assert {p.algorithm for p in hidden} == {"muon"}
+    saved = 4 * sum(p.shape[0] * p.shape[1] for p in hidden)
+    plans = {name: one.memory for name, one in found.items() if one.memory}
+    assert plans["adamw"].parts["optimizer"] - plans["muon"].parts["optimizer"] == saved > 0
+
+
+def test_adapters_that_cannot_be_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()  # where there is none
+    fields = tiny_config(tmp_path)["model"]["config"] | {"vocab_size": 5000}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(fields))
+    found = {}
+    for kind, targets in (("lora", ["q_projj", "o_proj"]), ("qlora", ["q_proj"])):
+        base = {"model__from": str(tmp_path / "base"), "model__config": {}}
+        made = config(tmp_path, **base, adapter__kind=kind, adapter__targets=targets)
+        with pytest.raises(UserError) as refused:
+            planned(made)
+        (found[kind],) = refused.value.problems
+    assert (found["lora"].key, found["lora"].value) == ("adapter.targets", "q_projj")
+    assert found["lora"].remedy.startswith("nearest: q_proj")
+    assert (found["qlora"].key, found["qlora"].value) == ("adapter.kind", "qlora")
+    assert "a CUDA device" in found["qlora"].expected

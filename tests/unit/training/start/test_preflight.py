@@ -112,3 +112,11 @@ def test_a_start_that_is_refused_imports_no_torch(tmp_path, more):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_a_run_of_adapters_needs_its_base_at_every_start(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "auto.json").write_text("{}")
+    asked = f"model={{from: {tmp_path / 'weights'}}}"
+    assert set(found(tmp_path, asked)) == set()
+    assert set(found(tmp_path, asked, "adapter.kind=lora")) == {"model.from"}

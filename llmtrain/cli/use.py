@@ -1,0 +1,209 @@
+"""`llmtrain evaluate`, `generate` and `export`: the commands that use what was trained.
+
+Only typer is imported here, as in `main.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmtrain.cli.escapes import show
+from llmtrain.cli.options import AsJson
+from llmtrain.cli.progress import ProgressLine
+from llmtrain.errors import Problem, UserError, harmless
+
+if TYPE_CHECKING:
+    from llmtrain.tools.use.evaluate import Evaluated
+    from llmtrain.tools.use.export import Exported
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_RUN", help="A run, a checkpoint, a model directory or a Hub id."
+    ),
+]
+_KEPT = "\n\t"  # not escaped in what a model writes
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|CONFIG", help="Documents, a config, or a run; its own run's held-out set."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or YAML files.")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens that a window of a long document scores."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Give tasks through the model's chat template.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on held-out data, on documents, on tasks."""
+    from llmtrain.tools.use.evaluate import evaluate as measure
+
+    _hide_progress_of_transformers()
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    line = ProgressLine(wait=True)
+
+    def tell(done: int, of: int) -> None:
+        if line.is_due():
+            line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
+
+    found = measure(model, data, tasks=names, stride=stride, chat=chat, told=tell)
+    line.clear()
+    show([json.dumps(found.to_json())] if as_json else evaluation(found))
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="A text; with --chat a message, or none."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="A conversation; each line of stdin is a message.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 = the likeliest.")] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Share of probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="For temperatures above 0.")] = 42,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text, or answer in a conversation; Ctrl-C ends it with exit code 0."""
+    if prompt is None and not chat:
+        raise UserError(Problem("PROMPT", None, "a text to continue, or --chat"))
+    tell = _ignore if as_json else _write
+    try:
+        from llmtrain.tools.use import generate as tool
+
+        _hide_progress_of_transformers()
+        sampling = tool.Sampling(max_new_tokens, temperature, top_p, seed)
+        if chat:
+            messages = _lines() if prompt is None else iter([prompt])
+            answers = tool.converse(model, messages, sampling, tell)
+        else:
+            assert prompt is not None
+            told = tell if as_json else _behind(prompt)
+            answers = iter([tool.continue_text(model, prompt, sampling, told)])
+        for answer in answers:
+            show([json.dumps(answer.to_json()) if as_json else ""])
+    except KeyboardInterrupt:
+        print()
+        raise typer.Exit(0) from None
+
+
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one checkpoint.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A directory to be made.")],
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="Of the weights.")] = "fp32",
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters", help="Write one model, adapters merged into it.")
+    ] = False,
+    shard_gb: Annotated[
+        float, typer.Option(metavar="G", help="GiB of the largest weight file.")
+    ] = 4.0,
+    push: Annotated[
+        str | None, typer.Option(metavar="ID", help="Upload it, private; the token is HF_TOKEN.")
+    ] = None,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not load it again in another process.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as a model directory, and prove that it computes the same."""
+    from llmtrain.tools.use.export import export as write
+
+    _hide_progress_of_transformers()
+
+    def tell(doing: str) -> None:
+        print(harmless(doing), file=sys.stderr, flush=True)
+
+    found = write(
+        run,
+        out,
+        dtype=dtype,
+        merge_adapters=merge_adapters,
+        shard_gb=shard_gb,
+        push=push,
+        verify=not no_verify,
+        told=tell,
+    )
+    show([json.dumps(found.to_json())] if as_json else exportation(found))
+
+
+def evaluation(found: Evaluated) -> Iterator[str]:
+    """Yield what was measured, a line for each kind of figure and for each metric of a task."""
+    step = "" if found.step is None else f", step {found.step:,}"
+    yield f"model      {found.model}{step}"
+    if figures := found.figures:
+        bits = "" if figures.bits_per_byte is None else f"  bits/byte {figures.bits_per_byte:.4f}"
+        yield f"data       {found.split}"
+        yield f"loss       {figures.loss:.4f}  perplexity {figures.perplexity:.4g}{bits}"
+        counts = f"{figures.tokens:,} tokens of {figures.documents:,} documents"
+        yield f"scored     {counts} in {figures.seconds:.1f} s"
+    for task, metrics in found.tasks.items():
+        for name, value in metrics.items():
+            yield f"{task:<10} {name} {value:.4f}"
+
+
+def exportation(found: Exported) -> Iterator[str]:
+    """Yield the files, the comparison, and where it is."""
+    from llmtrain.checkpoint.disk_space import size
+
+    for name, count in found.files.items():
+        yield f"{name:<40}{size(count):>11}"
+    if losses := found.losses:
+        apart = abs(losses.run - losses.export)
+        yield f"loss {losses.export:.6f}, {apart:.1e} from the run's on the same blocks"
+    if found.pushed:
+        yield f"uploaded to {found.pushed}"
+    yield f"{found.path}"
+
+
+def _hide_progress_of_transformers() -> None:
+    """Switch off the bars that it shows while it loads weights."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin that are not blank, without their ends."""
+    for line in sys.stdin:
+        if line.strip():
+            yield line.rstrip("\r\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(harmless(text, keep=_KEPT))
+    sys.stdout.flush()
+
+
+def _behind(prompt: str) -> Callable[[str], None]:
+    """Return a function that writes parts of a text, and the prompt before the first of them."""
+    waiting = [prompt]
+
+    def write(text: str) -> None:
+        _write("".join([*waiting, text]))
+        waiting.clear()
+
+    return write
+
+
+def _ignore(text: str) -> None:
+    return None

@@ -1,0 +1,90 @@
+"""The first conversations of a run are tried before anything else is made of its data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from llmtrain.data.audit.ledger import bad_row, place_of_row
+from llmtrain.data.documents.reader import Reader
+from llmtrain.data.heldout import training_rows
+from llmtrain.data.manifest import Source
+from llmtrain.data.survey import Survey
+from llmtrain.data.tokens.encode import Encoded, Encoder
+from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.errors import Problem, raise_any
+
+FIRST = 100  # rows of each source
+SHOWN = 5  # rows of a message
+
+
+class _Row(NamedTuple):
+    """A row in file order, and what became of it."""
+
+    unit: int
+    row: int
+    encoded: Encoded
+
+
+def check_first_rows(survey: Survey, encoder: Encoder) -> Encoded | None:
+    """Raise UserError if conversations cannot be trained on, with the rows and the reason.
+
+    Where bad rows are skipped, one good row is enough. Returns the first one that is trained on.
+    """
+    reader = Reader(survey.reading)
+    problems: list[Problem] = []
+    first: Encoded | None = None
+    for k, source in enumerate(survey.sources):
+        if source.form is not None:
+            rows = list(islice(_rows(source, survey.settings.seed, reader, encoder), FIRST))
+            problems += _problems(source, f"data.sources.{k}", rows, reader)
+            trained = (one.encoded for one in rows if one.encoded.trained is not None)
+            first = first or next(trained, None)
+    raise_any(problems)
+    return first
+
+
+def marked(encoded: Encoded, tokenizer: Tokenizer) -> str:
+    """Return the first sequence of a conversation as text, what is trained of it in ⟦…⟧."""
+    assert encoded.trained is not None
+    stop = encoded.cuts[1]
+    flags, ids = encoded.trained[:stop], encoded.ids[:stop]
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), stop]
+    parts = [(tokenizer.decode(ids[a:b]), bool(flags[a])) for a, b in pairwise(edges)]
+    return "".join(f"⟦{text}⟧" if trained else text for text, trained in parts)
+
+
+def _rows(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Iterator[_Row]:
+    for u in range(len(source.units)):
+        for row, text in training_rows(source, u, seed, reader):
+            yield _Row(u, row, encoder.documents(source, [text])[0])
+
+
+def _problems(source: Source, key: str, rows: list[_Row], reader: Reader) -> Iterator[Problem]:
+    good = [one for one in rows if one.encoded.bad is None]
+    if good and all(one.encoded.trained is None for one in good):
+        expected = f"a turn of the assistant to train on in the first {len(rows)} rows"
+        remedy = "look at them: llmtrain data inspect; see chat.train_turns and the keys `train`"
+        yield Problem(key, source.path, expected, remedy)
+    if good and reader.reading.skip_bad_rows:
+        return
+    kinds: dict[str, list[_Row]] = defaultdict(list)
+    for one in rows:
+        if one.encoded.bad is not None:
+            kinds[one.encoded.bad.key].append(one)
+    for bad in kinds.values():
+        problem = bad_row(source, bad[0].unit, bad[0].row, reader, str(bad[0].encoded.bad))
+        others = [place_of_row(source, one.unit, one.row, reader) for one in bad[1:SHOWN]]
+        if others:
+            more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+            problem = Problem(
+                problem.key,
+                problem.value,
+                f"{problem.expected} (also in {', '.join(others)}{more})",
+                problem.remedy,
+            )
+        yield problem

@@ -1,0 +1,144 @@
+"""From the texts of a source to ids: of a text by the tokenizer, of a conversation by its template.
+
+Lanes, the held-out set, censuses and epochs all ask here, so that a document has the same ids
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from llmtrain.config.schema import ChatConfig
+from llmtrain.data.chat.chat import Chat, Settings
+from llmtrain.data.chat.rows import BadRowError, to_example
+from llmtrain.data.manifest import ChatFacts, Manifest, Source
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.errors import Problem
+
+NOTHING: Mapping[str, int] = {}
+REJECTED = "rejected"
+_NO_IDS = np.empty(0, np.int32)
+
+
+class Encoded(NamedTuple):
+    """The ids of a document.
+
+    ids (n,) int32; none if a row has nothing to train on
+    cuts: where the sequences of a conversation begin and end in ids; () = a text
+    trained (n,) bool: which ids are trained; None = all
+    counts: what happened to a conversation, as in `chat.Encoded`
+    bad: why a row cannot be used
+    """
+
+    ids: np.ndarray
+    cuts: tuple[int, ...] = ()
+    trained: np.ndarray | None = None
+    counts: Mapping[str, int] = NOTHING
+    bad: BadRowError | None = None
+
+
+class Encodes(Protocol):
+    """What walks the lanes: `Encoder`, or something that gives documents of the same lengths."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+
+    def documents(self, source: Source, texts: Sequence[str]) -> list[Encoded]:
+        """Encode documents of a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes the documents of a manifest's sources.
+
+    chat: None where all sources are texts
+    """
+
+    tokenizer: Tokenizer
+    chat: Chat | None = None
+
+    def documents(self, source: Source, texts: Sequence[str]) -> list[Encoded]:
+        """Encode documents of a source; a text gets its begin and end token."""
+        if source.form is None:
+            return [Encoded(ids) for ids in self.tokenizer.documents(texts)]
+        return [self._conversation(text, source) for text in texts]
+
+    def _conversation(self, text: str, source: Source) -> Encoded:
+        assert self.chat is not None, "the manifest has the form of each source"
+        assert source.form is not None
+        try:
+            found = self.chat.sequences(to_example(text, source.form, source.columns))
+        except BadRowError as error:
+            counts = {REJECTED: 1, f"{REJECTED}_{error.key}": 1}
+            return Encoded(_NO_IDS, counts=counts, bad=error)
+        if not found.sequences:
+            return Encoded(_NO_IDS, counts=found.counts)
+        ids = np.concatenate([np.array(one.ids, np.int32) for one in found.sequences])
+        trained = np.concatenate([np.array(one.trained, np.bool_) for one in found.sequences])
+        cuts = np.cumsum([0, *(len(one.ids) for one in found.sequences)])
+        return Encoded(ids, tuple(cuts.tolist()), trained, found.counts)
+
+
+def open_encoder(directory: Path, manifest: Manifest) -> Encoder:
+    """Open the tokenizer of a run, and its chat template if the manifest has conversations.
+
+    Raises UserError as `open_tokenizer` does.
+    """
+    tokenizer = open_tokenizer(directory, manifest.tokenizer.backend)
+    return Encoder(tokenizer, open_chat(directory, manifest.chat, manifest.seq_len))
+
+
+def open_chat(directory: Path, facts: ChatFacts | None, seq_len: int) -> Chat | None:
+    """Return the template of a run with conversations."""
+    return None if facts is None else Chat(directory, Settings(**facts.settings), seq_len)
+
+
+def settings_of(config: ChatConfig, date: str) -> Settings:
+    """Return what the section `chat` and the date of the run decide of conversations."""
+    return Settings(
+        template_kwargs=config.template_kwargs,
+        train_turns=config.train_turns,
+        too_long=config.too_long,
+        rewritten_history=config.rewritten_history,
+        control_tokens=config.control_tokens,
+        end_of_turn=config.end_of_turn,
+        date=date,
+    )
+
+
+def chat_facts(chat: Chat) -> ChatFacts:
+    """Return what decides the ids and masks of conversations, for the manifest. Raises UserError.
+
+    Prompts and completions that are strings need no template; then there is no end of turn.
+    """
+    end: Mapping[str, Any] | None = None
+    template = ""
+    if chat.has_template:
+        end, template = asdict(chat.check()), chat.digest
+    settings = asdict(chat.settings)
+    settings["template_kwargs"] = dict(chat.settings.template_kwargs)
+    return ChatFacts(template, settings, end, chat.probe())
+
+
+def differing_chat(manifest: Manifest, encoder: Encoder) -> list[Problem]:
+    """Return how the template differs from the manifest's, for every process that encodes."""
+    if manifest.chat is None:
+        return []
+    assert encoder.chat is not None
+    now, then = chat_facts(encoder.chat), manifest.chat
+    remedy = "restore the run's tokenizer/, and the versions of tokenizers and jinja2 of its start"
+    return [
+        Problem(f"chat {name}", str(found), str(expected), remedy)
+        for name, found, expected in (
+            ("template", now.template, then.template),
+            ("end of turn", now.end_of_turn, then.end_of_turn),
+            ("probe", now.probe, then.probe),
+        )
+        if found != expected
+    ]

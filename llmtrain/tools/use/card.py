@@ -1,0 +1,114 @@
+"""The card of an exported model (`README.md`): where it comes from, as far as the run knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtrain.data.manifest import glance
+from llmtrain.errors import harmless
+from llmtrain.model.base import Base
+from llmtrain.rundir import contents, record
+from llmtrain.tools.use.adapters import base_of
+from llmtrain.tools.use.target import Target
+
+_SHOWN_VERSIONS = ("llmtrain", "torch", "transformers", "peft")
+_UNKNOWN = "not stated; see those of the data and of the base"
+
+
+def text(target: Target, dtype: str, *, merged: bool) -> str:
+    """Return the card of an export.
+
+    Files of this machine are named without their directories, since a card is made to be published.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    base = _base(target)
+    data = ModelCardData(
+        base_model=_hub_id(base.path) if base else None,
+        datasets=[source["path"] for source in _sources(target) if source["remote"]] or None,
+        license=_license(base),
+        library_name="peft" if target.is_adapter and not merged else "transformers",
+        pipeline_tag="text-generation",
+        tags=["llmtrain"],
+    )
+    body = "\n".join(_lines(target, base, dtype, data.license))
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n"))
+
+
+def _lines(target: Target, base: Base | None, dtype: str, license_: str | None) -> Iterator[str]:
+    yield f"# {_name(target)}\n"
+    yield "Trained with llmtrain.\n"
+    yield "| | |\n|---|---|"
+    if base:
+        commit = f" at {base.revision}" if base.revision else ""
+        yield f"| base | {_plain(_hub_id(base.path) or Path(base.path).name)}{commit} |"
+    for source in _sources(target):
+        where = source["path"] if source["remote"] else Path(source["path"]).name
+        at = f" at {source['revision']}" if source.get("revision") else ""
+        yield f"| data | {_plain(where)}{at} |"
+    yield f"| licence | {license_ or _UNKNOWN} |"
+    yield f"| step | {target.step:,} |"
+    if tokens := target.state.get("tokens"):
+        yield f"| trained tokens | {tokens:,} |"
+    for name, loss in _losses(target):
+        yield f"| {name} | {loss:.4f} |"
+    yield f"| weights | {dtype} |"
+    versions = target.state.get("versions") or {}
+    known = [f"{name} {versions[name]}" for name in _SHOWN_VERSIONS if name in versions]
+    yield f"| versions | {', '.join(known)} |"
+
+
+def _losses(target: Target) -> Iterator[tuple[str, float]]:
+    """Yield the training loss of the step, and the held-out loss that the checkpoint has."""
+    lines = record.record(target.run_dir) if target.run_dir else []
+    trained = [line for line in lines if line["kind"] == "train" and line["step"] == target.step]
+    if trained and isinstance(trained[-1].get("loss"), float):
+        yield "training loss", trained[-1]["loss"]
+    evaluation = target.state.get("evaluation") or {}
+    if isinstance(evaluation.get("loss"), float):
+        yield f"held-out loss (step {evaluation.get('step', '?')})", evaluation["loss"]
+
+
+def _base(target: Target) -> Base | None:
+    """Return the model that training started from; None for one trained from scratch."""
+    if target.is_adapter:
+        return base_of(target.directory)
+    frozen: Mapping[str, Any] = (target.state.get("auto") or {}).get("run") or {}
+    kept = frozen.get("base")
+    return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
+
+
+def _license(base: Base | None) -> str | None:
+    """Return the licence on the base's own card, if it has one on this disk."""
+    from huggingface_hub import ModelCard
+
+    path = Path(base.path) / "README.md" if base else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = ModelCard(path.read_text("utf-8", errors="replace")).data.get("license")
+    except ValueError:  # no valid card: its licence is not known
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _sources(target: Target) -> list[dict[str, Any]]:
+    manifest = target.run_dir / contents.MANIFEST if target.run_dir else None
+    return list(glance(manifest)["sources"]) if manifest and manifest.is_file() else []
+
+
+def _hub_id(path: str) -> str | None:
+    """Return a Hub id; None for a directory of this machine."""
+    return None if Path(path).exists() or path.startswith((".", "/", "~")) else path
+
+
+def _name(target: Target) -> str:
+    run = target.run_dir.name if target.run_dir else target.directory.name
+    return _plain(run)
+
+
+def _plain(text: str) -> str:
+    """Return a name that cannot end a cell of the table."""
+    return harmless(text).replace("|", "\\|")

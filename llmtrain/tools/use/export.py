@@ -1,0 +1,200 @@
+"""Write a checkpoint as a model directory of its own, and prove that it computes the same.
+
+    DIR.partial   tensors shard by shard, config, tokenizer, card, all synced
+    reload        another process loads it with transformers, and compares its loss with the run's
+    DIR           renamed: it appears complete or not at all
+
+No GPU is used, and no more of the model is in this process's memory than a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain import durable
+from llmtrain.checkpoint import files as disk
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read
+from llmtrain.distributed.engines import state
+from llmtrain.errors import Problem, needed_on_disk, raise_any
+from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.untrusted import INDEX
+from llmtrain.tools.use import adapters, card, hub, merge, tensors
+from llmtrain.tools.use.load import base_directory
+from llmtrain.tools.use.merge import Weights
+from llmtrain.tools.use.proof import Losses, compare
+from llmtrain.tools.use.target import KEY, Target, find
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+# Files of a checkpoint that an export writes itself, or that belong to the run.
+_OWN = {form.MANIFEST, form.STATE, "config.json", INDEX}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model directory that was written.
+
+    files: name → size in bytes
+    losses: of the export and of the run on the same blocks; None if they were not compared
+    pushed: address on the Hub; None if it was not asked for
+    """
+
+    path: Path
+    step: int
+    files: Mapping[str, int]
+    losses: Losses | None
+    pushed: str | None
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `llmtrain export --json` prints."""
+        found = {"path": str(self.path), "step": self.step, "files": dict(self.files)}
+        losses = None if self.losses is None else asdict(self.losses)
+        return {**found, "bytes": self.bytes, "losses": losses, "pushed": self.pushed}
+
+
+def export(
+    run_or_checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "fp32",
+    merge_adapters: bool = False,
+    shard_gb: float = 4.0,
+    push: str | None = None,
+    verify: bool = True,
+    told: Callable[[str], object] = lambda doing: None,
+) -> Exported:
+    """Write the weights, config, tokenizer and card of a checkpoint to a new directory.
+
+    run_or_checkpoint: a run (its best checkpoint, else the newest) or a checkpoint
+    dtype: fp32, bf16 or fp16
+    merge_adapters: write the model with its adapters merged into it; else they are written alone
+    shard_gb: GiB of the largest weight file
+    push: Hub id of a private repository to upload it to, with the token in HF_TOKEN
+    verify: whether another process loads it and compares its loss with the run's
+    told: called with what is done next
+
+    Raises UserError for bad input, RunError 74 if the disk fails, 1 if the export computes another
+    loss than the run.
+    """
+    target, out = find(str(run_or_checkpoint)), Path(out)
+    raise_any(_problems(target, out, dtype, merge_adapters, shard_gb, push))
+    if push is not None:
+        hub.check(push)
+    if target.is_adapter:
+        base_directory(target.directory)  # it is there, or no work is begun
+    told(f"verifying {target.directory.name}")
+    raise_any(read.verify(target.directory))
+    partial = out.with_name(f"{out.name}.partial")
+    _write(target, partial, dtype, shard_gb, merged=merge_adapters, told=told)
+    losses = None
+    if verify:
+        told("loading it in another process")
+        losses = compare(target, partial, dtype)
+    sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in _files(partial)}
+    with needed_on_disk(out):
+        durable.sync_directory(*form.parents(partial, sizes))
+        partial.rename(out)
+        durable.sync_directory(out.absolute().parent)
+    assert target.step is not None
+    address = None if push is None else hub.upload(out, push)
+    return Exported(out, target.step, sizes, losses, address)
+
+
+def _problems(
+    target: Target,
+    out: Path,
+    dtype: str,
+    merge_adapters: bool,
+    shard_gb: float,
+    push: str | None,
+) -> Iterator[Problem]:
+    if target.step is None:
+        expected = "a run or one of its checkpoints"
+        yield Problem(KEY, target.given, expected, "a model directory can be used as it is")
+    if os.path.lexists(out):
+        yield Problem("--out", out, "a directory that does not exist yet")
+    if dtype not in DTYPES:
+        yield Problem("--dtype", dtype, f"one of {', '.join(DTYPES)}")
+    if merge_adapters and not target.is_adapter:
+        expected = "a checkpoint of adapters; this one is a whole model already"
+        yield Problem("--merge-adapters", target.given, expected, "leave it out")
+    alone = push is not None and target.is_adapter and not merge_adapters
+    if alone and Path(base := adapters.base_of(target.directory).path).is_dir():
+        expected = f"an adapter whose base is on the Hub; nobody else has {base}"
+        yield Problem("--push", push, expected, "--merge-adapters")
+    if not 0 < shard_gb < 1 << 20:
+        yield Problem("--shard-gb", shard_gb, "a number of GiB above 0")
+
+
+def _write(
+    target: Target,
+    partial: Path,
+    dtype: str,
+    shard_gb: float,
+    *,
+    merged: bool,
+    told: Callable[[str], object],
+) -> None:
+    """Write all files. What an export that was cut off left under this name is removed."""
+    directory, kind = target.directory, DTYPES[dtype]
+    alone = target.is_adapter and not merged
+    weights = None if alone else _weights(target, kind)
+    told(f"writing {partial}")
+    with needed_on_disk(partial):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    if weights is None:
+        _write_adapter(directory, partial, kind)
+    else:
+        spec = state.files("model", weights.specs, int(shard_gb * 2**30), numbered=False)
+        tensors.write(partial, spec, weights.read)
+        config = weights.config.to_json_string(use_diff=True).encode()
+        _write_small(partial, {"config.json": config, **state.index(spec)})
+    _copy(directory, partial, card.text(target, dtype, merged=merged))
+
+
+def _weights(target: Target, dtype: str) -> Weights:
+    if not target.is_adapter:
+        return merge.whole(target.directory, dtype)
+    entries = len(tokenizers.load(str(target.directory), None))
+    return merge.merged(target, entries, dtype)
+
+
+def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
+    stored = tensors.Stored.of(directory, adapters.WEIGHTS)
+    specs = merge.cast_specs(stored.specs, dtype)
+    spec = {adapters.WEIGHTS: dict(sorted(specs.items()))}
+    tensors.write(partial, spec, lambda name: [merge.cast(stored.read(name), dtype)])
+    names = [name for name in (adapters.CONFIG, adapters.BASE) if (directory / name).exists()]
+    _write_small(partial, {name: (directory / name).read_bytes() for name in names})
+
+
+def _copy(directory: Path, partial: Path, readme: str) -> None:
+    """Take the tokenizer's files and the generation config as they are; add the card."""
+    ours = {adapters.CONFIG, adapters.BASE, adapters.WEIGHTS, *_OWN}
+    names = (path.relative_to(directory).as_posix() for path in _files(directory))
+    taken = [name for name in names if name not in ours and not name.endswith(form.TENSORS)]
+    files = {name: (directory / name).read_bytes() for name in taken}
+    _write_small(partial, {**files, "README.md": readme.encode()})
+
+
+def _write_small(partial: Path, files: Mapping[str, bytes]) -> None:
+    with needed_on_disk(partial), disk.sync_together() as sync:
+        for name, body in files.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            sync(disk.new(partial / name, body, len(body)))
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())

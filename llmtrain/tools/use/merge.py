@@ -1,0 +1,218 @@
+"""The weights of a model as an export writes them, one tensor at a time.
+
+    whole     a tensor of the checkpoint, cast
+    merged    the base on meta, with peft's layers in it; of one layer at a time the base's weight
+              and the adapter's are read, peft merges them in fp32, then the result is cast
+
+peft's own layers do it because a transposed weight (`Conv1D`), DoRA and rsLoRA have formulas of
+their own. The trap: a head that is tied to the embedding is not written. If an adapter changes one
+of the two alone, they are no longer equal; then both are written, and the config says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.config.schema import ModelConfig
+from llmtrain.distributed.engines.state import persistent_buffers
+from llmtrain.errors import Problem, UserError
+from llmtrain.model import build, quantized
+from llmtrain.model.base import Base
+from llmtrain.model.shape import on_meta
+from llmtrain.model.vocabulary import longer
+from llmtrain.tools.use import adapters, four_bits, tensors
+from llmtrain.tools.use.load import base_directory, config_of, rows_of
+from llmtrain.tools.use.target import Target
+from llmtrain.tools.use.tensors import Stored
+from llmtrain.types import DTYPES, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FLOATS = ("F32", "BF16", "F16")
+_NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
+_WRAPPED = ".token_adapter"  # peft's layer for token rows, inside the place of the embedding
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors of a model to be written.
+
+    config: of transformers; its dtype and `tie_word_embeddings` are true to the tensors
+    specs: name → dtype and shape
+    read: returns a tensor in consecutive ranges
+    """
+
+    config: Any
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Iterable[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of peft, on meta.
+
+    parts: names of the adapter's parameters in it → in the adapter's file
+    """
+
+    module: Any
+    parts: dict[str, str]
+
+
+def whole(directory: Path, dtype: str) -> Weights:
+    """Return the weights of a model directory. dtype: of safetensors, for floating point tensors.
+
+    Raises UserError if a tensor is missing or has another shape.
+    """
+    config = config_of(directory)
+    own = _tensors(on_meta(config))
+    stored = tensors.of_model(directory)
+    if not _fits(stored, own):
+        expected = "every tensor of the model that config.json describes"
+        raise UserError(Problem(str(directory), None, expected))
+
+    def read(name: str) -> Iterator[Tensor]:
+        return (cast(chunk, dtype) for chunk in stored.chunks(name))
+
+    return Weights(_described(config, dtype), _specs(own, dtype), read)
+
+
+def merged(target: Target, entries: int, dtype: str) -> Weights:
+    """Return the weights of a model with an adapter merged into it.
+
+    target: the adapter
+    entries: of its tokenizer
+
+    Raises UserError if the adapter does not fit, has what cannot be merged, or its base is gone.
+    """
+    directory, base = target.directory, base_directory(target.directory)
+    config = config_of(base)
+    read_base = _base_reader(base, config)
+    text = config.get_text_config()
+    text.vocab_size = rows_of(target, entries, text.vocab_size)
+    skeleton = on_meta(config)
+    own, tied = _tensors(skeleton), _tied(skeleton)
+    in_four_bits = four_bits.are_held(target.state)
+    rounded = {f"{name}.weight" for name in quantized.layers(skeleton)} if in_four_bits else ()
+    layers = _layers(skeleton, directory)
+    apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
+    if apart:
+        config.tie_word_embeddings = text.tie_word_embeddings = False
+    own |= {name: own[tied[name]] for name in apart}
+    stored = Stored.of(directory, adapters.WEIGHTS)
+
+    def read(name: str) -> Iterator[Tensor]:
+        tensor = read_base(tied.get(name, name))
+        if own[name].ndim:
+            tensor = longer(tensor, own[name].shape[0])
+        if name in rounded:
+            tensor = four_bits.rounded(tensor, target.state)
+        if layer := layers.get(name):
+            values = {leaf: stored.read(file).float() for leaf, file in layer.parts.items()}
+            tensor = _merge(layer.module, tensor.float(), values)
+        yield cast(tensor, dtype)
+
+    return Weights(_described(config, dtype), _specs(own, dtype), read)
+
+
+def _layers(skeleton: Any, directory: Path) -> dict[str, Layer]:
+    """Put the adapter's layers into a model on meta; return them by the weight that they change.
+
+    Raises UserError if a tensor of the adapter belongs to no layer that can be merged.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = adapters.inject(skeleton, directory)
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    layers = {
+        name: Layer(module, {})
+        for name, module in skeleton.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    for file, parameter in found.items():
+        name = names[id(parameter)]
+        owner = next((one for one in layers if name.startswith(f"{one}.")), "")
+        leaf = name.removeprefix(f"{owner}.")
+        if not owner or leaf.startswith("base_layer.") or leaf.endswith(".bias"):
+            expected = "an adapter of low-rank layers and token rows alone, which can be merged"
+            raise UserError(Problem(str(directory / adapters.WEIGHTS), file, expected))
+        layers[owner].parts[leaf] = file
+    return {f"{name.removesuffix(_WRAPPED)}.weight": layer for name, layer in layers.items()}
+
+
+def _merge(layer: Any, weight: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Fill one layer, let peft merge it, and put it back on meta. All tensors are fp32."""
+    state = {"base_layer.weight": weight, **values}
+    layer.load_state_dict(state, strict=False, assign=True)
+    layer.merge()
+    found: Tensor = layer.get_base_layer().weight.data
+    layer.to("meta")
+    return found
+
+
+def _differ(one: Layer | None, first: Layer | None) -> bool:
+    """Whether adapters make two tied weights unequal: they change one alone, or each apart."""
+    if one is None or first is None:
+        return one is not first
+    return getattr(one.module, "tied_adapter", None) is not first.module
+
+
+def _base_reader(base: Path, config: Any) -> Callable[[str], Tensor]:
+    """Return a function that reads a tensor of a model by its name in transformers' class.
+
+    Files from elsewhere may have other names; then the model is loaded whole.
+    """
+    stored = tensors.of_model(base)
+    if _fits(stored, _tensors(on_meta(config))):
+        return stored.read
+    model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
+    values = _tensors(model)
+    return lambda name: values[name].detach().clone()  # merging changes it in place
+
+
+def _fits(stored: Stored, own: Mapping[str, Tensor]) -> bool:
+    shapes = {name: spec.shape for name, spec in stored.specs.items()}
+    return all(shapes.get(name) == tuple(tensor.shape) for name, tensor in own.items())
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, a tied one once."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Return each further name of a tied parameter → its first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(one)] for name, one in every if first[id(one)] != name}
+
+
+def cast(tensor: Tensor, dtype: str) -> Tensor:
+    """Cast a tensor of floating point numbers; return any other as it is."""
+    import torch
+
+    wanted: torch.dtype = getattr(torch, DTYPES[dtype][1].removeprefix("torch."))
+    return tensor.to(wanted) if tensor.is_floating_point() else tensor
+
+
+def _specs(own: Mapping[str, Tensor], dtype: str) -> dict[str, TensorSpec]:
+    kinds = {name: _NAMES[str(tensor.dtype)] for name, tensor in own.items()}
+    specs = {name: TensorSpec(kinds[name], tuple(own[name].shape)) for name in own}
+    return cast_specs(specs, dtype)
+
+
+def cast_specs(specs: Mapping[str, TensorSpec], dtype: str) -> dict[str, TensorSpec]:
+    """Return the specs with this dtype in place of every floating point dtype."""
+    return {
+        name: TensorSpec(dtype, spec.shape) if spec.dtype in _FLOATS else spec
+        for name, spec in specs.items()
+    }
+
+
+def _described(config: Any, dtype: str) -> Any:
+    """Return the config with the dtype of the tensors as they are written."""
+    config.dtype = DTYPES[dtype][1].removeprefix("torch.")
+    return config

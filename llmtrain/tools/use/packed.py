@@ -1,0 +1,171 @@
+"""The held-out set of a run, scored as the run scores it.
+
+Its documents are packed into blocks and cut at their borders. Precision, attention, micro-batches
+and the order of all sums are those of the run, so the weights of a checkpoint give the `eval` line
+of that step again:
+
+    eval.safetensors ─► blocks ─► rank r takes the blocks g ≡ r (mod W) ─► sums of the W ranks
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.data import heldout_set
+from llmtrain.data.heldout_set import HeldOut
+from llmtrain.data.manifest import glance
+from llmtrain.data.tokens.probe_texts import PROBES
+from llmtrain.errors import Problem, UserError
+from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.attention import backend
+from llmtrain.model.documents import document_tensors, on
+from llmtrain.model.loss import LossModule
+from llmtrain.rundir import contents, record
+from llmtrain.rundir.auto import Auto
+from llmtrain.tools.use.load import Opened
+from llmtrain.training.evaluate import by_source, result
+from llmtrain.training.start.isolation import bare_forward, check_documents_apart
+from llmtrain.types import NOT_TRAINED, Evaluation
+
+if TYPE_CHECKING:
+    import torch
+
+Told = Callable[[int, int], object]  # done so far, of how many; 0 = not known
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutOfRun:
+    """The held-out set of a run, and how the run scores it.
+
+    document_mask: whether documents of a block are hidden from each other
+    world_size, micro_batch_size: of the start that made the evaluation
+    """
+
+    run_dir: Path
+    held: HeldOut
+    seq_len: int
+    document_mask: bool
+    precision: str
+    world_size: int
+    micro_batch_size: int
+
+    @property
+    def sources(self) -> int:
+        """The number of sources that are told apart; 0 = none."""
+        return len(self.held.parts) if len(self.held.parts) > 1 else 0
+
+
+def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
+    """Read the held-out set of a run.
+
+    step: of the evaluation to repeat; None = as the last start evaluates
+    key: names the argument in a message
+
+    Raises UserError if the run held nothing out.
+    """
+    from safetensors import SafetensorError
+
+    manifest = run_dir / contents.MANIFEST
+    try:
+        held = heldout_set.load(run_dir / contents.HELDOUT)
+    except SafetensorError as error:
+        expected = f"a whole {contents.HELDOUT} ({error})"
+        raise UserError(Problem(key, run_dir, expected, "the next start makes it again")) from error
+    if held is None or not manifest.is_file():
+        expected = f"a run that held documents out ({contents.HELDOUT} in it)"
+        raise UserError(Problem(key, run_dir, expected, "--data FILE scores other documents"))
+    facts = glance(manifest)
+    world_size, micro_batch_size = _layout(run_dir, step)
+    return HeldOutOfRun(
+        run_dir,
+        held,
+        facts["seq_len"],
+        facts["document_mask"],
+        Auto(run_dir, "").run.get("precision", "fp32"),
+        world_size,
+        micro_batch_size,
+    )
+
+
+def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
+    """Score every held-out token of a run once.
+
+    Raises UserError for a model that cannot hide documents from each other where the run does, or
+    that has another tokenizer.
+    """
+    import torch
+
+    _check_tokenizer(opened, measured)
+    start = time.perf_counter()
+    # Σ nll in nats and tokens: of all documents, then of those of each source
+    scored = torch.zeros(1 + measured.sources, 2, dtype=torch.float64, device=opened.device)
+    with torch.no_grad():
+        if measured.document_mask:
+            forward = bare_forward(opened.model, opened.device, measured.precision)
+            kind = (opened.device, measured.precision, measured.seq_len)
+            check_documents_apart(opened.model, forward, *kind)
+        for rank in range(measured.world_size):
+            scored += _score_rank(opened, measured, rank, told)
+    return replace(result(scored.tolist(), measured.held), seconds=time.perf_counter() - start)
+
+
+def _score_rank(opened: Opened, measured: HeldOutOfRun, rank: int, told: Told) -> torch.Tensor:
+    """Return Σ nll and tokens of one rank's blocks, (1 + sources, 2) fp64."""
+    import numpy as np
+    import torch
+
+    module, device, size = LossModule(opened.model), opened.device, measured.micro_batch_size
+    held, seq_len, sources = measured.held, measured.seq_len, measured.sources
+    scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=device)
+    count, at_once = held.num_blocks(seq_len), measured.world_size * size
+    rounds = math.ceil(count / at_once)
+    for round_ in range(rounds):
+        told(rank * rounds + round_, rounds * measured.world_size)
+        mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
+        ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
+        inputs = on(device, np.stack(ids)[:, :-1].astype(np.int64))
+        targets = on(device, np.stack(labels))
+        hidden = {}
+        if measured.document_mask:
+            hidden = document_tensors(starts, seq_len, backend(opened.model), device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
+            if sources:
+                owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
+                logits = module(inputs, all_logits=True, **hidden)
+                scored += by_source(logits, targets, owners, sources)
+                continue
+            nll = module(inputs, targets, **hidden)
+        scored[0] += torch.stack([nll.double(), (targets != NOT_TRAINED).sum().double()])
+    return scored
+
+
+def _layout(run_dir: Path, step: int | None) -> tuple[int, int]:
+    """Return processes and micro-batch size of the start that evaluated at `step`, else the last.
+
+    A run without a record counts as one process that takes one block at a time.
+    """
+    last: dict[str, Any] = {"world_size": 1, "micro_batch_size": 1}
+    evaluated = None
+    for line in record.record(run_dir):
+        if line["kind"] == "start":
+            last = line
+        elif line["kind"] == "eval" and line["step"] == step:
+            evaluated = last
+    found = evaluated or last
+    return found["world_size"], found["micro_batch_size"]
+
+
+def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
+    """Raise UserError if the run's tokenizer gives other ids than the model's, or larger ones."""
+    own = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
+    ids = [one(list(PROBES), add_special_tokens=False).input_ids for one in (own, opened.tokenizer)]
+    rows = opened.model.get_input_embeddings().weight.shape[0]
+    if ids[0] != ids[1] or int(measured.held.ids.max()) >= rows:
+        expected = f"a run with the tokenizer of {opened.target.given}"
+        remedy = "--data with a file or a config scores text, with any tokenizer"
+        raise UserError(Problem("--data", measured.run_dir, expected, remedy))

@@ -1,0 +1,129 @@
+"""Runs on conversations: the same batches on any number of processes, bad rows, ends of turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import chats, corpus
+from helpers.ranks import Server
+from helpers.tiny import lines, status, tiny_config, write_config
+
+STEPS = 8
+
+
+def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+    """A run on these rows with the sample's tokenizer and `chatml`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = corpus.write_jsonl(folder / "chat.jsonl", rows)
+    asked = {"training__steps": STEPS, "evaluation__every_steps": STEPS, **changes}
+    config = tiny_config(folder / "run", data__seq_len=256, data__heldout=0.1, **asked)
+    config["data"]["sources"] = [{"path": str(path)}]
+    config["chat"] = {"template": "chatml"}
+    return write_config(folder, config)
+
+
+def digests(folder: Path) -> list[str]:
+    return [line["batch_digest"] for line in lines(folder / "run", "train")]
+
+
+@pytest.fixture(scope="module")
+def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, with a checkpoint in the middle."""
+    folder = tmp_path_factory.mktemp("chat")
+    path = config_of(
+        folder,
+        chats.rows_of(80),
+        checkpoint__every_steps=STEPS // 2,
+        evaluation__prompts=["Hi?"],
+    )
+    codes = server.run(["train", str(path)], 1, folder)
+    assert codes == [0], (folder / "output.txt").read_text()
+    return folder
+
+
+def test_ft_20_a_resume_on_two_processes_has_the_same_batches_and_losses(
+    server: Server, straight: Path, tmp_path: Path
+) -> None:
+    path = config_of(tmp_path, chats.rows_of(80), checkpoint__every_steps=STEPS // 2)
+    half = f"training.steps={STEPS // 2}"
+    schedule = "optimizer.schedule=constant"
+    assert server.run(["train", str(path), half, schedule], 1, tmp_path) == [0]
+    assert server.run(["train", str(path), schedule], 2, tmp_path) == [0, 0]
+    assert digests(tmp_path) == digests(straight)
+    other = tmp_path / "two"
+    path = config_of(other, chats.rows_of(80), checkpoint__every_steps=STEPS // 2)
+    assert server.run(["train", str(path)], 2, other) == [0, 0]
+    assert digests(other) == digests(straight)
+    for one, two in zip(
+        lines(other / "run", "train"), lines(straight / "run", "train"), strict=True
+    ):
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+        assert one["tokens"] == two["tokens"]
+
+
+def test_ft_32_a_checkpoint_ends_at_the_end_of_a_turn(straight: Path) -> None:
+    (start,) = lines(straight / "run", "start")
+    checkpoint = straight / "run" / "checkpoints" / f"step-{STEPS:08d}"
+    settings = json.loads((checkpoint / "generation_config.json").read_text())
+    tokenizer = chats.plain(checkpoint)
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    assert end in settings["eos_token_id"]
+    assert "<|im_start|>" in (checkpoint / "chat_template.jinja").read_text()
+    assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] > end
+    assert start["trainable_parameters"] > 0
+
+
+def test_the_evaluation_scores_answers_and_has_no_bits_per_byte(straight: Path) -> None:
+    *_, last = lines(straight / "run", "eval")
+    assert last["bits_per_byte"] is None
+    assert last["tokens"] > 0
+    assert lines(straight / "run", "sample")[-1]["prompt"] == "Hi?"
+
+
+def test_the_log_shows_the_first_conversation(straight: Path) -> None:
+    log = (straight / "run" / "logs" / "rank-0.log").read_text()
+    assert "the first conversation, trained in ⟦⟧" in log
+    assert "<|im_end|>⟧" in log
+
+
+def test_a_later_bad_row_ends_all_ranks_with_its_line(server: Server, tmp_path: Path) -> None:
+    rows = chats.rows_of(240)
+    rows[190]["messages"][0]["role"] = "bot"
+    path = config_of(tmp_path, rows, training__steps=200)
+    assert server.run(["train", str(path)], 2, tmp_path) == [2, 2]
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("error: 1 problem") == 1, said
+    assert "chat.jsonl, line 191" in said
+    assert "role 'bot'" in said
+    assert "Traceback" not in said
+    assert status(tmp_path / "run")["exit_code"] == 2
+
+
+def test_bad_rows_are_skipped_and_counted_where_that_is_asked(
+    server: Server, tmp_path: Path
+) -> None:
+    rows = chats.rows_of(120)
+    rows[110]["messages"][0]["role"] = "bot"
+    path = config_of(tmp_path, rows, training__steps=20)
+    assert server.run(["train", str(path), "chat.bad_rows=skip"], 1, tmp_path) == [0]
+    (event,) = [
+        line for line in lines(tmp_path / "run", "event") if line["event"] == "dropped_documents"
+    ]
+    assert event["detail"]["rejected"] >= 1
+
+
+def test_epochs_of_conversations_end_with_the_data(server: Server, tmp_path: Path) -> None:
+    path = config_of(tmp_path, chats.rows_of(80), training__epochs=2, training__steps=None)
+    assert server.run(["train", str(path)], 2, tmp_path) == [0, 0]
+    assert status(tmp_path / "run")["state"] == "finished"
+    trained = lines(tmp_path / "run", "train")[-1]["tokens"]
+    longer = server.run(["train", str(path), "training.epochs=3"], 2, tmp_path)
+    assert longer == [2, 2]
+    assert "checkpoint.accept_changes=[training.epochs]" in (tmp_path / "output.txt").read_text()
+    asked = ["training.epochs=4", "checkpoint.accept_changes=[training.epochs]"]
+    assert server.run(["train", str(path), *asked], 2, tmp_path) == [0, 0]
+    assert lines(tmp_path / "run", "train")[-1]["tokens"] == 2 * trained

@@ -1,0 +1,202 @@
+"""A run that was trained, evaluated, let write and exported, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import corpus, used
+from helpers.ranks import ROOT, Server
+from helpers.tiny import lines, tiny_config, write_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS = 8
+HERE = {"PYTHONPATH": str(ROOT)}  # for processes that a command starts
+# A process that loads what it is given with lm-eval alone; prints bits per byte for each model.
+LM_EVAL = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+tasks, *models = sys.argv[1:]
+manager = TaskManager(include_path=tasks, include_defaults=False)
+for model in models:
+    options = {"pretrained": model, "dtype": "float32", "add_bos_token": False}
+    found = simple_evaluate("hf", options, ["mine"], task_manager=manager, device="cpu")
+    print("found:", json.dumps(found["results"]["mine"]["bits_per_byte,none"]))
+"""
+TASK = """\
+task: mine
+dataset_path: text
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+def train(server: Server, folder: Path, world_size: int, **changes: Any) -> Path:
+    """A tiny run that evaluates and saves every four steps."""
+    made = tiny_config(
+        folder / "run",
+        training__steps=STEPS,
+        training__global_batch_size=8,
+        checkpoint__every_steps=4,
+        evaluation__every_steps=4,
+        **changes,
+    )
+    made["evaluation"]["prompts"] = ["The planet"]
+    if world_size > 1:
+        made["distributed"] = {"strategy": "fsdp2", "timeout_minutes": 2.0}
+        made["data"]["packing"] = "bestfit"
+    path = write_config(folder, made)
+    codes = server.run(["train", str(path)], world_size, folder)
+    assert codes == [0] * world_size, (folder / "output.txt").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "fsdp2 on 2"])
+def run(request: pytest.FixtureRequest, server: Server, tmp_path_factory: Any) -> Path:
+    return train(server, tmp_path_factory.mktemp("use"), request.param)
+
+
+def told(server: Server, folder: Path, *arguments: object) -> Any:
+    """The JSON that a command prints."""
+    folder.mkdir(exist_ok=True)
+    out = folder / "stdout.json"
+    words = ["call", "helpers.used", "command", str(out), *map(str, arguments), "--json"]
+    assert server.run(words, 1, folder, HERE) == [0], (folder / "output.txt").read_text()
+    return json.loads(out.read_text())
+
+
+def test_an_evaluation_repeats_the_line_of_the_best_checkpoint(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
+    evaluated = {line["step"]: line for line in lines(run, "eval")}
+    best = min((4, 8), key=lambda step: evaluated[step]["loss"])
+    found = told(server, tmp_path, "evaluate", run)
+    same = ("kind", "split", "step", "loss", "perplexity", "bits_per_byte", "tokens", "bytes")
+    assert {key: found[key] for key in same} == {key: evaluated[best][key] for key in same}
+    other = run / "checkpoints" / "step-00000004"
+    assert told(server, tmp_path, "evaluate", other)["loss"] == evaluated[4]["loss"]
+
+
+def test_an_export_is_proved_by_another_process_and_scores_as_the_run(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    found = told(server, tmp_path, "export", run, "--out", out)
+    assert abs(found["losses"]["run"] - found["losses"]["export"]) <= 1e-5
+    loss = {line["step"]: line["loss"] for line in lines(run, "eval")}[found["step"]]
+    scored = told(server, tmp_path, "evaluate", out, "--data", run)
+    assert abs(scored["loss"] - loss) <= 1e-5
+
+
+def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
+    found = told(server, tmp_path, "generate", run, "The planet", "--max-new-tokens", 12)
+    directory = told(server, tmp_path, "evaluate", run)["model"]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer("The planet").input_ids]])
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
+    expected = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    assert found["text"] == expected
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_an_export_of_adapters_is_proved_by_another_process(
+    server: Server, tmp_path: Path, merged: bool
+) -> None:
+    pytest.importorskip("peft")
+    run = used.run(tmp_path / "run")
+    base = used.directory(tmp_path / "base", used.model(), run / "tokenizer")
+    adapter = used.adapter(tmp_path / "adapter", base, run / "tokenizer", use_dora=True)
+    used.adapter_checkpoint(run, 4, adapter)
+    options = ["--merge-adapters"] if merged else []
+    found = told(server, tmp_path, "export", run, "--out", tmp_path / "out", *options)
+    assert abs(found["losses"]["run"] - found["losses"]["export"]) <= 1e-5
+    scored = [told(server, tmp_path, "evaluate", m, "--data", run) for m in (run, tmp_path / "out")]
+    assert abs(scored[0]["loss"] - scored[1]["loss"]) <= 1e-5
+
+
+def test_an_export_that_computes_something_else_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmtrain import RunError, export
+    from llmtrain.tools.use import merge
+
+    run = used.run(tmp_path / "run")
+    used.checkpoint(run, 4, used.model())
+    real = merge.cast
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(merge, "cast", lambda tensor, dtype: real(tensor * 1.01, dtype))
+    with pytest.raises(RunError, match="another loss") as caught:
+        export(run, tmp_path / "out")
+    assert caught.value.exit_code == 1
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").is_dir()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: Any) -> list[Path]:
+    """Two model directories: without and with a begin token."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    found = []
+    for name, bos in (("plain", False), ("begins", True)):
+        files = used.tokenizer(folder / f"{name}-tokenizer", bos=bos)
+        found.append(used.directory(folder / name, used.model(), files))
+    texts = [row["text"].replace("\n", " ").encode() for row in corpus.articles(12)]
+    assert max(map(len, texts)) > 300  # the models have 64 positions
+    corpus.write_lines(folder / "documents.txt", texts)
+    (folder / "tasks").mkdir()
+    task = TASK.replace("FILE", str(folder / "documents.txt"))
+    (folder / "tasks" / "mine.yaml").write_text(task)
+    return found
+
+
+def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) -> None:
+    pytest.importorskip("lm_eval")
+    folder = models[0].parent
+    command = [sys.executable, "-c", LM_EVAL, str(folder / "tasks"), *map(str, models)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("found:")]
+    assert len(said) == 2, done.stderr
+    for model, line in zip(models, said, strict=True):
+        documents, task = folder / "documents.txt", folder / "tasks" / "mine.yaml"
+        options = ["--data", documents, "--tasks", task]
+        found = told(server, folder / "told", "evaluate", model, *options)
+        expected = json.loads(line.partition(":")[2])
+        assert abs(found["bits_per_byte"] - expected) <= 1e-4
+        assert abs(found["tasks"]["mine"]["bits_per_byte"] - expected) <= 1e-4
+
+
+@pytest.mark.slow
+def test_an_export_needs_little_more_memory_than_its_shards(tmp_path: Path) -> None:
+    run = used.run(tmp_path / "run")
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    used.checkpoint(run, 4, used.model(**large))
+    shard = 48 << 20
+    imports = "import torch, transformers, transformers.models.llama.modeling_llama"
+    work = f"import llmtrain; llmtrain.export({str(run)!r}, {str(tmp_path / 'out')!r}, verify=False"
+    baseline, needed = peak(imports), peak(f"{work}, shard_gb={shard / 2**30})")
+    size = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
+    assert size > 4 * shard
+    assert needed - baseline <= 2 * shard, (needed, baseline)
+
+
+def peak(code: str) -> int:
+    """Most resident bytes of a process that runs this code."""
+    ask = "; print([l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code + ask], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return 1024 * int(done.stdout.split()[-1])

@@ -1,0 +1,423 @@
+"""`export`: what it writes computes what the checkpoint computed.
+
+That another process proves it is tested in `tests/distributed/test_use.py`.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import used
+from helpers.checkpoints import flip
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain import export
+from llmtrain.errors import RunError, UserError
+from llmtrain.rundir import contents
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    run_dir = used.run(tmp_path_factory.mktemp("export") / "run", chat=True)
+    used.checkpoint(run_dir, 4, used.model(seed=1), loss=2.0)
+    used.checkpoint(run_dir, 8, used.model("gpt2", seed=2), loss=3.0)
+    return run_dir
+
+
+def reloaded(directory, **options):
+    made, report = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, **options
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return made.eval()
+
+
+def stored(directory):
+    files = sorted(directory.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_checkpoint_becomes_a_directory_that_transformers_loads(run, tmp_path):
+    out = tmp_path / "out"
+    found = export(run, out, verify=False)
+    checkpoint = run / "checkpoints" / "step-00000004"
+    assert found.step == 4
+    assert torch.equal(used.logits(reloaded(out)), used.logits(reloaded(checkpoint)))
+    assert sorted(found.files) == [
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert found.files == {p.name: p.stat().st_size for p in out.iterdir()}
+    assert found.bytes == sum(found.files.values())
+    text = "Article 3 <|im_start|>"
+    assert AutoTokenizer.from_pretrained(out)(text) == AutoTokenizer.from_pretrained(checkpoint)(
+        text
+    )
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_files_are_as_open_as_the_umask_lets_them(run, tmp_path):
+    before = os.umask(0o022)
+    try:
+        export(run, tmp_path / "out", verify=False)
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o644}
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_weights_are_cast_and_the_config_says_so(run, tmp_path, dtype, name):
+    out = tmp_path / "out"
+    export(run / "checkpoints" / "step-00000008", out, dtype=dtype, verify=False)
+    assert json.loads((out / "config.json").read_text())["dtype"] == name
+    wanted = getattr(torch, name)
+    expected = stored(run / "checkpoints" / "step-00000008")
+    found = stored(out)
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key].to(wanted))
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == wanted
+
+
+def test_shards_are_as_small_as_asked_and_indexed(run, tmp_path):
+    out = tmp_path / "out"
+    export(run, out, shard_gb=4000 / 2**30, verify=False)
+    files = sorted(out.glob("model-*.safetensors"))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(files) > 3
+    assert {*index["weight_map"].values()} == {file.name for file in files}
+    for file in files:
+        held = load_file(file)
+        assert sum(t.nbytes for t in held.values()) <= 4000 or len(held) == 1
+    same = reloaded(run / "checkpoints" / "step-00000004")
+    assert torch.equal(used.logits(reloaded(out)), used.logits(same))
+
+
+def test_a_large_tensor_is_read_in_pieces(run, tmp_path, monkeypatch):
+    from llmtrain.tools.use import tensors
+
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", 100)
+    export(run, tmp_path / "out", verify=False)
+    expected = stored(run / "checkpoints" / "step-00000004")
+    assert all(torch.equal(t, expected[n]) for n, t in stored(tmp_path / "out").items())
+
+
+def test_ft_32_an_export_ends_where_the_checkpoint_said(run, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(run / contents.TOKENIZER)
+    turn = tokenizer.convert_tokens_to_ids(used.END_OF_TURN)
+    model = used.one_word(turn)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, turn]
+    used.checkpoint(run, 12, model, loss=9.0)
+    out = tmp_path / "out"
+    export(run / "checkpoints" / "step-00000012", out, verify=False)
+    ids = AutoTokenizer.from_pretrained(out).apply_chat_template(
+        [{"role": "user", "content": "Hi?"}], add_generation_prompt=True, return_tensors="pt"
+    )
+    said = AutoModelForCausalLM.from_pretrained(out).generate(**ids, max_new_tokens=9)
+    assert said[0, ids.input_ids.shape[1] :].tolist() == [turn]
+
+
+# --- adapters
+
+
+LORA = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+}
+
+
+def adapter_run(tmp_path, base, **settings):
+    """A run whose one checkpoint is an adapter of a model, and the adapter's directory."""
+    pytest.importorskip("peft")
+    run = used.run(tmp_path / "run", chat=True)
+    adapter = used.adapter(tmp_path / "adapter", base, run / contents.TOKENIZER, **settings)
+    return run, used.adapter_checkpoint(run, 4, adapter)
+
+
+def with_adapter(base, checkpoint, rows=None):
+    """The base with the adapter as peft loads it, not merged."""
+    from peft import PeftModel
+
+    made = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if rows:
+        made.resize_token_embeddings(rows, mean_resizing=False)
+    with used.quiet():
+        return PeftModel.from_pretrained(made, checkpoint).eval()
+
+
+def base_of(tmp_path, model):
+    return used.directory(tmp_path / "base", model, used.tokenizer(tmp_path / "tokens", chat=True))
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_merged_adapters_compute_what_the_adapters_do(tmp_path, kind):
+    base = base_of(tmp_path, used.model())
+    run, checkpoint = adapter_run(tmp_path, base, **LORA[kind])
+    export(run, tmp_path / "out", merge_adapters=True, verify=False)
+    expected = used.logits(with_adapter(base, checkpoint))
+    found = used.logits(reloaded(tmp_path / "out"))
+    assert float((found - expected).abs().max()) <= 1e-5
+    assert float((found - used.logits(reloaded(base))).abs().max()) > 1e-2
+
+
+def test_ft_24_a_tied_head_is_not_written_and_stays_tied(tmp_path):
+    base = base_of(tmp_path, used.model())
+    run, _ = adapter_run(tmp_path, base)
+    export(run, tmp_path / "out", merge_adapters=True, verify=False)
+    assert "lm_head.weight" not in stored(tmp_path / "out")
+    made = reloaded(tmp_path / "out")
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+
+
+def test_ft_24_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
+    base = base_of(tmp_path, used.model())
+    targets = ["q_proj", "lm_head"]
+    run, checkpoint = adapter_run(tmp_path, base, target_modules=targets)
+    export(run, tmp_path / "out", merge_adapters=True, verify=False)
+    made = reloaded(tmp_path / "out")
+    assert made.config.tie_word_embeddings is False
+    expected = used.logits(with_adapter(base, checkpoint))
+    assert float((used.logits(made) - expected).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_ft_31_transposed_weights_are_merged_transposed(tmp_path, kind):
+    """GPT-2's square `c_proj` would take the wrong way round without an error."""
+    base = base_of(tmp_path, used.model("gpt2"))
+    targets = ["c_attn", "c_proj"]
+    settings = {"target_modules": targets, "fan_in_fan_out": True, **LORA[kind]}
+    run, checkpoint = adapter_run(tmp_path, base, **settings)
+    export(run, tmp_path / "out", merge_adapters=True, verify=False)
+    expected = used.logits(with_adapter(base, checkpoint))
+    assert float((used.logits(reloaded(tmp_path / "out")) - expected).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
+    rows = len(AutoTokenizer.from_pretrained(used.tokenizer(tmp_path / "t", chat=True)))
+    small = used.model(rows=rows - 2, tie_word_embeddings=tied)
+    base = base_of(tmp_path, small)
+    from llmtrain.tools.use.load import grow, open_model
+    from llmtrain.tools.use.target import find
+
+    bigger = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    grow(bigger, rows)
+    mean = bigger.get_input_embeddings().weight[: rows - 2].double().mean(0).float()
+    assert torch.equal(bigger.get_input_embeddings().weight[rows - 1], mean)
+    grown = used.directory(tmp_path / "grown", bigger, tmp_path / "tokens")
+    indices = {"embed_tokens": [rows - 2, rows - 1]} | ({} if tied else {"lm_head": [rows - 1]})
+    _, checkpoint = adapter_run(tmp_path, grown, trainable_token_indices=indices)
+    path = checkpoint / "adapter.json"  # the adapter was trained on the smaller model, grown
+    named = json.dumps({"base": {"path": str(base)}})
+    path.write_text(named)
+    from llmtrain.tools.use import export as tool
+
+    expected = used.logits(with_adapter(grown, checkpoint), rows)
+    opened = open_model(find(str(checkpoint))).model
+    assert float((used.logits(opened, rows) - expected).abs().max()) <= 1e-5
+    weights = tool.merge.merged(find(str(checkpoint)), rows, "F32")
+    found = {name: torch.cat([*weights.read(name)]) for name in weights.specs}
+    config = weights.config
+    made = AutoModelForCausalLM.from_config(config)
+    made.load_state_dict(found, strict=False)
+    assert float((used.logits(made.eval(), rows) - expected).abs().max()) <= 1e-5
+    assert ("lm_head.weight" in found) is not tied
+
+
+def test_an_adapter_alone_keeps_its_files_and_loads_with_peft(tmp_path):
+    base = base_of(tmp_path, used.model())
+    run, checkpoint = adapter_run(tmp_path, base)
+    found = export(run, tmp_path / "out", verify=False)
+    expected = used.logits(with_adapter(base, checkpoint))
+    assert torch.equal(used.logits(with_adapter(base, tmp_path / "out")), expected)
+    names = {"adapter_model.safetensors", "adapter_config.json", "adapter.json"}
+    assert names <= found.files.keys()
+    assert not any(name.startswith(("model", "optimizer")) for name in found.files)
+
+
+def test_an_adapter_that_lacks_a_tensor_or_has_another_is_refused(tmp_path):
+    base = base_of(tmp_path, used.model())
+    _, checkpoint = adapter_run(tmp_path, base)
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    for targets, found in ((["q_proj"], "not in the model"), (["q_proj", "lm_head"], "missing")):
+        if found == "missing":
+            targets += settings["target_modules"]
+        (checkpoint / "adapter_config.json").write_text(
+            json.dumps(settings | {"target_modules": targets})
+        )
+        from llmtrain.tools.use import merge
+        from llmtrain.tools.use.target import find
+
+        with pytest.raises(UserError, match=found):
+            merge.merged(find(str(checkpoint)), 1, "F32")
+
+
+def test_an_adapter_whose_base_is_gone_is_refused(tmp_path):
+    base = base_of(tmp_path, used.model())
+    run, _ = adapter_run(tmp_path, base)
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="base"):
+        export(run, tmp_path / "out", merge_adapters=True, verify=False)
+
+
+# --- what is refused, and what is left behind
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(run, tmp_path):
+    (tmp_path / "there").mkdir()
+    model = used.directory(tmp_path / "model", used.model(), run / contents.TOKENIZER)
+    for source, out, options, key in (
+        (run, "there", {}, "--out"),
+        (run, "out", {"dtype": "int8"}, "--dtype"),
+        (run, "out", {"merge_adapters": True}, "--merge-adapters"),
+        (run, "out", {"shard_gb": 0.0}, "--shard-gb"),
+        (run, "out", {"push": "owner/name"}, "HF_TOKEN"),
+        (model, "out", {}, "a run or one of its checkpoints"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("HF_TOKEN", raising=False)
+            with pytest.raises(UserError, match=key):
+                export(source, tmp_path / out, verify=False, **options)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    run = used.run(tmp_path / "run")
+    directory = used.checkpoint(run, 4, used.model())
+    flip(directory / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        export(run, tmp_path / "out", verify=False)
+
+
+def test_what_a_killed_export_left_is_made_again(run, tmp_path):
+    left = tmp_path / "out.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+    (left / "other").write_text("")
+    found = export(run, tmp_path / "out", verify=False)
+    assert "other" not in found.files
+    assert not left.exists()
+
+
+def test_a_full_disk_is_74_and_the_name_does_not_appear(run, tmp_path, monkeypatch):
+    from llmtrain.checkpoint import files as disk
+
+    def full(descriptor, data, offset):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "write_at", full)
+    with pytest.raises(RunError, match="cannot write") as caught:
+        export(run, tmp_path / "out", verify=False)
+    assert caught.value.exit_code == 74
+    assert not (tmp_path / "out").exists()
+
+
+# --- the card and the Hub
+
+
+def test_the_card_names_data_and_losses_and_no_directory_of_this_machine(run, tmp_path):
+    from huggingface_hub import ModelCard
+
+    export(run, tmp_path / "out", verify=False)
+    text = (tmp_path / "out" / "README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.library_name == "transformers"
+    assert "| data | articles.parquet |" in text
+    assert "| step | 4 |" in text
+    assert "| held-out loss (step 4) | 2.0000 |" in text
+    assert "llmtrain 0.1.0, torch 2.13.0" in text
+    assert str(tmp_path.parent) not in text
+
+
+def test_the_card_of_an_adapter_names_its_base_and_takes_over_its_licence(tmp_path):
+    base = base_of(tmp_path, used.model())
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    run, checkpoint = adapter_run(tmp_path, base)
+    export(run, tmp_path / "out", verify=False)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: peft" in text
+    assert "license: mit" in text
+    assert "| base | base |" in text
+    (checkpoint / "adapter.json").write_text(
+        json.dumps({"base": {"path": "owner/name", "revision": "abc"}})
+    )
+    from llmtrain.tools.use import card
+    from llmtrain.tools.use.target import find
+
+    text = card.text(find(str(checkpoint)), "fp32", merged=True)
+    assert "base_model: owner/name" in text
+    assert "| base | owner/name at abc |" in text
+    assert "library_name: transformers" in text
+
+
+class Hub:
+    """What the Hub's client does, without the Hub."""
+
+    def __init__(self, private):
+        self.private, self.calls = private, []
+
+    def __call__(self, token):
+        self.calls.append(("token", token))
+        return self
+
+    def model_info(self, name):
+        from types import SimpleNamespace
+
+        if self.private is None:
+            import httpx2
+            from huggingface_hub.errors import RepositoryNotFoundError
+
+            request = httpx2.Request("GET", "https://hub.invalid")
+            raise RepositoryNotFoundError("404", response=httpx2.Response(404, request=request))
+        return SimpleNamespace(private=self.private)
+
+    def create_repo(self, name, private, exist_ok):
+        from huggingface_hub import RepoUrl
+
+        self.calls.append(("create", name, private))
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def upload_folder(self, repo_id, folder_path):
+        self.calls.append(("upload", repo_id, sorted(p.name for p in Path(folder_path).iterdir())))
+
+
+@pytest.fixture
+def token(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-the-environment")
+
+
+@pytest.mark.parametrize("private", [None, True])
+def test_a_push_goes_to_a_private_repository_with_the_token_of_the_environment(
+    run, tmp_path, monkeypatch, token, private
+):
+    import huggingface_hub
+
+    hub = Hub(private)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    found = export(run, tmp_path / "out", push="owner/name", verify=False)
+    assert {call[1] for call in hub.calls if call[0] == "token"} == {"a-token-of-the-environment"}
+    assert hub.calls[-2] == ("create", "owner/name", True)
+    assert hub.calls[-1] == ("upload", "owner/name", sorted(found.files))
+    assert found.pushed == "https://huggingface.co/owner/name"
+
+
+def test_a_push_to_a_public_repository_is_refused(run, tmp_path, monkeypatch, token):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub(False))
+    with pytest.raises(UserError, match="a private repository"):
+        export(run, tmp_path / "out", push="owner/name", verify=False)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,136 @@
+"""The sums of an evaluation by source, against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmtrain.agreement import Alone
+from llmtrain.data.heldout_set import HeldOut, Part
+from llmtrain.model.loss import LossModule
+from llmtrain.training.evaluate import by_source, evaluate
+from llmtrain.types import NOT_TRAINED, Evaluation, Flags
+
+VOCABULARY = 31
+
+
+def module() -> LossModule:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=24, **shape)
+    return LossModule(LlamaForCausalLM(config).eval())
+
+
+def heldout(*parts: Part) -> HeldOut:
+    """Five documents of unequal lengths, of two sources in turn."""
+    draw = np.random.default_rng(3)
+    lengths = np.array([9, 4, 17, 6, 30])
+    ids = draw.integers(1, VOCABULARY, 1 + lengths.sum()).astype(np.int32)
+    starts = 1 + np.concatenate([[0], lengths.cumsum()[:-1]])
+    scored = np.ones(len(ids), bool)
+    scored[[0, *(starts[1:] - 1), -1]] = False  # separators
+    return HeldOut(ids, scored, starts, 5, 300, 0, parts, np.array([0, 1, 0, 1, 0]))
+
+
+def run_of(held: HeldOut, model: Any, seq_len: int, size: int) -> Any:
+    """What `evaluate` needs of a run."""
+    nobody = SimpleNamespace(flags=lambda reason: Flags())
+    return SimpleNamespace(
+        built=SimpleNamespace(micro_batch_size=size),
+        checkpoints=SimpleNamespace(flags=dict),
+        config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
+        data=SimpleNamespace(heldout=held, manifest=SimpleNamespace(document_mask=False)),
+        device=torch.device("cpu"),
+        engine=SimpleNamespace(evaluating=torch.no_grad),
+        model=model,
+        ranks=Alone(),
+        requests=nobody,
+        signals=SimpleNamespace(reason=None),
+        step=3,
+    )
+
+
+def by_hand(held: HeldOut, model: LossModule, seq_len: int) -> tuple[list[float], list[int]]:
+    """Σ nll and tokens of each source, block by block and token by token."""
+    sums, tokens = [0.0, 0.0], [0, 0]
+    document = np.repeat(held.owners, np.diff(held.starts, append=len(held.ids)))
+    for begin in range(0, len(held.ids) - 1, seq_len):
+        ids = torch.from_numpy(held.ids[begin : begin + seq_len + 1].astype(np.int64))
+        with torch.no_grad():
+            nll = -model.model(ids[None, :-1]).logits[0].double().log_softmax(-1)
+        for k, target in enumerate(ids[1:].tolist()):
+            if held.scored[begin + 1 + k]:
+                owner = document[begin + k]
+                sums[owner] += float(nll[k, target])
+                tokens[owner] += 1
+    return sums, tokens
+
+
+TWO = (Part("a", 3, 200), Part("b", 2, 100))
+
+
+@pytest.mark.parametrize(("seq_len", "size"), [(8, 1), (8, 3), (64, 2), (128, 1)])
+def test_each_source_has_the_loss_of_its_own_tokens(seq_len: int, size: int) -> None:
+    model, held = module(), heldout(*TWO)
+    found = evaluate(run_of(held, model, seq_len, size))
+    assert found is not None
+    sums, tokens = by_hand(held, model, seq_len)
+    for part, nll, count in zip(held.parts, sums, tokens, strict=True):
+        one = found.sources[part.label]
+        assert one.tokens == count
+        assert one.loss == pytest.approx(nll / count, abs=1e-6)
+        assert one.perplexity == pytest.approx(math.exp(nll / count), rel=1e-5)
+        assert one.bits_per_byte == pytest.approx(nll / math.log(2) / part.bytes, rel=1e-5)
+        assert (one.bytes, one.documents, one.seconds) == (part.bytes, part.documents, 0.0)
+    assert found.tokens == sum(tokens)
+    assert found.loss == pytest.approx(sum(sums) / sum(tokens), abs=1e-6)
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize("seq_len", [8, 64])
+def test_sources_change_no_bit_of_the_loss_of_all(seq_len: int) -> None:
+    model = module()
+    alone = evaluate(run_of(heldout(), model, seq_len, 2))
+    split = evaluate(run_of(heldout(*TWO), model, seq_len, 2))
+    assert isinstance(alone, Evaluation)
+    assert isinstance(split, Evaluation)
+    assert split.loss == alone.loss
+    assert (split.tokens, split.bits_per_byte) == (alone.tokens, alone.bits_per_byte)
+    assert alone.sources == {}
+
+
+def test_chat_has_no_bits_per_byte() -> None:
+    model = module()
+    mixed = evaluate(run_of(heldout(TWO[0], Part("b", 2, 100, chat=True)), model, 8, 2))
+    assert mixed is not None
+    assert mixed.bits_per_byte is None
+    assert mixed.sources["a"].bits_per_byte is not None
+    assert mixed.sources["b"].bits_per_byte is None
+    alone = evaluate(run_of(heldout(Part("b", 5, 300, chat=True)), model, 8, 2))
+    assert alone is not None
+    assert (alone.bits_per_byte, alone.sources) == (None, {})
+
+
+def test_a_source_without_a_scored_token_has_no_result() -> None:
+    three = (*TWO, Part("empty", 0, 0))
+    found = evaluate(run_of(heldout(*three), module(), 8, 2))
+    assert found is not None
+    assert found.sources.keys() == {"a", "b"}
+
+
+def test_a_token_of_one_source_that_is_not_finite_leaves_the_others_alone() -> None:
+    logits = torch.zeros(1, 3, 4)
+    logits[0, 1, 2] = -torch.inf
+    targets = torch.tensor([[1, 2, NOT_TRAINED]])
+    found = by_source(logits, targets, torch.tensor([[0, 1, 1]]), 2)
+    assert found.tolist() == [
+        [math.inf, 2.0],
+        [pytest.approx(math.log(4)), 1.0],
+        [math.inf, 1.0],
+    ]
