@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def pretrain(asked: argparse.Namespace, run: Path) -> None:
-    """Train a model and its tokenizer on articles: 300 steps of 8,192 tokens."""
+    """Train a model and its tokenizer on articles: 200 steps of 8,192 tokens."""
     model = {
         "hidden_size": 256,
         "num_attention_heads": 4,
@@ -88,9 +88,9 @@ def pretrain(asked: argparse.Namespace, run: Path) -> None:
         "data.sources.0.revision=null",
         f"data.sources.0.path={asked.articles}",
         f"data.seq_len={POSITIONS}",
-        "training.steps=300",
+        "training.steps=200",
         "training.global_batch_size=16",
-        "optimizer.warmup_steps=30",
+        "optimizer.warmup_steps=20",
         "evaluation.every_steps=100",
         "evaluation.max_documents=100",
         "checkpoint.every_steps=100",
