@@ -111,8 +111,17 @@ def export(bench: Any) -> None:
     base = f"{size_of(base_of(bench)):,.0f} MB"
     commands = {
         "imports": ["imports"],
-        f"export of a model of {base}": ["command", "export", run_of(bench, "whole", model={"freeze": FROZEN})],
-        "export --merge-adapters on it": ["command", "export", run_of(bench, "lora", adapter=LORA), "--merge-adapters"],
+        f"export of a model of {base}": [
+            "command",
+            "export",
+            run_of(bench, "whole", model={"freeze": FROZEN}),
+        ],
+        "export --merge-adapters on it": [
+            "command",
+            "export",
+            run_of(bench, "lora", adapter=LORA),
+            "--merge-adapters",
+        ],
     }
     found: dict[str, list[int]] = {name: [] for name in commands}
     for _ in range(bench.sizes.starts):
@@ -149,7 +158,9 @@ def shards(bench: Any) -> None:
     }
     command = [sys.executable, str(MEMORY), "rank", str(path), str(output)]
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **launch, "RANK": f"{n}", "LOCAL_RANK": f"{n}"})
+        subprocess.Popen(
+            command, env={**os.environ, **launch, "RANK": f"{n}", "LOCAL_RANK": f"{n}"}
+        )
         for n in range(RANKS)
     ]
     codes = [rank.wait() for rank in ranks]
