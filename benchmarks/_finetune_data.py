@@ -69,7 +69,7 @@ def speed(bench: Any) -> None:
 
     manifest, directory = load(prepare_run(bench))
     opened = open_tokenizer(directory, manifest.tokenizer.backend)
-    encoder = Encoder(opened, open_chat(directory, manifest.chat, LONG))
+    encoder = Encoder(opened, open_chat(directory, manifest.chat, LONG, opened))
     source = manifest.sources[0]
     rows = (bench.shared / TRAIN).read_text("utf-8").split("\n")
     rows = [row for row in rows if row.strip()][: bench.sizes.rows]
