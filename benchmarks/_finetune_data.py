@@ -187,12 +187,12 @@ def opening(bench: Any) -> None:
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             costs[name].append(json.loads(done.stdout))
     for name, found in costs.items():
-        found.sort(key=lambda cost: cost["seconds"])
-        least, most = found[0], found[-1]
-        more = {"most": most["seconds"], "lanes": len(steps[0])}
-        name = f"{name}: {BLOCKS} blocks of {SEQ_LEN:,}"
-        bench.say(name, least["seconds"], "s", "≤ 1", **more)
-        bench.say("  tokenizer and template of it, with their checks", least["opening"], "s")
+        batch = [cost["batch"] for cost in found]
+        both = [cost["batch"] + cost["tokenizer"] for cost in found]
+        more = {"most": max(batch), "lanes": len(steps[0])}
+        bench.say(f"{name}: {BLOCKS} blocks of {SEQ_LEN:,}", min(batch), "s", "≤ 1", **more)
+        name = "  with its tokenizer and template, opened and checked"
+        bench.say(name, min(both), "s", "≤ 1", most=max(both))
     blocks = len(steps) * BLOCKS
     bench.say("fill of the blocks of an epoch", fill, "", "≥ 0.97", blocks=blocks)
 
@@ -228,23 +228,18 @@ def main() -> None:
     """Open the stream once, in a process that has imported what every run imports before."""
     import numpy as np
 
-    from llmtrain.data import stream as streams
     from llmtrain.data.documents.reader import Reading
+    from llmtrain.data.stream import open_stream
+    from llmtrain.data.survey import differing_tokenizer
+    from llmtrain.data.tokens.encode import open_encoder
 
     path, block, cursors = sys.argv[1:]
     manifest, directory = load(Path(path))
-    costs: dict[str, float] = {}
-    check = streams.differing_tokenizer
-
-    def timed(*given: Any) -> Any:
-        try:
-            return check(*given)
-        finally:
-            costs["opening"] = time.process_time() - began
-
-    streams.differing_tokenizer = timed
     began = time.process_time()
-    stream = streams.open_stream(
+    encoder = open_encoder(directory, manifest)
+    assert not differing_tokenizer(manifest, encoder)
+    opened = time.process_time()
+    stream = open_stream(
         manifest,
         directory,
         blocks_per_step=BLOCKS,
@@ -254,11 +249,12 @@ def main() -> None:
         next_block=int(block),
         cursors=None if cursors == "-" else np.load(cursors),
         reading=Reading(600),
+        encoder=encoder,
     )
     next(stream)
-    costs["seconds"] = time.process_time() - began
+    ended = time.process_time()
     stream.close()
-    print(json.dumps(costs))
+    print(json.dumps({"tokenizer": opened - began, "batch": ended - opened}))
 
 
 if __name__ == "__main__":
