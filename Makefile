@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two tests at a time; those that share what is dear to make run in one process, in the order of the
-# files. At the end the ten slowest and the time.
+# files. Launched tests wait a lot, so there are three of them. At the end the ten slowest and the time.
 PYTEST := $(BIN)/python -m pytest -q --durations 10
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+THREE := -n 3 --dist loadfile --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all test-slow test-faults check lint types format docs clean
@@ -23,7 +24,7 @@ test: $(VENV)/installed-dev  ## the unit tests, and a test with real runs for ea
 
 test-all: $(VENV)/installed-dev  ## the same, then everything else but the sweeps
 	@begun=$$(date +%s); $(MAKE) test && \
-	  $(PYTEST) $(TWO) -m "not slow and not core and (launches or wide)" && \
+	  $(PYTEST) $(THREE) -m "not slow and not core and (launches or wide)" && \
 	  echo "make test-all: $$(( $$(date +%s) - begun )) seconds"
 
 test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite

@@ -91,13 +91,25 @@ def _block(block: Shown) -> Iterator[str]:
     source = "no source" if block.source is None else harmless(block.source)
     yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
     edges = [0, *block.borders, len(block.text)]
-    texts = [block.text[start:stop] for start, stop in pairwise(edges)]
+    texts = [_marked(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
         if number:
             yield f"{INDENT}-------- document border"
         yield from _text(text)
     if len(texts) > SHOWN_DOCUMENTS:
         yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
+
+
+def _marked(block: Shown, start: int, stop: int) -> str:
+    """Return the text of a document; of a conversation in ⟦…⟧ what is trained."""
+    text = block.text[start:stop]
+    if not block.conversations:
+        return text
+    for begin, end in reversed(block.trained):
+        a, b = max(begin, start) - start, min(end, stop) - start
+        if a < b:
+            text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
+    return text
 
 
 def _text(text: str) -> Iterator[str]:

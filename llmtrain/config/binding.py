@@ -86,11 +86,13 @@ class Bound:
 def bind(config: Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    unset = _unset()
+    unset, idle = _unset(), ("adapter.",) if config.adapter.kind == "none" else ()
     binding = {
         key: value
         for key, value in values.items()
-        if _binds(key) and unset.get(general_name(key), _NO_DEFAULT) != value
+        if _binds(key)
+        and unset.get(general_name(key), _NO_DEFAULT) != value
+        and not key.startswith(idle)
     }
     text = json.dumps(values, sort_keys=True, default=str)
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -175,9 +177,15 @@ def way_out(key: str) -> str:
 def dump(config: Config) -> str:
     """Return the config as YAML, which `load_config` reads back as an equal config.
 
-    Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default.
+    Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default. A
+    `text_column` that was not set is left out, since setting it makes conversations a text.
     """
     values = config.model_dump(mode="json", by_alias=True)
+    for section in ("data", "evaluation"):
+        own = getattr(config, section).sources
+        for source, written in zip(own, values[section]["sources"], strict=True):
+            if "text_column" not in source.model_fields_set:
+                del written["text_column"]
     if not evaluates(config.data, config.evaluation):
         values["checkpoint"]["keep_best"] = 0
     return write(values)

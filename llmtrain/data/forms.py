@@ -22,7 +22,8 @@ def with_form(source: Source, key: str, reader: Reader) -> Source:
     there = first_columns(source, reader)
     if not there:
         return source
-    return replace(source, form=form_of(renamed(there, source.columns, f"{key}.columns")))
+    columns = f"{key}.columns"
+    return replace(source, form=form_of(renamed(there, source.columns, columns), columns))
 
 
 def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:

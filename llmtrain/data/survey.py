@@ -312,7 +312,11 @@ def _draft(
         units=(),
         columns=configured.columns,
     )
-    if "text_column" not in configured.model_fields_set and not source.cached:
+    asks_text = "text_column" in configured.model_fields_set
+    if asks_text and configured.columns:
+        expected = "left out beside text_column: they name the columns of conversations"
+        raise UserError(Problem(f"{key}.columns", configured.columns, expected))
+    if not asks_text and not source.cached:
         source = with_form(source, key, reader)
     parts, columns = inspect(source, key, reader)
     if not parts:

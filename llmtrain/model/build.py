@@ -44,7 +44,7 @@ def model_config(
     if base is None:
         config = _from_fields(asked, tokens)
     else:
-        config = _weights_config(base)
+        config = weights_config(base)
         set_rows(config, tokens.length, asked.pad_vocab_to)
     raise_any(_size_problems(config, tokens, seq_len))
     return config
@@ -105,7 +105,7 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
 
 def _load(config: Any, base: Base) -> PreTrainedModel:
     """Return the model with the weights of `base`, and with as many rows as `config` says."""
-    config, stored = copy.deepcopy(config), _weights_config(base)
+    config, stored = copy.deepcopy(config), weights_config(base)
     text, before = config.get_text_config(), stored.get_text_config().vocab_size
     rows, text.vocab_size = text.vocab_size, before
     model = _read(config, base)
@@ -174,7 +174,7 @@ def _read(config: Any, base: Base) -> PreTrainedModel:
     return model
 
 
-def _weights_config(base: Base) -> Any:
+def weights_config(base: Base) -> Any:
     """Return the transformers config of the weights, with as many rows as they have.
 
     Raises UserError for a config that transformers refuses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ def add_template(directory: Path, template: str, tokens: Sequence[str]) -> None:
     lacking = [token for token in tokens if token not in tokenizer.get_vocab()]
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in lacking], True)
     tokenizer.chat_template = template
+    shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)  # of the old one
     tokenizer.save_pretrained(directory)
 
 
@@ -67,6 +69,16 @@ def special_tokens(
     return SpecialTokens(
         length, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
+
+
+def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, ...]:
+    """Return the ids of the entries of a tokenizer that its base does not have.
+
+    base, revision: a directory or Hub id; revision None = main
+    """
+    known = load(base, revision).get_vocab()
+    found = load(str(tokenizer), None).get_vocab()
+    return tuple(sorted(id for entry, id in found.items() if entry not in known))
 
 
 def token_ids(

@@ -49,11 +49,16 @@ def grow(model: PreTrainedModel, rows: int) -> None:
 
 
 def _longer(parameter: nn.Parameter, rows: int) -> nn.Parameter:
-    """Return a parameter (V, …) with `rows` rows: its own, then their mean."""
-    old = parameter.detach()
+    """Return a parameter (V, …) with `rows` rows."""
+    return nn.Parameter(longer(parameter.detach(), rows), requires_grad=parameter.requires_grad)
+
+
+def longer(old: Tensor, rows: int) -> Tensor:
+    """Return a tensor (V, …) with `rows` rows: its own, then their mean."""
+    if rows <= len(old):
+        return old
     mean = _mean(old).to(old.dtype)
-    new = torch.cat([old, mean.expand(rows - len(old), *mean.shape)])
-    return nn.Parameter(new, requires_grad=parameter.requires_grad)
+    return torch.cat([old, mean.expand(rows - len(old), *mean.shape)])
 
 
 def _mean(rows: Tensor) -> Tensor:

@@ -223,9 +223,8 @@ def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
     gradients, moments = (near.memory.parts[part] for part in ("gradients", "optimizer"))
     where = near.layout.strategy
     yield near.remedy
-    if moments:
-        if where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
-            yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
+    if moments and where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
+        yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
     if moments and not shape.adapted:
         saved = gib(gradients + moments)
         yield f"adapter.kind=lora, which needs model.from, would save up to {saved} of {where}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmtrain import faults, heartbeat
-from llmtrain.data.heldout_set import HeldOut, Part
+from llmtrain.data.heldout_set import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
@@ -48,14 +48,8 @@ def evaluate(run: Run) -> Evaluation | None:
                 run.due.ask(stops)
                 return None
             scored += _score(run, heldout, round_, sources)
-    whole, *each = sum_over_ranks(scored).tolist()
-    found = _result(whole, heldout, chat=any(part.chat for part in heldout.parts))
-    parts = {
-        part.label: _result(sums, part, chat=part.chat)
-        for part, sums in zip(heldout.parts, each, strict=False)
-        if sums[1]
-    }
-    return replace(found, seconds=time.perf_counter() - start, sources=parts)
+    found = result(sum_over_ranks(scored).tolist(), heldout)
+    return replace(found, seconds=time.perf_counter() - start)
 
 
 def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
@@ -98,15 +92,35 @@ def by_source(logits: Tensor, targets: Tensor, owners: Tensor, sources: int) -> 
     return torch.stack(rows)
 
 
-def _result(sums: Sequence[float], scored: HeldOut | Part, *, chat: bool) -> Evaluation:
-    """Return the result on some documents. sums: Σ nll in nats, and tokens."""
+def result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:
+    """Return the result on a held-out set, and on each of its sources; no time.
+
+    sums: Σ nll in nats and tokens, of all documents, then of each source if there are several
+    """
+    whole, *each = sums
+    chat = any(part.chat for part in heldout.parts)
+    parts = {
+        part.label: figures(own, part.documents, None if part.chat else part.bytes)
+        for part, own in zip(heldout.parts, each, strict=False)
+        if own[1]
+    }
+    found = figures(whole, heldout.documents, None if chat else heldout.bytes)
+    return replace(found, bytes=heldout.bytes, sources=parts)
+
+
+def figures(sums: Sequence[float], documents: int, text_bytes: int | None) -> Evaluation:
+    """Return the figures on some documents, without a time.
+
+    sums: Σ nll in nats, and tokens
+    text_bytes: in UTF-8, of the documents; None = some of them are conversations
+    """
     nll, tokens = sums
     return Evaluation(
         loss=nll / tokens,
         perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
-        bits_per_byte=None if chat else nll / (math.log(2) * scored.bytes),
+        bits_per_byte=None if text_bytes is None else nll / (math.log(2) * text_bytes),
         tokens=round(tokens),
-        bytes=scored.bytes,
-        documents=scored.documents,
+        bytes=text_bytes or 0,
+        documents=documents,
         seconds=0.0,
     )

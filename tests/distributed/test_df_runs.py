@@ -121,6 +121,7 @@ def test_df_14_the_checkpoint_of_four_ranks_has_the_lanes_of_all(runs: dict[int,
     assert all(sum(lane[0][:3]) > 0 for lane in states[0]["cursors"])
 
 
+@pytest.mark.slow  # test_data_end resumes in later epochs
 def test_df_10_a_resume_in_a_later_epoch_goes_on_to_the_last_step(
     server: Server, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_di_05_machines_that_would_wait_for_each_other_are_refused_before_they_s
     one_message(ended.stderr, tmp_path, *words)
 
 
+@pytest.mark.slow  # a launch for a line of the log
 def test_di_06_accelerates_own_default_config_is_named_in_the_log(
     config: Path, tmp_path: Path
 ) -> None:

@@ -15,12 +15,14 @@ import pytest
 import torch
 from helpers import sharded, uneven
 from helpers.ranks import Server
+from helpers.rings import diagonal
 from helpers.sharded import Job
 from helpers.sharded_models import build
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 TWO_NODES = {"LOCAL_WORLD_SIZE": "2"}
+SHARDED = [(2, "fsdp2"), (4, "hsdp")]
 LAYOUTS = [
     pytest.param(1, Job("fsdp2", micro=8, steps=20), id="fsdp2 on 1"),
     pytest.param(2, Job("fsdp2", micro=4, steps=20), id="fsdp2 on 2"),
@@ -65,8 +67,7 @@ def test_di_08_uneven_masks_train_as_in_plain_pytorch(
     same(train(server, tmp_path, world_size, job), plain(job))
 
 
-@pytest.mark.parametrize("micro", [4, 2, 1])
-@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize(("micro", "sync"), diagonal([4, 2, 1], ["every", "last"], beside="slow"))
 def test_di_08_accumulation_changes_nothing(
     server: Server, tmp_path: Path, micro: int, sync: str
 ) -> None:
@@ -78,11 +79,13 @@ def test_di_08_accumulation_changes_nothing(
     assert reductions == 3 * accumulation  # two blocks, and the tied embedding with the norm
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("checkpointing", "layout"), diagonal(["selective", "full"], SHARDED, beside="slow")
+)
 def test_di_08_blocks_that_are_computed_again_change_nothing(
-    server: Server, tmp_path: Path, checkpointing: str, world_size: int, strategy: str
+    server: Server, tmp_path: Path, checkpointing: str, layout: tuple[int, str]
 ) -> None:
+    world_size, strategy = layout
     job = Job(strategy, micro=1, steps=20, checkpointing=checkpointing)
     found = train(server, tmp_path, world_size, job)
     same(found, plain(job))
@@ -178,8 +181,9 @@ def test_di_16_bf16_computes_in_bf16_and_reduces_in_fp32(
         assert one["norm"] == pytest.approx(other["norm"], rel=2e-2)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize(
+    ("sync", "precision"), diagonal(["every", "last"], ["fp32", "bf16"], beside="slow")
+)
 def test_di_17_parameters_unused_in_some_micro_batch_or_on_some_rank(
     server: Server, tmp_path: Path, sync: str, precision: str
 ) -> None:
@@ -192,8 +196,9 @@ def test_di_17_parameters_unused_in_some_micro_batch_or_on_some_rank(
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
 
 
-@pytest.mark.parametrize("kind", ["tied", "rare"])
-@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize(
+    ("sync", "kind"), diagonal(["every", "last"], ["tied", "rare"], beside="slow")
+)
 def test_di_18_replicas_of_hsdp_reduce_once_a_step(
     server: Server, tmp_path: Path, sync: str, kind: str
 ) -> None:
@@ -278,13 +283,14 @@ def test_di_24_odd_shapes_and_fewer_rows_than_ranks(
     same(train(server, tmp_path, 4, job), plain(job))
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp")]
+    ("kind", "layout"),
+    diagonal(["tied", "untied"], [(1, "ddp"), (2, "ddp"), *SHARDED], beside="slow"),
 )
 def test_di_33_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
-    server: Server, tmp_path: Path, world_size: int, strategy: str, kind: str
+    server: Server, tmp_path: Path, kind: str, layout: tuple[int, str]
 ) -> None:
+    world_size, strategy = layout
     frozen = ("model.layers.0.", *(["model.embed"] if kind == "untied" else []))
     job = Job(strategy, kind, micro=2, steps=20, frozen=frozen)
     found = train(server, tmp_path, world_size, job)
@@ -297,11 +303,11 @@ def test_di_33_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
         assert found["weights"][name] == before[name].flatten().tolist()
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
-@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize(("sync", "layout"), diagonal(["every", "last"], SHARDED, beside="slow"))
 def test_nan_on_one_rank_skips_the_update_on_all(
-    server: Server, tmp_path: Path, world_size: int, strategy: str, sync: str
+    server: Server, tmp_path: Path, sync: str, layout: tuple[int, str]
 ) -> None:
+    world_size, strategy = layout
     last = Job(strategy, micro=1, sync=sync, steps=2, nan_rank=1, nan_step=1)
     found = train(server, tmp_path, world_size, last)
     assert found["numbers"][1]["norm"] != found["numbers"][1]["norm"]  # NaN

@@ -158,7 +158,7 @@ def test_a_signal_does_not_wait_for_a_network_that_is_away(
     check(run_dir, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_at_a_first_start_does_not_wait_for_the_hub_either(
     server: Server, tmp_path: Path, away: hub.Hub, world_size: int
 ) -> None:

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.chats import rows_of
+from helpers.corpus import write_jsonl
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.torch import save_file
@@ -80,6 +82,36 @@ def model(**fields: Any) -> Callable[[Config, Path], None]:
     return lambda config, folder: config["model"]["config"].update(fields)
 
 
+def lines_of(rows: list[dict[str, Any]]) -> Callable[[Path], object]:
+    return lambda path: write_jsonl(path, rows)
+
+
+def bad_rows() -> list[dict[str, Any]]:
+    """Conversations of which three cannot be trained on, each for another reason."""
+    rows = rows_of(20)
+    rows[2]["messages"][0]["role"] = "bot"
+    rows[4]["messages"][-1]["content"] = " "
+    rows[6]["messages"][-1]["content"] = "moss " * 300
+    return rows
+
+
+def chat_lora(
+    rows: list[dict[str, Any]], section: str = "", **keys: Any
+) -> Callable[[Config, Path], None]:
+    """An adapter on a base that lacks every weight, these rows, and other keys of a section."""
+
+    def change(config: Config, folder: Path) -> None:
+        fields = {**config["model"]["config"], "vocab_size": 2050}
+        begins_with(config=fields)(config, folder)
+        with_file("chat.jsonl", lines_of(rows))(config, folder)
+        config["data"] |= {"seq_len": 256, "heldout": 0.0}
+        config |= {"chat": {"template": "chatml"}, "adapter": {"kind": "lora"}}
+        if section:
+            config[section] |= keys
+
+    return change
+
+
 CASES = {
     "unknown key": (put("training", "lerning_rate", 1), ["training.lerning_rate", "did you mean"]),
     "foreign name": (put("training", "num_train_epochs", 1), ["training.num_train_epochs"]),
@@ -113,6 +145,26 @@ CASES = {
     "an adapter as the model": (
         begins_with(config={}, adapter_config={"base_model_name_or_path": "someone/base"}),
         ["model.from", "an adapter of someone/base", "--merge-adapters"],
+    ),
+    "conversations without a template": (
+        with_file("chat.jsonl", lines_of(rows_of(20))),
+        ["chat.template", "the tokenizer has none", "chatml, llama3, gemma"],
+    ),
+    "conversations that cannot be trained on": (
+        chat_lora(bad_rows()),
+        ["3 problems", "line 3", "role 'bot'", "line 5", "blank", "line 7", "chat.too_long"],
+    ),
+    "conversations cut anywhere": (
+        chat_lora(rows_of(20), "data", packing="concat"),
+        ["data.packing = concat", "bestfit or auto"],
+    ),
+    "preference pairs": (
+        chat_lora([{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}] * 20),
+        ["data.sources.0.columns = chosen, rejected", "export, then trl"],
+    ),
+    "an adapter that matches no layer": (
+        chat_lora(rows_of(20), "adapter", targets=["q_projj"]),
+        ["adapter.targets = q_projj", "nearest: q_proj"],
     ),
     "a model with its own code": (
         begins_with(config={"model_type": "zzz", "auto_map": {"AutoConfig": "x.Y"}}),

@@ -44,7 +44,7 @@ def straight(server: Server, folder: Path, world_size: int) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_three_kills_end_in_the_bits_of_a_straight_run(
     server: Server, tmp_path: Path, world_size: int
 ) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.ranks import ROOT
+from helpers import used
+from helpers.ranks import ROOT, Server
 from markdown_it import MarkdownIt
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text("utf-8")
@@ -50,9 +52,12 @@ def run(tmp_path: Path) -> Callable[[str], str]:
     return given
 
 
-def test_the_commands_show_what_the_page_says(run: Callable[[str], str]) -> None:
-    run(TRAIN)
-    shown = [shape(run(line)) for line in (LOOK, VERIFY, PRUNE)]
+def test_the_commands_show_what_the_page_says(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    shown = [
+        shape(used.given(server, tmp_path, shlex.split(line)))
+        for line in (TRAIN, LOOK, VERIFY, PRUNE)
+    ][1:]
     assert shown == [shape(text) for text in fences("text")[:3]]
 
 

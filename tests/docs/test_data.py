@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
+from helpers import used
 from helpers.corpus import articles, write_jsonl
-from helpers.ranks import ROOT
+from helpers.ranks import ROOT, Server
 from helpers.tiny import status
 from markdown_it import MarkdownIt
 
@@ -25,20 +24,15 @@ def commands() -> list[str]:
     return [line for fence in fences("bash") for line in fence.splitlines() if line.strip()]
 
 
-def test_the_commands_do_what_the_page_says(tmp_path: Path) -> None:
+def test_the_commands_do_what_the_page_says(server: Server, tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     write_jsonl(tmp_path / "my-data" / "a.jsonl.gz", articles(20))
     inspect, which, tokenize, train, repack = commands()
     which = which.replace("runs/quickstart --step 260", "runs/cached --step 2")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    shown = {}
-    for line in (inspect, tokenize, f"{train} training.steps=2", which, repack):
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        shown[line] = done.stdout
+    shown = {
+        line: used.given(server, tmp_path, shlex.split(line))
+        for line in (inspect, tokenize, f"{train} training.steps=2", which, repack)
+    }
     assert shown[inspect] == fences("text")[0]
     assert "\nchecked: metrics.jsonl has the same digest\n" in shown[which]
     assert json.loads((tmp_path / "tokens" / "sample.json").read_text())["documents"] == 2364

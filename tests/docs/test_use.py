@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+from helpers import used
 from helpers.corpus import articles
 from helpers.ranks import ROOT, Server
 from helpers.tiny import lines, tiny_config, write_config
@@ -26,14 +27,8 @@ def test_the_commands_do_what_the_page_says(server: Server, tmp_path: Path) -> N
     text = "\n".join(row["text"].replace("\n", " ") for row in articles(5))
     (tmp_path / "notes.txt").write_text(text)
     shown = {}
-    for number, line in enumerate(commands()):
-        program, *words = shlex.split(line)
-        assert program == "llmtrain"
-        out = tmp_path / f"{number}.txt"
-        call = ["call", "helpers.used", "command", str(out), *words]
-        codes = server.run(call, 1, tmp_path, {"PYTHONPATH": str(ROOT)})
-        assert codes == [0], f"{line}\n{(tmp_path / 'output.txt').read_text()}"
-        shown[line] = out.read_text()
+    for line in commands():
+        shown[line] = used.given(server, tmp_path, shlex.split(line))
     losses = {line["step"]: line["loss"] for line in lines(tmp_path / "runs" / "use", "eval")}
     for line, text in shown.items():
         if "evaluate" in line and line.endswith("--json"):

@@ -23,7 +23,8 @@ def files(run: FaultyRun) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.slow)]
+    "strategy",
+    ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2"))],
 )
 def test_f13_what_is_written_late_is_the_state_of_its_own_step(faulty, strategy):
     in_line = faulty(2, strategy, "in-line", **ALL, training__steps=12)

@@ -177,6 +177,7 @@ def worker_dies(faulty, block: int):
     return faulty(1, **asked), f"worker.block@nth={block}=kill"
 
 
+@pytest.mark.slow  # F37 and F14 by themselves
 def test_f37_a_step_that_cannot_be_saved_when_a_worker_dies_is_a_failed_store(faulty, straight):
     run, dies = worker_dies(faulty, 40)
     assert run.launch(f"{dies};save.create=enospc") == [74]
@@ -186,6 +187,7 @@ def test_f37_a_step_that_cannot_be_saved_when_a_worker_dies_is_a_failed_store(fa
     assert run.outcome() == straight(1)
 
 
+@pytest.mark.slow  # F37 and F38 by themselves
 def test_f37_a_stop_in_the_step_whose_data_failed_is_served(faulty, straight):
     run, dies = worker_dies(faulty, 40)
     ranks = run.start(f"{dies};loop.step@step=10=delay:5")

@@ -117,6 +117,7 @@ def test_f46_a_run_without_progress_is_given_up_after_three_starts(faulty):
     assert run.resumed() == [None, None, None]
 
 
+@pytest.mark.slow  # `supervise` does not either, above
 def test_a_launcher_does_not_try_again_what_was_refused(faulty):
     run = faulty(2, **SHORT)
     run.config["data"]["sources"] = [{"path": str(run.folder / "nothing.parquet")}]
@@ -145,7 +146,11 @@ main(["train", *sys.argv[1:]])
 
 
 @pytest.mark.parametrize(
-    ("how", "state", "code"), [("dies", "failed", 75), ("waits", "stopped", 0)]
+    ("how", "state", "code"),
+    [
+        ("dies", "failed", 75),
+        pytest.param("waits", "stopped", 0, marks=pytest.mark.slow),  # as a stop at a start, F38
+    ],
 )
 def test_a_rank_that_dies_before_there_is_a_group_is_no_stop(faulty, how, state, code):
     run = faulty(2, **SHORT)

@@ -9,16 +9,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers import corpus
 from helpers.checkpoints import RUN, save, whole
+from helpers.ranks import ROOT, Server
 from helpers.runs import eval_line, start_line, status, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
 from llmtrain.checkpoint import format as form
+from llmtrain.config.schema import ModelConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reading
 from llmtrain.data.tokens.encode import Encoder
@@ -26,6 +29,7 @@ from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
 from llmtrain.training.run_state import model_files
+from llmtrain.training.start.base import find_base
 from llmtrain.types import TensorSpec
 
 SEQ_LEN = 32
@@ -157,7 +161,7 @@ def adapter(folder: Path, base: Path, tokenizer_files: Path, **settings: Any) ->
     made.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # peft's
     (folder / "adapter.json").write_text(
-        json.dumps({"base": {"path": str(base), "revision": None, "digest": "0"}})
+        json.dumps({"base": asdict(find_base(ModelConfig.model_validate({"from": str(base)})))})
     )
     for name in text(tokenizer_files):
         shutil.copy(tokenizer_files / name, folder / name)
@@ -187,6 +191,16 @@ def logits(made: Any, rows: int = 300) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = made(ids).logits
     return found
+
+
+def given(server: Server, folder: Path, words: list[str]) -> str:
+    """What a command of llmtrain, given in a folder, prints; it must end with 0."""
+    assert words[0] == "llmtrain"
+    out = folder / "printed.txt"
+    call = ["call", "helpers.used", "command", str(out), *words[1:]]
+    codes = server.run(call, 1, folder, {"PYTHONPATH": str(ROOT)})
+    assert codes == [0], f"{words}\n{(folder / 'output.txt').read_text()}"
+    return out.read_text()
 
 
 def command(output: str, *arguments: str) -> None:

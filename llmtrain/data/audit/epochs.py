@@ -30,6 +30,7 @@ from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.hashing import mix
 
 COUNTED_BYTES = 16 * MIB  # a source of at most that much text is counted
+COUNTED_CHAT_BYTES = 512 * MIB  # of conversations, which end the run when they are used up
 PACKED_WINDOWS = 4
 NO_IDS = np.zeros(0, np.int32)
 NO_ID = np.int32(0)
@@ -121,7 +122,8 @@ def _training(
         return stream.num_documents, stream.tokens, True
     if known is None or not known.exact:
         known = census(manifest, k, encoder, reader, None)
-    if not known.exact and known.training.bytes <= COUNTED_BYTES:
+    most = COUNTED_BYTES if source.form is None else COUNTED_CHAT_BYTES
+    if not known.exact and known.training.bytes <= most:
         known = census(manifest, k, encoder, reader, 0)
     return known.training.documents, known.training.tokens, known.exact
 

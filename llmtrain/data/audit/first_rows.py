@@ -72,12 +72,12 @@ def _problems(source: Source, key: str, rows: list[_Row], reader: Reader) -> Ite
         yield Problem(key, source.path, expected, remedy)
     if good and reader.reading.skip_bad_rows:
         return
-    reasons: dict[str, list[_Row]] = defaultdict(list)
+    kinds: dict[str, list[_Row]] = defaultdict(list)
     for one in rows:
         if one.encoded.bad is not None:
-            reasons[str(one.encoded.bad)].append(one)
-    for why, bad in reasons.items():
-        problem = bad_row(source, bad[0].unit, bad[0].row, reader, why)
+            kinds[one.encoded.bad.key].append(one)
+    for bad in kinds.values():
+        problem = bad_row(source, bad[0].unit, bad[0].row, reader, str(bad[0].encoded.bad))
         others = [place_of_row(source, one.unit, one.row, reader) for one in bad[1:SHOWN]]
         if others:
             more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,7 @@ _NEEDED = {
     "alpaca": ("instruction", "output"),
 }
 _OPTIONAL = ("input", "tools", "system", "train")
+_NAMES = frozenset((*chain.from_iterable(_NEEDED.values()), *_OPTIONAL))
 _SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
@@ -87,9 +89,13 @@ def renamed(available: Iterable[str], columns: Mapping[str, str], key: str) -> t
     """Return a source's columns under our names.
 
     key: the config key of `columns`, for the message
-    Raises UserError if the source lacks a column that `columns` names.
+    Raises UserError for names that are not ours, and for columns that the source lacks.
     """
     names = list(available)
+    unknown = sorted(columns.keys() - _NAMES)
+    if unknown:
+        expected = f"our names ({', '.join(sorted(_NAMES))}), each with the source's column"
+        raise UserError(Problem(key, ", ".join(unknown), expected))
     missing = sorted(set(columns.values()) - set(names))
     if missing:
         expected = f"columns of the source ({', '.join(names)})"
@@ -99,9 +105,10 @@ def renamed(available: Iterable[str], columns: Mapping[str, str], key: str) -> t
     return tuple(ours.get(name, name) for name in names if name not in hidden)
 
 
-def form_of(columns: Iterable[str]) -> str | None:
+def form_of(columns: Iterable[str], key: str) -> str | None:
     """Return the form of a source with these columns (our names), or None if it has no form.
 
+    key: the config key of `columns`, for the message
     Raises PreferenceDataError for preference pairs alone.
     """
     names = set(columns)
@@ -111,7 +118,7 @@ def form_of(columns: Iterable[str]) -> str | None:
     if {"chosen", "rejected"} <= names:
         expected = "messages, conversations, prompt and completion, or instruction and output"
         remedy = "preference data is not trained here; export, then trl"
-        raise PreferenceDataError(Problem("columns", "chosen, rejected", expected, remedy))
+        raise PreferenceDataError(Problem(key, "chosen, rejected", expected, remedy))
     return None
 
 

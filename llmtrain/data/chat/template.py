@@ -114,7 +114,7 @@ def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Temp
     others = _json(directory / "special_tokens_map.json")
     sources = _sources(directory, settings)
     if "default" not in sources:
-        expected = f"a chat template: {directory.name} has none"
+        expected = "a chat template: the tokenizer has none"
         remedy = f"name one of {', '.join(NAMED)} or a .jinja file"
         raise UserError(Problem("chat.template", None, expected, remedy))
     for source in sources.values():

@@ -78,6 +78,7 @@ class Shown:
     borders: positions in `text` at which another document begins
     trained: [begin, end) of the characters that are trained on
     padding: in tokens
+    conversations: whether its source has conversations, of which only answers are trained
     """
 
     g: int
@@ -86,6 +87,7 @@ class Shown:
     borders: tuple[int, ...]
     trained: tuple[tuple[int, int], ...]
     padding: int
+    conversations: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +261,9 @@ def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Sh
             trained.append((begin, end))
         text += tokenizer.decode(ids)
     source = manifest.labels[block.source] if block.source >= 0 else None
-    padding = _padding(manifest, block)
-    return Shown(g, source, text, tuple(borders), tuple(_join(trained)), padding)
+    padding, marks = _padding(manifest, block), tuple(_join(trained))
+    chat = block.source >= 0 and manifest.sources[block.source].form is not None
+    return Shown(g, source, text, tuple(borders), marks, padding, chat)
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from llmtrain.config.binding import Change, bind, changes, data_settings, dump
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import (
+    ChatConfig,
     Config,
     DataConfig,
     RunConfig,
@@ -35,9 +36,9 @@ from llmtrain.config.schema import (
     TrainTokenizer,
 )
 from llmtrain.data.documents.reader import Reading, reading_of
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.sources.local import distinct
-from llmtrain.data.survey import check
+from llmtrain.data.survey import check, survey
 from llmtrain.data.token_cache.file import dtype_code
 from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
@@ -47,7 +48,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.data.pool import Progress, each_left
-from llmtrain.training.start.prepare import load_manifest, prepare
+from llmtrain.training.start.prepare import load_manifest, write_data
 
 WORK = ".tokenize"
 PARTS = "parts"
@@ -123,6 +124,7 @@ def _what_counts(config: Config) -> Config:
         run=RunConfig(seed=config.run.seed) if trains else RunConfig(),
         model=config.model.model_copy(update={"config": shape}),
         data=data,
+        chat=ChatConfig(template=config.chat.template),  # which adds tokens
         training=TrainingConfig(steps=1),
         distributed=config.distributed,
     )
@@ -152,19 +154,11 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
         for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
         contents.write_atomically(record, dump(config).encode())
-        prepare(config, work, 1)
+        found = survey(data_settings(config), 1, work)
+        _check_texts(found.sources)
+        write_data(config, found, work, None)
     manifest = load_manifest(config, work)
     tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
-    tokens = [source.path for source in manifest.sources if source.cached]
-    if tokens:
-        (work / contents.MANIFEST).unlink()
-        expected = "documents of text; a token cache is tokenized already"
-        raise UserError(*(Problem("data.sources", path, expected) for path in tokens))
-    talks = [source.path for source in manifest.sources if source.form is not None]
-    if talks:
-        (work / contents.MANIFEST).unlink()
-        expected = "documents of text: a token cache cannot say which tokens of a turn are trained"
-        raise UserError(*(Problem("data.sources", path, expected) for path in talks))
     if begun:
         try:
             check(manifest, data_settings(config), Encoder(tokenizer))
@@ -173,6 +167,14 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
             raise UserError(*problems) from error
     _copy(work / contents.TOKENIZER, out / contents.TOKENIZER)
     return manifest, tokenizer
+
+
+def _check_texts(sources: Sequence[Source]) -> None:
+    """Raise UserError with every source that has no texts to tokenize."""
+    cached = "documents of text; a token cache is tokenized already"
+    talks = "documents of text: a token cache cannot say which tokens of a turn are trained"
+    refused = (one for one in sources if one.cached or one.form is not None)
+    raise_any(Problem("data.sources", s.path, cached if s.cached else talks) for s in refused)
 
 
 def _refuse(changed: Sequence[Change], out: Path) -> None:

@@ -102,12 +102,14 @@ def _template(case: Case, found: Survey) -> str | None:
         return asked and f"conversations by {name} template"
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         directory = case.run_dir / contents.TOKENIZER
-        if not directory.is_dir():
+        begun = (case.run_dir / contents.AUTO).is_file() and directory.is_dir()
+        if not begun:  # what a refused start left there is not its tokenizer
             directory = Path(folder) / contents.TOKENIZER
             asks_base = config.model.tokenizer == "auto"
             base = known_base(config.model, case.run_dir) if asks_base else None
             make_tokenizer(config, found, directory, base)
-        chat = Chat(directory, settings_of(config.chat, datetime.now().isoformat()), config.data.seq_len)
+        settings = settings_of(config.chat, datetime.now().isoformat())
+        chat = Chat(directory, settings, config.data.seq_len)
         if not chat.has_template:
             return None
         return f"conversations by {name} template, a turn ends with {chat.check().text}"

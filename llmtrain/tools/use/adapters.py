@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.model.adapters import BASE_FILE, CONFIG_FILE
 from llmtrain.model.base import Base
 from llmtrain.tools.use import tensors
 from llmtrain.types import TensorSpec
@@ -24,9 +26,7 @@ from llmtrain.types import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
-BASE = "adapter.json"
+WEIGHTS, CONFIG, BASE = ADAPTER, CONFIG_FILE, BASE_FILE
 _PREFIX = "base_model.model."  # of all names in the file, as of a `PeftModel`
 _SHOWN = 3
 
@@ -58,7 +58,11 @@ def inject(model: Any, directory: Path) -> dict[str, torch.nn.Parameter]:
     with warnings.catch_warnings():
         # That the weights of a Conv1D lie the other way round; peft finds that out by itself.
         warnings.simplefilter("ignore", UserWarning)
-        inject_adapter_in_model(_lora_config(directory), model, low_cpu_mem_usage=True)
+        try:
+            inject_adapter_in_model(_lora_config(directory), model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            expected = f"an adapter for the layers of this model: {first_line(error)}"
+            raise UserError(Problem(str(directory / CONFIG), None, expected)) from error
     own = get_peft_model_state_dict(
         model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 from llmtrain.data.manifest import glance
 from llmtrain.errors import harmless
-from llmtrain.rundir import contents, record
 from llmtrain.model.base import Base
+from llmtrain.rundir import contents, record
 from llmtrain.tools.use.adapters import base_of
 from llmtrain.tools.use.target import Target
 

@@ -45,6 +45,8 @@ class Evaluated:
         found: dict[str, Any] = {"model": str(self.model), "step": self.step}
         if self.figures is not None:
             found |= {"kind": "eval", "split": self.split, **asdict(self.figures)}
+            if not self.figures.sources:
+                del found["sources"]
         shown = found | ({"tasks": self.tasks} if self.tasks else {})
         return {key: record.finite(value) for key, value in shown.items()}
 
@@ -74,6 +76,9 @@ def evaluate(
     """
     target = find(str(model_or_run))
     benchmarks.check(tasks)
+    if chat and not tasks:
+        expected = "false here: it gives tasks (--tasks) through the chat template"
+        raise UserError(Problem("--chat", True, expected))
     measured = _heldout(target, data, wanted=not tasks)
     if stride is not None and (data is None or measured):
         expected = "null here: a stride is for documents (--data FILE), not for a held-out set"

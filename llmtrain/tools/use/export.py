@@ -87,7 +87,7 @@ def export(
     loss than the run.
     """
     target, out = find(str(run_or_checkpoint)), Path(out)
-    raise_any(_problems(target, out, dtype, merge_adapters, shard_gb))
+    raise_any(_problems(target, out, dtype, merge_adapters, shard_gb, push))
     if push is not None:
         hub.check(push)
     if target.is_adapter:
@@ -111,7 +111,12 @@ def export(
 
 
 def _problems(
-    target: Target, out: Path, dtype: str, merge_adapters: bool, shard_gb: float
+    target: Target,
+    out: Path,
+    dtype: str,
+    merge_adapters: bool,
+    shard_gb: float,
+    push: str | None,
 ) -> Iterator[Problem]:
     if target.step is None:
         expected = "a run or one of its checkpoints"
@@ -123,6 +128,10 @@ def _problems(
     if merge_adapters and not target.is_adapter:
         expected = "a checkpoint of adapters; this one is a whole model already"
         yield Problem("--merge-adapters", target.given, expected, "leave it out")
+    alone = push is not None and target.is_adapter and not merge_adapters
+    if alone and Path(base := adapters.base_of(target.directory).path).is_dir():
+        expected = f"an adapter whose base is on the Hub; nobody else has {base}"
+        yield Problem("--push", push, expected, "--merge-adapters")
     if not 0 < shard_gb < 1 << 20:
         yield Problem("--shard-gb", shard_gb, "a number of GiB above 0")
 

@@ -31,18 +31,6 @@ def are_held(state: Mapping[str, Any]) -> bool:
     return True
 
 
-def names(model: Any) -> frozenset[str]:
-    """Return the weights that are held in four bits: of linear layers, but not the head's."""
-    from torch import nn
-
-    head = model.get_output_embeddings()
-    return frozenset(
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
-    )
-
-
 def rounded(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Return a weight in fp32, rounded as in the run of a checkpoint. state: as for `are_held`."""
     import torch

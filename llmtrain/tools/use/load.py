@@ -11,6 +11,10 @@ from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.adapters import hold_base
+from llmtrain.model.base import CONFIG, Base, check_code
+from llmtrain.model.quantized import layers
+from llmtrain.model.vocabulary import grow, rows_for
 from llmtrain.tools.use import adapters, four_bits
 from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id
 from llmtrain.training.start.base import changed
@@ -68,7 +72,7 @@ def open_model(
         base = base_directory(target.directory) if target.is_adapter else target.directory
         config = config_of(base)
         stored = config.dtype
-        model: Any = build.build(config, ModelConfig.model_validate({"from": str(base)}), None)
+        model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
     if tokenizer.eos_token_id is None:
         raise UserError(Problem(KEY, target.given, "a tokenizer with an end-of-text token"))
     if seq_len is not None:
@@ -76,7 +80,7 @@ def open_model(
     if target.is_adapter:
         model = _with_adapter(model, target, len(tokenizer), precision)
     if small and device.type == "cuda" and stored is not None:
-        model = model.to(stored)
+        hold_base(model, stored, trained=True)
     return Opened(target, model.eval().requires_grad_(False).to(device), tokenizer, device)
 
 
@@ -86,14 +90,14 @@ def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> A
     from transformers import GenerationConfig
 
     stored = model.get_input_embeddings().weight.shape[0]
-    grow(model, rows_of(target, entries, stored))
+    if (rows := rows_of(target, entries, stored)) > stored:
+        grow(model, rows)
     if four_bits.are_held(target.state):
-        held = four_bits.names(model)
-        for name, weight in model.named_parameters():
-            if name in held:
-                weight.data = four_bits.rounded(weight.data, target.state)
+        for name in layers(model):
+            weight = model.get_submodule(name).weight
+            weight.data = four_bits.rounded(weight.data, target.state)
     if precision == "bf16":
-        model = model.to(torch.bfloat16)
+        hold_base(model, torch.bfloat16, trained=True)
     adapters.attach(model, target.directory)
     if (target.directory / "generation_config.json").is_file():  # with the end of a turn
         model.generation_config = GenerationConfig.from_pretrained(target.directory)
@@ -115,26 +119,17 @@ def base_directory(adapter: Path) -> Path:
 
 
 def config_of(directory: Path) -> Any:
-    """Return the transformers config of a model directory. Raises UserError if it is not safe."""
+    """Return the transformers config of a model directory.
+
+    Raises UserError for one that is not safe, or that transformers cannot read.
+    """
     untrusted.check(str(directory))
-    return build.stored_config(directory)
+    if (directory / CONFIG).is_file():
+        check_code(str(directory), directory / CONFIG)
+    return build.weights_config(Base(str(directory), None, None))
 
 
 def rows_of(target: Target, entries: int, stored: int) -> int:
     """Return how many rows a run gave its base: as stored, if the tokenizer has no more entries."""
-    padded = (target.state.get("config") or {}).get("model.pad_vocab_to") or 0
-    return stored if entries <= stored else max(entries, padded)
-
-
-def grow(model: Any, rows: int) -> None:
-    """Give embeddings and head so many rows. Never remove any.
-
-    New rows are the mean of the old ones, as when a run starts.
-    """
-    old = model.get_input_embeddings().weight.shape[0]
-    if rows <= old:
-        return
-    model.resize_token_embeddings(rows, mean_resizing=False)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = module.weight.data
-        weight[old:] = weight[:old].double().mean(0)
+    padded = (target.state.get("config") or {}).get("model.pad_vocab_to")
+    return stored if entries <= stored else rows_for(entries, padded)

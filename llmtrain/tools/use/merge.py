@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.state import persistent_buffers
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import build
+from llmtrain.model import build, quantized
+from llmtrain.model.base import Base
 from llmtrain.model.shape import on_meta
+from llmtrain.model.vocabulary import longer
 from llmtrain.tools.use import adapters, four_bits, tensors
 from llmtrain.tools.use.load import base_directory, config_of, rows_of
 from llmtrain.tools.use.target import Target
@@ -93,7 +95,8 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
     own, tied = _tensors(skeleton), _tied(skeleton)
-    rounded = four_bits.names(skeleton) if four_bits.are_held(target.state) else frozenset()
+    in_four_bits = four_bits.are_held(target.state)
+    rounded = {f"{name}.weight" for name in quantized.layers(skeleton)} if in_four_bits else ()
     layers = _layers(skeleton, directory)
     apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
     if apart:
@@ -106,7 +109,9 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
         if name not in layers and name not in rounded and stored_base.rows(first) == rows:
             yield from (cast(chunk, dtype) for chunk in stored_base.chunks(first))
             return
-        tensor = _grown(stored_base.read(first), rows)
+        tensor = stored_base.read(first)
+        if rows:
+            tensor = longer(tensor, rows[0])
         if name in rounded:
             tensor = four_bits.rounded(tensor, target.state)
         if layer := layers.get(name):
@@ -183,7 +188,7 @@ def _open_base(base: Path, config: Any) -> Stored | _Loaded:
     stored = tensors.of_model(base)
     if _fits(stored, _tensors(on_meta(config))):
         return stored
-    model: Any = build.build(config, ModelConfig.model_validate({"from": str(base)}), None)
+    model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
     return _Loaded(_tensors(model))
 
 
@@ -202,16 +207,6 @@ def _tied(model: Any) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(one)] for name, one in every if first[id(one)] != name}
-
-
-def _grown(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Return the tensor with this many rows; new ones are the mean of the old, as at a start."""
-    import torch
-
-    if tuple(tensor.shape[:1]) == tuple(rows):
-        return tensor
-    mean = tensor.double().mean(0, keepdim=True).to(tensor.dtype)
-    return torch.cat((tensor, mean.expand(rows[0] - len(tensor), *tensor.shape[1:])))
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:

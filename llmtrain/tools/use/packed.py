@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
 from llmtrain.tools.use.load import Opened
+from llmtrain.training.evaluate import by_source, result
 from llmtrain.training.start.isolation import bare_forward, check_documents_apart
 from llmtrain.types import NOT_TRAINED, Evaluation
 
@@ -52,6 +53,11 @@ class HeldOutOfRun:
     precision: str
     world_size: int
     micro_batch_size: int
+
+    @property
+    def sources(self) -> int:
+        """The number of sources that are told apart; 0 = none."""
+        return len(self.held.parts) if len(self.held.parts) > 1 else 0
 
 
 def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
@@ -96,7 +102,8 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
 
     _check_tokenizer(opened, measured)
     start = time.perf_counter()
-    scored = torch.zeros(2, dtype=torch.float64, device=opened.device)  # Σ nll in nats, tokens
+    # Σ nll in nats and tokens: of all documents, then of those of each source
+    scored = torch.zeros(1 + measured.sources, 2, dtype=torch.float64, device=opened.device)
     with torch.no_grad():
         if measured.document_mask:
             forward = bare_forward(opened.model, opened.device, measured.precision)
@@ -104,47 +111,36 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
             check_documents_apart(opened.model, forward, *kind)
         for rank in range(measured.world_size):
             scored += _score_rank(opened, measured, rank, told)
-    nll, tokens = scored.tolist()
-    held = measured.held
-    return figures(nll, tokens, held.bytes, held.documents, time.perf_counter() - start)
-
-
-def figures(
-    nll: float, tokens: float, num_bytes: int, documents: int, seconds: float
-) -> Evaluation:
-    """Return the figures of a sum over scored tokens. nll: in nats."""
-    return Evaluation(
-        loss=nll / tokens,
-        perplexity=math.exp(min(nll / tokens, 700.0)),  # exp overflows a little above 700
-        bits_per_byte=nll / (math.log(2) * num_bytes) if num_bytes else math.nan,
-        tokens=round(tokens),
-        bytes=num_bytes,
-        documents=documents,
-        seconds=seconds,
-    )
+    return replace(result(scored.tolist(), measured.held), seconds=time.perf_counter() - start)
 
 
 def _score_rank(opened: Opened, measured: HeldOutOfRun, rank: int, told: Told) -> torch.Tensor:
-    """Return Σ nll and the number of scored tokens of one rank's blocks, (2,) fp64."""
+    """Return Σ nll and tokens of one rank's blocks, (1 + sources, 2) fp64."""
     import numpy as np
     import torch
 
     module, device, size = LossModule(opened.model), opened.device, measured.micro_batch_size
-    scored = torch.zeros(2, dtype=torch.float64, device=device)
-    count, at_once = measured.held.num_blocks(measured.seq_len), measured.world_size * size
+    held, seq_len, sources = measured.held, measured.seq_len, measured.sources
+    scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=device)
+    count, at_once = held.num_blocks(seq_len), measured.world_size * size
     rounds = math.ceil(count / at_once)
     for round_ in range(rounds):
         told(rank * rounds + round_, rounds * measured.world_size)
         mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
-        blocks = [measured.held.block(g, measured.seq_len) for g in mine]
-        ids, labels, starts = zip(*blocks, strict=True)
-        inputs, targets = on(device, np.stack(ids)[:, :-1].astype(np.int64)), np.stack(labels)
+        ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
+        inputs = on(device, np.stack(ids)[:, :-1].astype(np.int64))
+        targets = on(device, np.stack(labels))
         hidden = {}
         if measured.document_mask:
-            hidden = document_tensors(starts, measured.seq_len, backend(opened.model), device)
+            hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
-            scored[0] += module(inputs, on(device, targets), **hidden)
-        scored[1] += int((targets != NOT_TRAINED).sum())
+            if sources:
+                owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
+                logits = module(inputs, all_logits=True, **hidden)
+                scored += by_source(logits, targets, owners, sources)
+                continue
+            nll = module(inputs, targets, **hidden)
+        scored[0] += torch.stack([nll.double(), (targets != NOT_TRAINED).sum().double()])
     return scored
 
 

@@ -17,21 +17,20 @@ from typing import Any
 def main() -> None:
     """Read models and blocks from stdin, print the loss of each model as one line of JSON."""
     asked = json.load(sys.stdin)
-    models = (_load(Path(path), asked["state"]) for path in asked["models"])
-    losses = [_loss(model, asked["ids"], asked["labels"]) for model in models]
+    losses = [_loss(Path(path), asked) for path in asked["models"]]
     sys.stdout.write(f"{json.dumps(losses)}\n")
 
 
-def _loss(model: Any, ids: list[list[int]], labels: list[list[int]]) -> float:
-    """Return the mean loss of a model on these blocks, in nats."""
+def _loss(directory: Path, asked: dict[str, Any]) -> float:
+    """Return the mean loss of a model on the blocks, in nats. It is gone from memory then."""
     import torch
     from torch.nn import functional as F
 
     from llmtrain.types import NOT_TRAINED
 
-    total, count = 0.0, 0
+    model, total, count = _load(directory, asked["state"]), 0.0, 0
     with torch.no_grad():
-        for row, targets in zip(ids, labels, strict=True):
+        for row, targets in zip(asked["ids"], asked["labels"], strict=True):
             logits = model(torch.tensor([row]), use_cache=False).logits[0]
             wanted = torch.tensor(targets)
             loss = F.cross_entropy(logits, wanted, ignore_index=NOT_TRAINED, reduction="sum")

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, UserError
 from llmtrain.model.loss import LossModule
 from llmtrain.tools.use.load import Opened
-from llmtrain.tools.use.packed import Told, figures
+from llmtrain.tools.use.packed import Told
+from llmtrain.training.evaluate import figures
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ def score(opened: Opened, texts: Iterable[str], stride: int | None, told: Told) 
             nll += module(inputs, targets)
     if not tokens:
         raise UserError(Problem("--data", None, "at least one document that is not empty"))
-    return figures(float(nll), tokens, num_bytes, documents, time.perf_counter() - start)
+    found = figures((float(nll), tokens), documents, num_bytes)
+    return replace(found, seconds=time.perf_counter() - start)
 
 
 def windows(ids: Sequence[int], begin: int, size: int, stride: int) -> Iterator[Window]:

@@ -35,8 +35,12 @@ def run(opened: Opened, names: Sequence[str], *, chat: bool) -> dict[str, dict[s
     names: lm-eval's names of tasks or groups, or YAML files with a task
     chat: whether the tasks' texts go through the model's chat template
 
-    Raises UserError for a task that does not exist.
+    Raises UserError for a task that does not exist, or whose data cannot be read, and with `chat`
+    for a model without a chat template.
     """
+    if chat and not opened.tokenizer.chat_template:
+        expected = "a model whose tokenizer has a chat template"
+        raise UserError(Problem("--chat", opened.target.given, expected, "leave --chat out"))
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -57,13 +61,17 @@ def run(opened: Opened, names: Sequence[str], *, chat: bool) -> dict[str, dict[s
         add_bos_token=False,
         batch_size=_BATCH_SIZE,
     )
-    found = simple_evaluate(
-        model=model,
-        tasks=asked,
-        task_manager=manager,
-        apply_chat_template=chat,
-        log_samples=False,
-    )
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=asked,
+            task_manager=manager,
+            apply_chat_template=chat,
+            log_samples=False,
+        )
+    except OSError as error:  # also of the network
+        expected = f"tasks whose data can be read: {first_line(error)}"
+        raise UserError(Problem(KEY, ", ".join(names), expected)) from error
     return {name: _numbers(values) for name, values in found["results"].items()}
 
 
@@ -94,7 +102,7 @@ def _problems(name: str) -> Iterator[Problem]:
 
 def _task_of(name: str) -> str:
     settings = _settings(name)
-    return str(settings.get("task") or settings.get("group"))
+    return str(settings.get("group") or settings.get("task"))
 
 
 def _settings(name: str) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def _settings(name: str) -> dict[str, Any]:
     Loader.add_multi_constructor("!", lambda loader, suffix, node: str(node.value))
     try:
         with Path(name).open(encoding="utf-8") as file:
-            found = yaml.load(file, Loader)  # a SafeLoader
+            found = Loader(file).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         expected = f"a YAML file with a task ({first_line(error)})"
         raise UserError(Problem(KEY, name, expected)) from error

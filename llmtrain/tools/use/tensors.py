@@ -23,7 +23,8 @@ from llmtrain.types import DTYPES, Spec, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_BYTES = 16 << 20  # of a tensor that is only copied
+CHUNK_BYTES = 4 << 20  # of a tensor that is only copied
+_FREED_BYTES = 16 << 20  # written before freed memory is given back
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _write_tensors(
             start += data.nbytes
         assert start == end, f"{name} has another size than planned"
         since += form.tensor_bytes(tensor)
-        if since >= CHUNK_BYTES:
+        if since >= _FREED_BYTES:
             since = 0
             _give_back()
     _give_back()

@@ -19,7 +19,7 @@ from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.model import adapters
 from llmtrain.model.base import Base
-from llmtrain.model.tokenizer import special_tokens, token_ids
+from llmtrain.model.tokenizer import new_entries, special_tokens, token_ids
 from llmtrain.rundir import contents
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.run.guards import check_replicas
@@ -65,11 +65,11 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     if asked == "auto":  # what this run's tokenizer has beyond that of the base
         if named != "auto":
             return ()
-        first = special_tokens(base.path, base.revision).length
-        if tokenizer is None:  # as it will be
-            added = template_tokens(config.chat.template)
-            return tuple(range(first, special_tokens(base.path, base.revision, added).length))
-        return tuple(range(first, special_tokens(tokenizer).length))
+        if tokenizer is not None:
+            return new_entries(tokenizer, base.path, base.revision)
+        first = special_tokens(base.path, base.revision).length  # they will be added
+        added = template_tokens(config.chat.template)
+        return tuple(range(first, special_tokens(base.path, base.revision, added).length))
     if tokenizer is not None:
         return token_ids(tokenizer, asked)
     if isinstance(named, TrainTokenizer):

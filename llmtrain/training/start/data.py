@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data import heldout, heldout_set, survey
 from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE
 from llmtrain.data.heldout_set import HeldOut
@@ -25,7 +26,7 @@ from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.encode import Encoder, open_encoder
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
 from llmtrain.training.run.opened import DataSide, Processes
 from llmtrain.training.start import prepare
@@ -142,7 +143,19 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Encoder]:
     manifest = prepare.load_manifest(config, run_dir)
     encoder = open_encoder(run_dir / TOKENIZER, manifest)
     survey.check(manifest, data_settings(config), encoder)
+    raise_any(_unwritable(config.evaluation.prompts, encoder))
     return manifest, encoder
+
+
+def _unwritable(prompts: Sequence[str], encoder: Encoder) -> Iterator[Problem]:
+    """Yield each prompt that cannot be the message of a user."""
+    if encoder.chat is None or not encoder.chat.has_template:
+        return
+    for prompt in prompts:
+        try:
+            encoder.chat.prompt_ids([{"role": "user", "content": prompt}])
+        except BadRowError as error:
+            yield Problem("evaluation.prompts", prompt, f"messages of a user; {error}")
 
 
 def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:

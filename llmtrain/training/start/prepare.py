@@ -19,7 +19,7 @@ from llmtrain.data import manifest as manifests
 from llmtrain.data.audit.first_rows import check_first_rows, marked
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import ChatFacts, Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.survey import (
@@ -71,7 +71,7 @@ def prepare(
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
         found = survey(data_settings(config), processes, run_dir, stop=stop)
-        _write(config, found, run_dir, base)
+        write_data(config, found, run_dir, base)
         return
     changed = accepted_changes(config, run_dir)
     if not changed:
@@ -84,19 +84,22 @@ def prepare(
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    if not any(key.startswith("model.") for key in changed):
+    if not any(key.startswith(("model.", "chat.template")) for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
-    _write(config, found, partial, base, _date_of(run_dir / MANIFEST))
+    write_data(config, found, partial, base, _date_of(run_dir / MANIFEST))
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
     _take_over(run_dir)
 
 
-def _write(
+def write_data(
     config: Config, found: Survey, directory: Path, base: Base | None, date: str | None = None
 ) -> None:
-    """Write tokenizer and manifest. date: that of the run, for chat templates; None = now"""
+    """Write tokenizer and manifest of these sources, as `prepare` does for a run without any.
+
+    date: that of the run, for chat templates; None = now
+    """
     make_tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
@@ -106,6 +109,7 @@ def _write(
         place = directory / TOKENIZER
         tokenizer, chat = _open_chat(place, settings, config.data.seq_len, tokenizer)
         facts = chat_facts(chat)
+        _log_what_precedes_answers(facts)
         first = check_first_rows(found, Encoder(tokenizer, chat))
         if first is not None:
             _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
@@ -126,6 +130,17 @@ def _open_chat(
         return tokenizer, chat
     _log.warning("tokenizing with tokenizers, as tiktoken gives conversations other ids")
     return open_tokenizer(directory), reference
+
+
+def _log_what_precedes_answers(facts: ChatFacts) -> None:
+    """Log what the template puts between a prompt and an answer."""
+    end = facts.end_of_turn or {}
+    if end.get("lead"):
+        said = "the template puts %r before an answer: it ends every prompt and is not trained"
+        _log.info(said, end["lead"])
+    if end.get("header"):
+        said = "the template puts %r before an answer: it is trained like the answer"
+        _log.info(said, end["header"])
 
 
 def _date_of(manifest: Path) -> str | None:

@@ -76,6 +76,8 @@ def build_model(
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     built = _build(config, processes, found)
+    if processes.base is not None:
+        on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
     if data.chat is not None and data.chat.end_of_turn is not None:
         end_turns(built.bare, data.chat.end_of_turn["id"])
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
@@ -106,6 +108,21 @@ def end_turns(model: PreTrainedModel, token: int) -> None:
         known = config.eos_token_id
         ends = known if isinstance(known, list) else [] if known is None else [known]
         config.eos_token_id = ends if token in ends else [*ends, token]
+
+
+def _keep_generation(built: Built, found: Found | None) -> None:
+    """Give the model the generation config of what the run began with, which rank 0 saves.
+
+    A model that is made from its config alone has none of its end tokens.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    saved = found.path / GENERATION_CONFIG_NAME if found else None
+    if saved is not None and saved.is_file():
+        built.bare.generation_config = GenerationConfig.from_pretrained(saved.parent)
+    elif built.whole is not None:
+        built.bare.generation_config = built.whole.generation_config
 
 
 def _build(config: Config, processes: Processes, found: Found | None) -> Built:

@@ -203,4 +203,4 @@ def test_adapters_bind_a_run_and_without_any_it_is_bound_as_before_there_were_an
     lora = loaded(tmp_path, *asked)
     assert ("adapter.r", 16, 3) in differences(lora, loaded(tmp_path, *asked, "adapter.r=3"))
     changed = {key for key, _, _ in differences(loaded(tmp_path, asked[0]), lora)}
-    assert {"adapter.kind", "adapter.dropout"} <= changed
+    assert "adapter.kind" in changed

@@ -15,6 +15,7 @@ from llmtrain.data.chat.rows import (
 )
 from llmtrain.errors import UserError
 
+KEY = "data.sources.0.columns"
 ASKED = {"role": "user", "content": "Hi?"}
 SAID = {"role": "assistant", "content": "Yes."}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
@@ -43,25 +44,25 @@ def why(row, form="messages"):
     ],
 )
 def test_the_form_is_the_first_whose_columns_are_there(columns, form):
-    assert form_of(columns) == form
+    assert form_of(columns, KEY) == form
     assert form in (*FORMS, None)
 
 
 def test_preference_pairs_alone_are_refused():
     with pytest.raises(PreferenceDataError, match="export, then trl") as error:
-        form_of(["prompt", "chosen", "rejected"])
+        form_of(["prompt", "chosen", "rejected"], KEY)
     assert isinstance(error.value, UserError)
 
 
 def test_columns_are_read_under_our_names():
     columns = {"prompt": "question", "completion": "answer"}
-    names = renamed(["id", "question", "answer", "prompt"], columns, "data.sources.0.columns")
+    names = renamed(["id", "question", "answer", "prompt"], columns, KEY)
     assert names == ("id", "prompt", "completion")
-    assert form_of(names) == "prompt_completion"
+    assert form_of(names, KEY) == "prompt_completion"
     found = example({"question": "Hi?", "answer": "Yes."}, "prompt_completion", **columns)
     assert found.text == ("Hi?", "Yes.")
     with pytest.raises(UserError, match=r"data\.sources\.0\.columns = question"):
-        renamed(["prompt"], {"prompt": "question"}, "data.sources.0.columns")
+        renamed(["prompt"], {"prompt": "question"}, KEY)
 
 
 def test_optional_columns_are_read_where_they_are():

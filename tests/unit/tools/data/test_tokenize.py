@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import corpus, megatron
+from helpers import chats, corpus, megatron
 from helpers.config import SMALLEST
 from helpers.ranks import until
 
@@ -17,6 +17,7 @@ from llmtrain.config.load import load_config
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.tools.data.tokenize import WORK, file_names, tokenize
+from llmtrain.training.start.prepare import prepare
 
 
 def quiet(done, of, tokens):
@@ -300,6 +301,30 @@ def test_a_directory_with_other_things_is_refused(place, tmp_path):
     with pytest.raises(UserError, match="there is a file of that name"):
         tokenize(load_config(place / "config.yaml"), tmp_path / "thesis.tex", 1, quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("template", [None, "chatml"])
+def test_conversations_are_refused_and_nothing_is_written(tmp_path, template):
+    talks = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(9))
+    texts = corpus.write_jsonl(tmp_path / "text.jsonl", corpus.articles(20))
+    config = write_config(tmp_path / "c.yaml", texts, talks, chat__template=template)
+    with pytest.raises(UserError, match="cannot say which tokens of a turn") as refused:
+        tokenize(load_config(config), tmp_path / "out", 1, quiet)
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.value) == ("data.sources", str(talks))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK]
+
+
+def test_a_run_that_reserves_the_tokens_of_a_template_takes_the_cache(tmp_path):
+    texts = corpus.write_jsonl(tmp_path / "text.jsonl", corpus.articles(20))
+    config = write_config(tmp_path / "c.yaml", texts, chat__template="chatml")
+    tokenize(load_config(config), tmp_path / "out", 1, quiet)
+    (tmp_path / "run").mkdir()
+    model = {"model__tokenizer": str(tmp_path / "out" / "tokenizer"), "chat__template": "chatml"}
+    run = write_config(tmp_path / "run.yaml", tmp_path / "out" / "text.jsonl.idx", **model)
+    prepare(load_config(run), tmp_path / "run", 1)
+    tokenizer = open_tokenizer(tmp_path / "run" / "tokenizer")
+    assert tokenizer.length == open_tokenizer(chats.SAMPLE).length + 2
 
 
 def test_two_commands_at_once_in_a_directory_are_refused(place, tmp_path):

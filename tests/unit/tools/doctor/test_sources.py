@@ -5,6 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from helpers import chats
 from helpers.cases import SMALL, case
 from helpers.corpus import articles, write_jsonl
 from helpers.hub import ID, SHA, serving, stand_in
@@ -12,6 +13,7 @@ from helpers.hub import ID, SHA, serving, stand_in
 from llmtrain.distributed.engines.state import bytes_of
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.doctor import sources
+from llmtrain.tools.doctor.case import attempt
 
 
 def spec_of(made):
@@ -241,3 +243,45 @@ def test_a_local_model_directory_is_described(tmp_path):
     count = sum(p.numel() for p in on_meta(hf).parameters())
     assert f"{count:,} parameters" in looked.found
     assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 2048
+
+
+def talks(folder: Path, *overrides: str):
+    """A config whose one source has conversations."""
+    path = write_jsonl(folder / "chat.jsonl", chats.rows_of(30))
+    return case(folder, f"data.sources=[{{path: {path}}}]", *overrides, text=SMALL)
+
+
+def test_the_line_of_the_data_names_the_template_of_conversations(tmp_path):
+    looked = sources.data(talks(tmp_path, "chat.template=chatml"))
+    ends = "; conversations by chatml template, a turn ends with <|im_end|>"
+    assert (looked.state, looked.found[-len(ends) :]) == ("ok", ends)
+    assert not (tmp_path / "run").exists()
+    own = chats.make(tmp_path / "own", "llama3")
+    looked = sources.data(talks(tmp_path, f"model.tokenizer={own}"))
+    assert looked.found.endswith("by the tokenizer's template, a turn ends with <|eot_id|>")
+    trained = ("model.tokenizer={train: 300}", "chat.template=gemma")
+    assert sources.data(talks(tmp_path, *trained)).found.endswith("by gemma template")
+
+
+def test_conversations_without_a_template_are_a_warning(tmp_path):
+    looked = sources.data(talks(tmp_path))
+    assert looked.state == "warning"
+    assert looked.found.endswith("; conversations, but the tokenizer has no template")
+    assert looked.remedy.startswith("chat.template=chatml")
+
+
+def test_a_tokenizer_that_a_refused_start_left_behind_is_not_looked_at(tmp_path):
+    asked = talks(tmp_path, "chat.template=chatml")
+    chats.make(asked.run_dir / "tokenizer", None)
+    assert sources.data(asked).state == "ok"
+    (asked.run_dir / "auto.json").write_text("{}")
+    assert sources.data(asked).state == "warning"  # in a run that has begun it is the run's own
+
+
+def test_a_template_that_ends_no_turn_is_an_error(tmp_path):
+    (tmp_path / "bad.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    asked = talks(tmp_path, f"chat.template={tmp_path / 'bad.jinja'}")
+    looked = attempt(lambda: sources.data(asked))
+    assert looked.state == "error"
+    assert "no end-of-turn token after the answer" in looked.found
+    assert looked.remedy == "set chat.end_of_turn"

@@ -4,7 +4,6 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import used
 
 from llmtrain.errors import UserError
 from llmtrain.tools.use import four_bits
@@ -22,23 +21,17 @@ def test_only_the_base_of_qlora_is_held_in_four_bits(monkeypatch):
         four_bits.are_held(QLORA)
 
 
-def test_all_linear_layers_but_the_head_are():
-    found = four_bits.names(used.model(num_hidden_layers=1))
-    assert len(found) == 7
-    assert "lm_head.weight" not in found
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_rounded_weights_compute_what_the_four_bit_layer_does(precision):
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_rounded_weights_compute_what_the_four_bit_layer_does(precision, bound):
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     dense = torch.nn.Linear(64, 128, bias=False)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    packed = bnb.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    packed = bnb.nn.Linear4bit(64, 128, bias=False, compute_dtype=dtype, quant_type="nf4")
     weight = dense.weight.detach().to(dtype)
     packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     x = torch.randn(3, 64)
-    expected = packed.to("cpu")(x)
+    expected = packed.to("cpu")(x.to(dtype)).float()
     rounded = four_bits.rounded(dense.weight.detach(), {"auto": {"run": {"precision": precision}}})
-    assert float((x @ rounded.T - expected).abs().max()) <= 1e-5
-    assert float((rounded - dense.weight).abs().max()) > 1e-3
+    assert float((x @ rounded.T - expected).abs().max()) <= bound
+    assert float((rounded - dense.weight.detach()).abs().max()) > 1e-3

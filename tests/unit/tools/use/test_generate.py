@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from helpers import used
+from helpers import chats, corpus, used
+from helpers.checkpoints import RUN
+from helpers.runs import status, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain import generate
@@ -104,25 +106,83 @@ def test_an_answer_ends_at_the_end_of_the_turn(chat):
     assert (found.text, found.tokens, found.ended) == ("eeeee", 5, False)
 
 
-def test_a_conversation_holds_what_was_said_before(chat, monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """Gives the messages of a conversation; returns the ids before each answer, and the answers."""
     from llmtrain.tools.use import generate as tool
 
-    directory = ended(chat, 12, "e")
     seen = []
     real = tool._write
-    monkeypatch.setattr(
-        tool,
-        "_write",
-        lambda opened, prompt, ids, *rest: seen.append(ids) or real(opened, prompt, ids, *rest),
-    )
-    sampling = Sampling(max_new_tokens=2)
-    answers = list(converse(directory, ["one", "two"], sampling, lambda text: None))
-    assert [answer.text for answer in answers] == ["ee", "ee"]
+
+    def write(opened, prompt, ids, *rest):
+        seen.append(ids)
+        return real(opened, prompt, ids, *rest)
+
+    def call(directory, *messages):
+        seen.clear()
+        sampling = Sampling(max_new_tokens=2)
+        answers = list(converse(directory, messages, sampling, lambda text: None))
+        return list(seen), [answer.text for answer in answers]
+
+    monkeypatch.setattr(tool, "_write", write)
+    return call
+
+
+def test_a_conversation_holds_what_was_said_before(chat, asked):
+    directory = ended(chat, 12, "e")
+    (_, second), answers = asked(directory, "one", "two")
+    assert answers == ["ee", "ee"]
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    said = [("user", "one"), ("assistant", "ee"), ("user", "two")]
-    turns = [{"role": role, "content": content} for role, content in said]
-    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True).input_ids
-    assert seen[1] == expected
+    turns = chats.talk("one", "ee", "two")
+    assert second == tokenizer.apply_chat_template(turns, add_generation_prompt=True).input_ids
+
+
+# As templates of some models: a text that a variable decides, an empty block before each answer.
+LEAD = "<think>\n\n</think>\n\n"
+TEMPLATE = (
+    "{{ raise_exception('five are too many') if messages | length > 4 else tone | default('') }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}LEAD{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+).replace("LEAD", LEAD)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of a run on conversations, and how that run encodes them."""
+    run = write_run(tmp_path_factory.mktemp("trained") / "run", [], status(run_id=RUN))
+    tokens = ("<|im_start|>", used.END_OF_TURN, "<think>", "</think>")
+    files = chats.make(run / contents.TOKENIZER, TEMPLATE, tokens)
+    rows = corpus.write_jsonl(run.parent / "chat.jsonl", chats.rows_of(5))
+    chat = {"template_kwargs": {"tone": "Be brief. "}}
+    manifest, encoder = chats.data_of(files, rows, chat=chat)
+    (run / contents.MANIFEST).write_bytes(manifest.to_bytes())
+    return used.checkpoint(run, 4, used.model("gpt2", rows=2052)), encoder.chat
+
+
+def test_a_checkpoint_of_conversations_is_prompted_as_in_training(trained, asked):
+    directory, chat = trained
+    (first, second), answers = asked(directory, "one", "two")
+    assert first == chat.prompt_ids(chats.talk("one"))
+    assert second == chat.prompt_ids(chats.talk("one", answers[0], "two"))
+    text = chats.plain(directory).decode(first, False)
+    assert text == f"Be brief. <|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{LEAD}"
+
+
+def test_messages_that_the_template_of_the_run_refuses_are_bad_input(trained, asked):
+    with pytest.raises(UserError, match="five are too many") as caught:
+        asked(trained[0], "one", "two", "three")
+    assert [(one.key, one.value) for one in caught.value.problems] == [("--chat", "three")]
+
+
+def test_a_directory_outside_of_a_run_is_prompted_by_its_template_alone(trained, asked, tmp_path):
+    files = trained[0].parents[1] / contents.TOKENIZER
+    directory = used.directory(tmp_path / "model", used.model("gpt2", rows=2052), files)
+    (ids,), _ = asked(directory, "one")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    turns = chats.talk("one")
+    assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True).input_ids
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
+from llmtrain.data.chat.template import NAMED, template_text
 from llmtrain.distributed.engines import state
 from llmtrain.errors import RunError, UserError
 from llmtrain.model import adapters
 from llmtrain.model.base import Base
+from llmtrain.model.tokenizer import add_template, token_ids
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.start.adapters import (
     adapter_files,
@@ -64,6 +66,21 @@ def test_tokens_that_the_run_added_are_trained_or_those_that_are_named(tmp_path:
         trained_tokens(named, base, None)  # by the tokenizer of the base, which does not have it
     sample = config(tmp_path, "model.tokenizer=sample", "adapter.train_tokens=['<|endoftext|>']")
     assert trained_tokens(sample, base, None) == (0,)
+
+
+def test_tokens_that_a_named_template_will_add_have_the_ids_that_they_will_get(
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path / "base")
+    write_tokenizer(tmp_path / "own")
+    base, asked = Base(str(tmp_path / "base"), None, None), config(tmp_path, "chat.template=chatml")
+    before = trained_tokens(asked, base, None)
+    add_template(tmp_path / "own", *template_text("chatml"))
+    assert trained_tokens(asked, base, tmp_path / "own") == before
+    assert token_ids(tmp_path / "own", NAMED["chatml"]) == before
+    assert len(before) == 2
+    reserved = Base(str(tmp_path / "own"), None, None)  # a base that has them already
+    assert trained_tokens(asked, reserved, None) == ()
 
 
 def test_a_run_without_adapters_trains_no_rows(tmp_path: Path) -> None:

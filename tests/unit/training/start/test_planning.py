@@ -285,3 +285,20 @@ def test_the_plan_counts_the_state_of_the_optimizer_that_is_asked_for(tmp_path: 
     saved = 4 * sum(p.shape[0] * p.shape[1] for p in hidden)
     plans = {name: one.memory for name, one in found.items() if one.memory}
     assert plans["adamw"].parts["optimizer"] - plans["muon"].parts["optimizer"] == saved > 0
+
+
+def test_adapters_that_cannot_be_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()  # where there is none
+    fields = tiny_config(tmp_path)["model"]["config"] | {"vocab_size": 5000}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(fields))
+    found = {}
+    for kind, targets in (("lora", ["q_projj", "o_proj"]), ("qlora", ["q_proj"])):
+        base = {"model__from": str(tmp_path / "base"), "model__config": {}}
+        made = config(tmp_path, **base, adapter__kind=kind, adapter__targets=targets)
+        with pytest.raises(UserError) as refused:
+            planned(made)
+        (found[kind],) = refused.value.problems
+    assert (found["lora"].key, found["lora"].value) == ("adapter.targets", "q_projj")
+    assert found["lora"].remedy.startswith("nearest: q_proj")
+    assert (found["qlora"].key, found["qlora"].value) == ("adapter.kind", "qlora")
+    assert "a CUDA device" in found["qlora"].expected

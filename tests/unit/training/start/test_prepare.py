@@ -3,7 +3,7 @@ import logging
 from collections import Counter
 
 import pytest
-from helpers import corpus
+from helpers import chats, corpus
 
 from llmtrain import heartbeat
 from llmtrain.config.schema import Config
@@ -133,3 +133,41 @@ def test_the_watchdog_sees_every_file_unit_and_text_that_is_looked_at(
     assert phases["looking into the files of the data"] == 3
     assert phases["reading a unit of the data"] >= 3
     assert 120 < phases["training a tokenizer"] <= 180  # a text each, but for those held out
+
+
+def talks(tmp_path, **chat):
+    """A config whose source has conversations."""
+    path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(20))
+    tree = {
+        "model": {"tokenizer": "sample"},
+        "data": {"sources": [{"path": str(path)}], "seq_len": 512},
+        "chat": chat,
+        "training": {"steps": 10},
+    }
+    return Config.model_validate(tree)
+
+
+def test_conversations_without_a_template_are_refused(tmp_path, run_dir):
+    with pytest.raises(UserError, match="a chat template: the tokenizer has none"):
+        prepare(talks(tmp_path), run_dir, 1, None)
+    assert not (run_dir / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("<|endoftext|>\n", r"'<|endoftext|>\n' before an answer: it ends every prompt"),
+        (" ", "' ' before an answer: it is trained like the answer"),
+        ("", None),
+    ],
+)
+def test_what_a_template_puts_before_an_answer_is_logged(tmp_path, run_dir, caplog, before, said):
+    caplog.set_level(logging.INFO, "llmtrain")
+    template = (
+        "{% for m in messages %}{{ m.role + ':' }}{{ BEFORE if m.role == 'assistant' else '' }}"
+        "{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    prepare(talks(tmp_path, template=template.replace("BEFORE", repr(before))), run_dir, 1, None)
+    assert (said is None) == ("before an answer" not in caplog.text)
+    assert (said or "") in caplog.text
