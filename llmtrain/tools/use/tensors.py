@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK_BYTES = 4 << 20  # of a tensor that is only copied
-_FREED_BYTES = 16 << 20  # written before freed memory is given back
+_FREED_BYTES = 4 << 20  # written before freed memory is given back
 
 
 @dataclass(frozen=True, slots=True)
