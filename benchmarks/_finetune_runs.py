@@ -29,20 +29,25 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 LORA = {"kind": "lora", "r": 16, "alpha": 32}
+LAYERS_OF_500_MB = 5
 # All but the norms: a whole checkpoint, without gradients and moments of all weights in memory.
 FROZEN = ["*embed*", "*proj*", "lm_head*"]
 
 
-def base_of(bench: Any) -> Path:
-    """Return a directory with random weights and the sample's tokenizer."""
-    directory = bench.folder / "base"
+def base_of(bench: Any, layers: int | None = None) -> Path:
+    """Return a directory with random weights and the sample's tokenizer.
+
+    layers: of the model; None = as many as the sizes say
+    """
+    layers = layers or bench.sizes.layers
+    directory: Path = bench.folder / f"base-{layers}"
     if directory.exists():
         return directory
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    config = LlamaConfig(num_hidden_layers=bench.sizes.layers, **SHAPE)
+    config = LlamaConfig(num_hidden_layers=layers, **SHAPE)
     LlamaForCausalLM(config).save_pretrained(directory)
     sample = importlib.resources.files("llmtrain.data.sample")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -142,8 +147,13 @@ def export(bench: Any) -> None:
 
 
 def shards(bench: Any) -> None:
-    """Measure the memory of the ranks of a sharded run while they get their weights."""
-    path = config_of(bench, "sharded", distributed={"strategy": "fsdp2"})
+    """Measure the memory of the ranks of a sharded run while they get their weights.
+
+    The model is hardly larger than 500 MB, for which the goal is set: of a smaller shard, what the
+    libraries take is a larger share.
+    """
+    base = base_of(bench, min(LAYERS_OF_500_MB, bench.sizes.layers))
+    path = config_of(bench, "sharded", model={"from": str(base)}, distributed={"strategy": "fsdp2"})
     output = bench.folder / "seen"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -167,9 +177,10 @@ def shards(bench: Any) -> None:
     if any(codes):
         sys.exit(f"ranks ended with {codes}")
     first, second = (json.loads(Path(f"{output}.{n}").read_text()) for n in range(RANKS))
-    name = f"rank 1 of {RANKS}, its shard {second['shard'] / 1e6:,.0f} MB of {second['model'] / 1e6:,.0f}"
+    sizes = [f"{second[key] / 1e6:,.0f}" for key in ("shard", "model")]
+    name = f"rank 1 of {RANKS}, shard {' MB of '.join(sizes)}"
     above = {key: second[key] - second["before"] for key in ("peak", "after")}
-    bench.say(f"{name}: peak while loading", above["peak"] / second["shard"], "×", "≤ 1.2")
+    bench.say(f"{name}: peak while it loads", above["peak"] / second["shard"], "×", "≤ 1.2")
     bench.say("  once it is loaded", above["after"] / second["shard"], "×")
     top = (first["peak"] - first["before"]) / first["model"]
     bench.say("  rank 0, which reads the weights: peak over the whole model", top, "×")
