@@ -1,11 +1,13 @@
 """Peak memory of a process of its own, for `finetune.py` (Linux).
 
     python benchmarks/_finetune_memory.py imports
+    python benchmarks/_finetune_memory.py models
     python benchmarks/_finetune_memory.py command ARGUMENT …
     python benchmarks/_finetune_memory.py rank CONFIG OUTPUT
 
-`imports` imports torch and transformers, `command` runs a command of llmtrain; the last line of
-stdout is the peak of resident memory in bytes. It is not `ru_maxrss`, which a process inherits.
+`imports` imports torch and transformers, `models` the base class of transformers' models as well,
+`command` runs a command of llmtrain. The last line of stdout is the peak of resident memory in
+bytes. It is not `ru_maxrss`, which a process inherits.
 `rank` is one of several processes of a launch, and ends once it has its weights. OUTPUT.RANK
 becomes a JSON object: its shard, and its memory before, at most, and after, all in bytes.
 """
@@ -72,9 +74,12 @@ def main() -> None:
     if what == "rank":
         rank(*arguments)
     code = 0
-    if what == "imports":
+    if what in ("imports", "models"):
         import torch  # noqa: F401
-        import transformers  # noqa: F401
+        import transformers
+
+        if what == "models":  # it is imported when it is asked for
+            assert transformers.PreTrainedModel
     else:
         code = command(arguments)
     print(peak(), flush=True)

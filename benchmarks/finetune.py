@@ -11,10 +11,12 @@ to other parts stay as they are.
     speed       rows of train.jsonl to ids and masks, with Qwen3's tokenizer and template, beside a
                 bare `tokenizers` encode of the texts of the same sequences
     opening     the first batch of a chat stream, and of its resume in the middle of an epoch, each
-                in a process of its own; how full the blocks of that epoch are
+                in a process of its own, without and with opening the tokenizer, which every process
+                does once; how full the blocks of that epoch are
     checkpoint  the files of a LoRA run's checkpoint over the bytes of its tensors
     export      peak memory of `llmtrain export`, whole and with merged adapters, above that of a
-                process that has imported torch and transformers
+                process that has imported torch and transformers (which alone loads little: with
+                the class of its models it is another figure)
     shards      memory of a rank above 0 under FSDP2 while the model is loaded, over its shard
     step        a step of a LoRA run beside a loop of transformers, peft and torch
 """
