@@ -42,7 +42,7 @@ from llmtrain.data.lanes import BadConversationError, Block, Lanes
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.survey import differing_tokenizer
-from llmtrain.data.tokens.encode import open_encoder
+from llmtrain.data.tokens.encode import Encoder, open_encoder
 from llmtrain.data.workers import (
     Asked,
     Failed,
@@ -71,6 +71,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
     Each lane with one of these blocks is opened, and its blocks for other ranks are discarded.
 
     item_blocks: how many a worker sends at once; without workers they come one by one
+    encoder: that of the manifest, checked; None = it is opened and checked, as in every worker
     """
 
     manifest: Manifest
@@ -84,6 +85,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
     stop: Stopping | None = None
     asked: Asked = field(default_factory=partial(Asked, 1))
     item_blocks: int = 1
+    encoder: Encoder | None = None
 
     def __iter__(self) -> Iterator[Block | list[Block | Failed]]:
         worker = get_worker_info()
@@ -96,8 +98,10 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
         """Yield the blocks of worker number `worker` of `workers`. Errors name the last unit."""
         rank, step = self.rank + self.world_size * worker, self.world_size * workers
         try:
-            encoder = open_encoder(self.tokenizer_dir, self.manifest)
-            raise_any(differing_tokenizer(self.manifest, encoder))
+            encoder = self.encoder
+            if encoder is None:
+                encoder = open_encoder(self.tokenizer_dir, self.manifest)
+                raise_any(differing_tokenizer(self.manifest, encoder))
             reader = Reader(self.reading, self.stop, partial(self.asked.write, worker))
             lanes = Lanes(self.manifest, encoder, reader, self.cursors, self.next_block)
             for g in count(self.next_block + rank, step):
@@ -186,6 +190,7 @@ def open_stream(
     next_block: int = 0,
     cursors: np.ndarray | None = None,
     reading: Reading,
+    encoder: Encoder | None = None,
 ) -> Stream:
     """Open the stream of this rank's blocks. Workers begin to read at once.
 
@@ -194,6 +199,7 @@ def open_stream(
     next_block: first block of the next step, a multiple of `blocks_per_step`
     cursors (L, sources, 4): those of the state; None = the beginning
     reading: how units are read
+    encoder: that of the manifest, if this process has opened and checked it; workers open their own
     """
     shape = (manifest.lanes, len(manifest.sources), 4)
     # A copy: lanes are opened later, and the caller may have changed the array by then.
@@ -214,6 +220,7 @@ def open_stream(
         stop=stop,
         asked=Asked(workers),
         item_blocks=item_blocks(manifest, blocks_per_step // world_size, workers),
+        encoder=None if workers else encoder,
     )
     return Stream(blocks, blocks_per_step, workers, stop)
 

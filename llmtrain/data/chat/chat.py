@@ -75,12 +75,20 @@ class Chat:
 
     directory: the run's `tokenizer/`
     seq_len: ids that a sequence may have
+    tokenizer: that tokenizer with the run's back end; None = it is opened with `tokenizers`
     """
 
-    def __init__(self, directory: Path, settings: Settings, seq_len: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Settings,
+        seq_len: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.settings = settings
         self.seq_len = seq_len
         self._directory = directory
+        self._tokenizer = tokenizer
 
     @property
     def has_template(self) -> bool:
@@ -148,11 +156,11 @@ class Chat:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        return open_encoder(self._directory)
+        return open_encoder(self._directory, self._tokenizer)
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        return open_tokenizer(self._directory)
+        return self._tokenizer or open_tokenizer(self._directory)
 
     @cached_property
     def _template(self) -> Template:

@@ -1,4 +1,4 @@
-r"""Encodes rendered text with the run's whole tokenizer, added tokens included, in pieces.
+r"""Encodes rendered text with the run's tokenizer, added tokens included, in pieces.
 
 A tokenizer first cuts a text at its added tokens, then encodes what is between them, each part on
 its own. This module cuts at the same places, so a part that comes again, in the prompt of the next
@@ -17,25 +17,28 @@ How a part is encoded depends on what precedes it:
     literal   the same, and its text is a control token that must stay text
 
 The trap: SentencePiece's tokenizers put a blank in front of a text, some also behind every added
-token. So a part behind an added token is encoded behind one, whose id is removed.
+token. So a part behind an added token is encoded behind one, whose id is removed. Byte-level
+tokenizers do no such thing. If the run has a faster back end for one, that encodes the parts.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from llmtrain.data.chat.control import END, START, longest
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
     import tokenizers
 
 Kind = Literal["first", "behind", "glued", "literal"]
+Encode = Callable[[list[str]], list[list[int]]]
 
 CACHE_CHARACTERS = 1 << 18  # about 3 MB of text and ids
 # White space as the tokenizers library has it, which Python's own \s is not.
@@ -63,22 +66,39 @@ class EncodedText:
     firsts: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What encodes the parts.
+
+    added: the added tokens, by id
+    whole: encodes texts; added tokens in them get their own ids
+    bare: encodes texts; added tokens in them are text
+    by_parts: whether `whole` takes an added token only by itself, and a text without any; then a
+        text has the same ids behind everything
+    """
+
+    added: Mapping[int, tokenizers.AddedToken]
+    whole: Encode
+    bare: Encode
+    by_parts: bool = False
+
+
 class Encoder:
     """Encodes rendered text, and remembers the ids of parts.
 
     added: the added tokens, by id
     """
 
-    def __init__(self, full: tokenizers.Tokenizer) -> None:
-        self.added: dict[int, tokenizers.AddedToken] = full.get_added_tokens_decoder()
-        self._full = full
-        self._bare = _without_added_tokens(full)
+    def __init__(self, engine: Engine) -> None:
+        self.added = engine.added
+        self._engine = engine
         self._known: dict[tuple[Kind, str], list[int]] = {}
         self._characters = 0
         cuts = _cuts(list(self.added.values()))
-        self._guard = next((token for token, blanks in cuts.items() if not blanks), "")
+        guards = (token for token, blanks in cuts.items() if not blanks)
+        self._guard = "" if engine.by_parts else next(guards, "")
         self._cuts = longest(cuts)
-        if not self._cuts_as_the_tokenizer():
+        if not engine.by_parts and not self._cuts_as_the_tokenizer():
             self._cuts = longest({})
 
     def encode(self, text: str, kind: Kind = "first") -> EncodedText:
@@ -142,9 +162,7 @@ class Encoder:
         keys = {(part.kind, part.text) for part in parts}
         new = [key for key in keys if key not in self._known]
         behind = [text for kind, text in new if kind == "behind"]
-        guarded = (
-            self._encode(self._full, [self._guard + text for text in behind]) if behind else []
-        )
+        guarded = self._engine.whole([self._guard + text for text in behind]) if behind else []
         for text, ids in zip(behind, guarded, strict=True):
             self._known["behind", text] = ids[1:] if self._guard else ids
         for kind, text in new:
@@ -154,38 +172,34 @@ class Encoder:
 
     def _ids(self, kind: Kind, text: str) -> list[int]:
         if kind == "first":
-            return self._encode(self._full, [text])[0]
+            return self._engine.whole([text])[0]
         if kind == "glued":
-            return self._glue(self._full, text)
-        ids = self._glue(self._bare, text)
+            return _glue(self._engine.whole, text)
+        bare = self._engine.bare
+        ids = _glue(bare, text)
         if not self.added.keys().isdisjoint(ids):  # a model that makes a control token of text
-            ids = [*self._glue(self._bare, text[0]), *self._glue(self._bare, text[1:])]
+            ids = [*_glue(bare, text[0]), *_glue(bare, text[1:])]
         return ids
-
-    def _glue(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-        newline, ids = self._encode(tokenizer, ["\n", "\n" + text])
-        if ids[: len(newline)] == newline:
-            return ids[len(newline) :]
-        return self._encode(tokenizer, [text])[0]
-
-    @staticmethod
-    def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def _cuts_as_the_tokenizer(self) -> bool:
         """Return whether texts in parts have the ids that they have as a whole."""
         tokens = [token.content for token in self.added.values()][:64]
         texts = [f"a{token} b{token}\n c {token}{token}d" for token in tokens]
         texts.append("".join(tokens))
-        whole = self._encode(self._full, texts)
+        whole = self._engine.whole(texts)
         return all(self.encode(text).ids == ids for text, ids in zip(texts, whole, strict=True))
 
 
-def open_encoder(directory: Path) -> Encoder:
-    """Open `tokenizer.json` with its added tokens. Raises UserError if it is missing."""
+def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> Encoder:
+    """Open `tokenizer.json` with its added tokens. Raises UserError if it is missing.
+
+    tokenizer: the one in that directory, with the run's back end; it is used if it is faster
+    """
     import tokenizers
 
+    fast = None if tokenizer is None else of_back_end(tokenizer)
+    if fast is not None:
+        return Encoder(fast)
     path = directory / "tokenizer.json"
     if not path.is_file():
         expected = "a directory with tokenizer.json"
@@ -193,7 +207,50 @@ def open_encoder(directory: Path) -> Encoder:
     full = tokenizers.Tokenizer.from_file(str(path))
     full.no_truncation()
     full.no_padding()
-    return Encoder(full)
+    return Encoder(of_library(full))
+
+
+def of_library(full: tokenizers.Tokenizer) -> Engine:
+    """Return the engine of a tokenizer with its added tokens."""
+    whole, bare = (_encode_with(one) for one in (full, _without_added_tokens(full)))
+    return Engine(full.get_added_tokens_decoder(), whole, bare)
+
+
+def of_back_end(tokenizer: Tokenizer) -> Engine | None:
+    """Return the engine of a run's tokenizer.
+
+    None: it is no faster than the library, or a text cannot be cut at every added token.
+    """
+    if tokenizer.backend != "tiktoken":  # that converts byte-level tokenizers alone
+        return None
+    added = tokenizer.added
+    cuts = _cuts(list(added.values()))
+    if any(cuts.values()) or any(one.content not in cuts for one in added.values()):
+        return None
+    ids = {one.content: [id] for id, one in added.items()}
+
+    def bare(texts: list[str]) -> list[list[int]]:
+        return [found.tolist() for found in tokenizer.encode_batch(texts)]
+
+    def whole(texts: list[str]) -> list[list[int]]:
+        return [ids.get(text) or bare([text])[0] for text in texts]
+
+    return Engine(added, whole, bare, by_parts=True)
+
+
+def _encode_with(tokenizer: tokenizers.Tokenizer) -> Encode:
+    def encode(texts: list[str]) -> list[list[int]]:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    return encode
+
+
+def _glue(encode: Encode, text: str) -> list[int]:
+    newline, ids = encode(["\n", "\n" + text])
+    if ids[: len(newline)] == newline:
+        return ids[len(newline) :]
+    return encode([text])[0]
 
 
 def _cuts(added: Sequence[tokenizers.AddedToken]) -> dict[str, str]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
-
 from llmtrain import heartbeat
 from llmtrain.config.binding import DataSettings
 from llmtrain.data.documents.lines import A_LIST, decode_line, fields, line_number
-from llmtrain.data.documents.rows import Rows
+from llmtrain.data.documents.rows import Rows, as_array
 from llmtrain.data.documents.skipped import (
     FILE_NAME,
     MANY_IN_A_ROW,
@@ -119,7 +117,7 @@ class Reader:
                 return rows
         self.units.forget(source, unit)
         self._count(source, unit, epoch, error)
-        return Rows(pa.array([], pa.large_binary()), None, skipped=1)
+        return Rows(as_array([]), None, skipped=1)
 
     def _rows(self, source: Source, unit: Unit) -> Rows:
         """Return the rows of a unit. Bad lines are left out, or raise UserError."""

@@ -26,7 +26,7 @@ from llmtrain.data.documents.lines import (
     refuse_utf_16,
     to_bytes,
 )
-from llmtrain.data.documents.rows import Rows, of_table, refuse_other_encoding
+from llmtrain.data.documents.rows import Rows, as_array, of_table, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.remote.cache import Cache, cache_root
@@ -227,7 +227,7 @@ class Units:
     def _range(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
         lines = self.lines(source, unit)
         if (file_format(source.files[unit.file].name) or ("",))[0] == "text":
-            return Rows(pa.array([line for _, line in lines], pa.large_binary()), None)
+            return Rows(as_array(line for _, line in lines), None)
         texts: list[bytes | None] = []
         ids: list[bytes | None] = []
         bad: list[tuple[int, str]] = []
@@ -244,8 +244,7 @@ class Units:
             else:
                 texts.append(text)
                 ids.append(name)
-        kind = pa.large_binary()
-        return Rows(pa.array(texts, kind), pa.array(ids, kind), len(bad), tuple(bad))
+        return Rows(as_array(texts), as_array(ids), len(bad), tuple(bad))
 
 
 def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:
@@ -263,7 +262,7 @@ def _rows_of(table: pa.Table, source: Source) -> Rows:
         return of_table(table, source.text_column, source.id_column)
     ids = source.id_column
     texts = table.drop_columns([ids]) if ids in table.column_names else table
-    lines = pa.array([as_text(row).encode() for row in texts.to_pylist()], pa.large_binary())
+    lines = as_array(as_text(row).encode() for row in texts.to_pylist())
     return Rows(lines, of_table(table, ids, None).texts if ids else None)
 
 

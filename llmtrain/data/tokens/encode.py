@@ -91,12 +91,16 @@ def open_encoder(directory: Path, manifest: Manifest) -> Encoder:
     Raises UserError as `open_tokenizer` does.
     """
     tokenizer = open_tokenizer(directory, manifest.tokenizer.backend)
-    return Encoder(tokenizer, open_chat(directory, manifest.chat, manifest.seq_len))
+    return Encoder(tokenizer, open_chat(directory, manifest.chat, manifest.seq_len, tokenizer))
 
 
-def open_chat(directory: Path, facts: ChatFacts | None, seq_len: int) -> Chat | None:
-    """Return the template of a run with conversations."""
-    return None if facts is None else Chat(directory, Settings(**facts.settings), seq_len)
+def open_chat(
+    directory: Path, facts: ChatFacts | None, seq_len: int, tokenizer: Tokenizer | None = None
+) -> Chat | None:
+    """Return the template of a run with conversations. tokenizer: as in `Chat`"""
+    if facts is None:
+        return None
+    return Chat(directory, Settings(**facts.settings), seq_len, tokenizer)
 
 
 def settings_of(config: ChatConfig, date: str) -> Settings:

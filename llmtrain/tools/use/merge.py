@@ -90,7 +90,7 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
     """
     directory, base = target.directory, base_directory(target.directory)
     config = config_of(base)
-    read_base = _base_reader(base, config)
+    stored_base = _open_base(base, config)
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
@@ -105,9 +105,13 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
     stored = Stored.of(directory, adapters.WEIGHTS)
 
     def read(name: str) -> Iterator[Tensor]:
-        tensor = read_base(tied.get(name, name))
-        if own[name].ndim:
-            tensor = longer(tensor, own[name].shape[0])
+        first, rows = tied.get(name, name), own[name].shape[:1]
+        if name not in layers and name not in rounded and stored_base.rows(first) == rows:
+            yield from (cast(chunk, dtype) for chunk in stored_base.chunks(first))
+            return
+        tensor = stored_base.read(first)
+        if rows:
+            tensor = longer(tensor, rows[0])
         if name in rounded:
             tensor = four_bits.rounded(tensor, target.state)
         if layer := layers.get(name):
@@ -160,17 +164,32 @@ def _differ(one: Layer | None, first: Layer | None) -> bool:
     return getattr(one.module, "tied_adapter", None) is not first.module
 
 
-def _base_reader(base: Path, config: Any) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor of a model by its name in transformers' class.
+class _Loaded:
+    """The tensors of a model in memory, read like those on disk."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+
+    def rows(self, name: str) -> tuple[int, ...]:
+        return tuple(self._values[name].shape[:1])
+
+    def read(self, name: str) -> Tensor:
+        return self._values[name].detach().clone()  # merging changes it in place
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        yield self._values[name].detach()
+
+
+def _open_base(base: Path, config: Any) -> Stored | _Loaded:
+    """Return the tensors of a model by their names in transformers' class.
 
     Files from elsewhere may have other names; then the model is loaded whole.
     """
     stored = tensors.of_model(base)
     if _fits(stored, _tensors(on_meta(config))):
-        return stored.read
+        return stored
     model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
-    values = _tensors(model)
-    return lambda name: values[name].detach().clone()  # merging changes it in place
+    return _Loaded(_tensors(model))
 
 
 def _fits(stored: Stored, own: Mapping[str, Tensor]) -> bool:

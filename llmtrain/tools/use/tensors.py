@@ -23,58 +23,72 @@ from llmtrain.types import DTYPES, Spec, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_BYTES = 16 << 20  # of a tensor that is only copied
+CHUNK_BYTES = 4 << 20  # of a tensor that is only copied
+_FREED_BYTES = 4 << 20  # written before freed memory is given back
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Tensors on disk, in one file or several.
 
-    specs: name → dtype and shape
-    files: name → file
+    places: name → its file in the directory, its first byte there, dtype and shape
     """
 
-    specs: Mapping[str, TensorSpec]
-    files: Mapping[str, Path]
+    directory: Path
+    places: Mapping[str, form.Place]
 
     @classmethod
     def of(cls, directory: Path, *names: str) -> Stored:
         """Return the tensors of these files. Raises UserError as `specs` does."""
-        found = {name: specs(directory, name) for name in names}
-        return cls(
-            {key: spec for part in found.values() for key, spec in part.items()},
-            {key: directory / name for name, part in found.items() for key in part},
-        )
+        parts = [_places(directory, name) for name in names]
+        return cls(directory, {name: place for part in parts for name, place in part.items()})
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return dtype and shape by name."""
+        return {name: place.tensor for name, place in self.places.items()}
+
+    def rows(self, name: str) -> tuple[int, ...]:
+        """Return the first dimension of a tensor; () if it has none."""
+        return self.places[name].tensor.shape[:1]
 
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises RunError 74 if the disk does not answer."""
-        (whole,) = self._read(name, None)
-        return whole
+        place = self.places[name]
+        return self._read(place, place.offset, place.tensor.shape)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Read one tensor in ranges of its first dimension. Raises as `read` does."""
-        spec = self.specs[name]
-        rows = spec.shape[0] if spec.shape else 0
-        row_bytes = DTYPES[spec.dtype][0] * math.prod(spec.shape[1:])
-        return self._read(name, max(1, CHUNK_BYTES // max(1, row_bytes)) if rows else None)
+        place = self.places[name]
+        kind, shape = place.tensor.dtype, place.tensor.shape
+        row_bytes = DTYPES[kind][0] * math.prod(shape[1:])
+        if not shape or not row_bytes:
+            yield self.read(name)
+            return
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for first in range(0, shape[0], step):
+            rows = min(step, shape[0] - first)
+            yield self._read(place, place.offset + first * row_bytes, (rows, *shape[1:]))
 
-    def _read(self, name: str, rows: int | None) -> Iterator[Tensor]:
-        """Yield a tensor whole, or so many rows of it at a time."""
-        import safetensors
+    def _read(self, place: form.Place, offset: int, shape: tuple[int, ...]) -> Tensor:
+        """Read some rows of a tensor. safetensors would read all of it for each range."""
+        import torch
 
-        path = self.files[name]
+        dtype: torch.dtype = getattr(torch, DTYPES[place.tensor.dtype][1].removeprefix("torch."))
+        found, path = torch.empty(shape, dtype=dtype), self.directory / place.file
+        block = found.view(-1).view(torch.uint8).numpy().data
         try:
-            with safetensors.safe_open(path, "pt", backend="pread") as opened:
-                if rows is None:
-                    yield opened.get_tensor(name)
-                    return
-                view = opened.get_slice(name)
-                count = self.specs[name].shape[0]
-                for first in range(0, count, rows):
-                    yield view[first : min(first + rows, count)]
-        except (OSError, safetensors.SafetensorError) as error:
+            with path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                while block.nbytes:
+                    count = file.readinto(block)
+                    if not count:
+                        raise OSError(f"it ended at byte {file.tell()}")
+                    block = block[count:]
+        except OSError as error:
             remedy = "see that the disk can be read, then give the same command again"
             raise RunError(f"cannot read {path}: {error}", DISK_FAILED, remedy) from error
+        return found
 
 
 def of_model(directory: Path) -> Stored:
@@ -90,8 +104,15 @@ def specs(directory: Path, name: str) -> dict[str, TensorSpec]:
     Raises UserError if the file is missing or has no valid header, RunError 74 if the disk does not
     answer.
     """
+    return {key: place.tensor for key, place in _places(directory, name).items()}
+
+
+def _places(directory: Path, name: str) -> dict[str, form.Place]:
     try:
-        return check.tensors(directory, name)
+        found = check.tensors(directory, name)
+        with (directory / name).open("rb") as opened:
+            start = 8 + int.from_bytes(opened.read(8), "little")
+        return form.places_in(name, found, start)
     except (form.DamagedError, FileNotFoundError) as error:
         expected = f"whole safetensors ({_reason(error)})"
         raise UserError(Problem(str(directory / name), None, expected)) from error
@@ -138,7 +159,7 @@ def _write_tensors(
             start += data.nbytes
         assert start == end, f"{name} has another size than planned"
         since += form.tensor_bytes(tensor)
-        if since >= CHUNK_BYTES:
+        if since >= _FREED_BYTES:
             since = 0
             _give_back()
     _give_back()

@@ -76,6 +76,7 @@ def open_data(
         next_block=state.next_block,
         cursors=state.cursors,
         reading=replace(reading, stop=None),
+        encoder=encoder,
     )
     stack.enter_context(closing(stream))
     ended = bool(found and found.state["ended"] and not changed)

@@ -17,7 +17,7 @@ from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
 from llmtrain.data.audit.first_rows import check_first_rows, marked
-from llmtrain.data.chat.chat import Chat
+from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.manifest import ChatFacts, Manifest
 from llmtrain.data.remote.request import Stopping
@@ -33,6 +33,7 @@ from llmtrain.data.survey import (
 )
 from llmtrain.data.tokens.backend import choose_tokenizer
 from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
 from llmtrain.model.base import Base
@@ -105,7 +106,8 @@ def write_data(
     facts = None
     if found.has_chat:
         settings = settings_of(config.chat, date or datetime.now().isoformat(timespec="seconds"))
-        chat = Chat(directory / TOKENIZER, settings, config.data.seq_len)
+        place = directory / TOKENIZER
+        tokenizer, chat = _open_chat(place, settings, config.data.seq_len, tokenizer)
         facts = chat_facts(chat)
         _log_what_precedes_answers(facts)
         first = check_first_rows(found, Encoder(tokenizer, chat))
@@ -113,6 +115,21 @@ def write_data(
             _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
     manifest = freeze(found, tokenizer, facts)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
+
+
+def _open_chat(
+    directory: Path, settings: Settings, seq_len: int, tokenizer: Tokenizer
+) -> tuple[Tokenizer, Chat]:
+    """Return the chat template of a new run, and the tokenizer that both texts and chat get.
+
+    tokenizer: the one that was chosen for texts. It is replaced by that of `tokenizers` if it gives
+        the made-up conversations other ids.
+    """
+    reference, chat = (Chat(directory, settings, seq_len, one) for one in (None, tokenizer))
+    if chat.probe() == reference.probe():
+        return tokenizer, chat
+    _log.warning("tokenizing with tokenizers, as tiktoken gives conversations other ids")
+    return open_tokenizer(directory), reference
 
 
 def _log_what_precedes_answers(facts: ChatFacts) -> None:

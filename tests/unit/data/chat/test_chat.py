@@ -276,10 +276,9 @@ def test_a_long_conversation_is_encoded_once(chatml, monkeypatch):
     chat = open_chat(chatml)
     chat.check()
     encoded = []
-    encode = chat._encoder._encode
-    monkeypatch.setattr(
-        chat._encoder, "_encode", lambda t, texts: encoded.extend(texts) or encode(t, texts)
-    )
+    engine = chat._encoder._engine
+    noting = replace(engine, whole=lambda texts: encoded.extend(texts) or engine.whole(texts))
+    monkeypatch.setattr(chat._encoder, "_engine", noting)
     texts = [f"moss and rain {n}" for n in range(60)]
     (one,) = chat.sequences(Example(talk(*texts))).sequences
     assert len(spans(one.ids, one.trained)) == 30

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers import vocabularies
@@ -5,7 +7,8 @@ from helpers.chats import FRAGMENTS, SAMPLE, make, plain
 from tokenizers import AddedToken, Tokenizer
 
 from llmtrain.data.chat import encode as module
-from llmtrain.data.chat.encode import Encoder, open_encoder
+from llmtrain.data.chat.encode import Encoder, of_back_end, of_library, open_encoder
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
 
@@ -54,7 +57,7 @@ def ids_of(full, text):
 @pytest.mark.parametrize("tokens", [PLAIN, ODD, ()], ids=["plain", "odd", "none"])
 def test_the_parts_have_the_ids_of_the_whole(source, tokens):
     full = with_tokens(source, *tokens)
-    encoder = Encoder(full)
+    encoder = Encoder(of_library(full))
     assert (encoder._cuts.search("<|b|>") is not None) == bool(tokens)
     for text in random_texts(150):
         assert encoder.encode(text).ids == ids_of(full, text)
@@ -63,7 +66,7 @@ def test_the_parts_have_the_ids_of_the_whole(source, tokens):
 @pytest.mark.parametrize("tokens", [PLAIN, ODD], ids=["plain", "odd"])
 def test_a_boundary_is_where_the_ids_of_a_prompt_end(source, tokens):
     full = with_tokens(source, *tokens)
-    encoder = Encoder(full)
+    encoder = Encoder(of_library(full))
     found = set()
     for text in random_texts(25):
         encoded = encoder.encode(text)
@@ -81,13 +84,13 @@ def test_a_boundary_is_where_the_ids_of_a_prompt_end(source, tokens):
     assert found == {True, False}
 
 
-def test_a_part_is_encoded_once(monkeypatch):
+def test_a_part_is_encoded_once():
     calls = []
-    encode = Encoder._encode
-    encoder = Encoder(with_tokens(SAMPLE, *PLAIN))
-    monkeypatch.setattr(
-        Encoder, "_encode", staticmethod(lambda t, texts: calls.extend(texts) or encode(t, texts))
+    engine = of_library(with_tokens(SAMPLE, *PLAIN))
+    encoder = Encoder(
+        replace(engine, whole=lambda texts: calls.extend(texts) or engine.whole(texts))
     )
+    calls.clear()
     for _ in range(3):
         encoder.encode("<|a|>user<|b|>moss and rain<|a|>")
     assert calls.count("<|a|>moss and rain") + calls.count("<|a|><|b|>moss and rain") <= 1
@@ -96,7 +99,7 @@ def test_a_part_is_encoded_once(monkeypatch):
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "CACHE_CHARACTERS", 100)
-    encoder = Encoder(with_tokens(SAMPLE, *PLAIN))
+    encoder = Encoder(of_library(with_tokens(SAMPLE, *PLAIN)))
     for n in range(60):
         encoder.encode(f"<|a|>{n} " + "moss " * 4)
     assert len(encoder._known) < 20
@@ -123,3 +126,39 @@ def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
     full.save(str(directory / "tokenizer.json"))
     text = "moss and rain and stones, moss and rain"
     assert open_encoder(directory).encode(text).ids == ids_of(plain(SAMPLE), text)
+
+
+def save(directory, *tokens):
+    """The sample's tokenizer with these tokens, opened with both back ends."""
+    directory = make(directory, None)
+    with_tokens(SAMPLE, *tokens).save(str(directory / "tokenizer.json"))
+    return directory, open_tokenizer(directory, "tiktoken")
+
+
+def test_the_faster_back_end_gives_the_same_ids_and_boundaries(tmp_path):
+    directory, tokenizer = save(tmp_path / "plain", *PLAIN)
+    fast, slow = open_encoder(directory, tokenizer), open_encoder(directory)
+    assert fast._engine.by_parts
+    assert not slow._engine.by_parts
+    assert {k: str(v) for k, v in fast.added.items()} == {k: str(v) for k, v in slow.added.items()}
+    rng = np.random.default_rng(5)
+    for text in random_texts(150):
+        literal = "".join(f"{text}\U000f0000{name}\U000f0001" for name in rng.choice(NAMES, 2))
+        for kind in ("first", "behind", "glued"):
+            for one in (text, literal):
+                found, expected = fast.encode(one, kind), slow.encode(one, kind)
+                assert found == expected
+        for place in range(0, len(text), 3):
+            assert fast.boundary(fast.encode(text), place) == slow.boundary(
+                slow.encode(text), place
+            )
+
+
+@pytest.mark.parametrize("odd", ODD[3:], ids=lambda one: one.content.strip())
+def test_tokens_at_which_a_text_cannot_be_cut_need_the_library(tmp_path, odd):
+    _, tokenizer = save(tmp_path / "odd", *PLAIN, odd)
+    assert of_back_end(tokenizer) is None
+
+
+def test_the_library_is_no_faster_back_end(tmp_path):
+    assert of_back_end(open_tokenizer(make(tmp_path / "t", "chatml"))) is None

@@ -12,7 +12,9 @@ from helpers.chats import (
     trained_ids,
 )
 
+from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rows import BadRowError, Example, to_example
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 NO_THINKING = {"enable_thinking": False}
 CASES = ("qwen3", "qwen3 without thinking", "mistral-v1", "chatml", "llama3", "gemma")
@@ -117,6 +119,18 @@ def test_by_hand_a_tool_call(chats, places):
 @pytest.mark.parametrize("name", CASES)
 def test_ids_before_each_span_are_those_that_inference_feeds(name, chats, places):
     compare(name, chats, places, 25, seed=1)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_the_faster_back_end_makes_the_same_sequences(name, chats, places):
+    rng, chat = np.random.default_rng(7), chats[name]
+    tokenizer = open_tokenizer(places[name], "tiktoken")
+    fast = Chat(places[name], chat.settings, chat.seq_len, tokenizer)
+    assert fast.check() == chat.check()
+    assert fast.probe() == chat.probe()
+    for _ in range(60):
+        example = Example(random_talk(rng))
+        assert fast.sequences(example) == chat.sequences(example)
 
 
 @pytest.mark.slow

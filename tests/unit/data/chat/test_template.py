@@ -2,9 +2,11 @@ import json
 
 import pytest
 from helpers.chats import DEFAULTS, SAMPLE, library, make, open_chat, talk
+from jinja2 import UndefinedError
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from llmtrain.data.chat.rows import BadRowError
-from llmtrain.data.chat.template import NAMED, named, open_template
+from llmtrain.data.chat.template import NAMED, _sandbox, named, open_template
 from llmtrain.errors import UserError
 
 DATE = DEFAULTS.date
@@ -177,3 +179,31 @@ def test_ft_14_the_clock_of_a_template_is_that_of_the_run(place):
     assert chat.render(talk("Hi?")) == "26 Jul 2024 12:30!"
     other = open_chat(directory, date="2025-01-02T03:04:05")
     assert other.render(talk("Hi?")) == "02 Jan 2025 03:04"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("m.content", "m.absent is defined", "m.absent", "m['content']", "m.items()", "m.keys"),
+        *("m.pop('content')", "m.update({})", "m.__class__", "m.content.__class__.mro()"),
+        *(
+            "m.content.upper()",
+            "m.content._x",
+            "'{0.__class__}'.format(m)",
+            "l.append(1)",
+            "l.copy()",
+        ),
+        *("range.__globals__", "ns.x", "ns.__class__", "m.content.format.__self__"),
+    ],
+)
+def test_the_sandbox_with_a_short_way_allows_and_refuses_the_same(expression):
+    found = []
+    for sandbox in (_sandbox(), ImmutableSandboxedEnvironment):
+        template = sandbox().from_string(f"{{% set ns = namespace(x=1) %}}{{{{ {expression} }}}}")
+        for _ in range(2):  # what was allowed once is remembered
+            message = {"content": "Yes", "items": "hidden", "__class__": "key", "x": 1}
+            try:
+                found.append(template.render(m=message, l=[1]).split(" at 0x")[0])
+            except (SecurityError, UndefinedError) as error:
+                found.append(str(error))
+    assert found == [found[0]] * 4

@@ -7,7 +7,7 @@ from helpers import corpus
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.documents.rows import refuse_other_encoding
+from llmtrain.data.documents.rows import as_array, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.survey import survey
 from llmtrain.errors import UserError
@@ -95,3 +95,13 @@ def test_a_judged_slice_is_not_blamed_for_its_neighbours():
     refuse_other_encoding(texts.slice(1), "a.txt, byte 0")
     with pytest.raises(UnreadableError):
         refuse_other_encoding(texts, "a.txt, byte 0")
+
+
+@pytest.mark.parametrize(
+    "values", [[], [None], [b""], [b"a", None, b"", "Ế".encode() * 50] * 7, [None] * 9]
+)
+def test_an_array_made_without_pandas_is_that_of_pyarrow(values):
+    found, expected = as_array(iter(values)), pa.array(values, pa.large_binary())
+    found.validate(full=True)
+    assert found.equals(expected)
+    assert found.null_count == expected.null_count
