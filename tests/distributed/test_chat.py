@@ -44,7 +44,7 @@ def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ft_20_a_resume_on_two_processes_has_the_same_batches_and_losses(
+def test_a_resume_on_two_processes_has_the_same_batches_and_losses(
     server: Server, straight: Path, tmp_path: Path
 ) -> None:
     path = config_of(tmp_path, chats.rows_of(80), checkpoint__every_steps=STEPS // 2)
