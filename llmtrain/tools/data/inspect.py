@@ -37,7 +37,7 @@ ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
 class SourceFacts:
     """Counts of one source.
 
-    documents: usable ones, including those that are held out
+    documents: usable ones, including those that are held out, and conversations that are rejected
     dropped: null, empty or blank documents
     replaced: documents with invalid UTF-8
     duplicates: rows among the `looked_at` rows whose text occurred before
