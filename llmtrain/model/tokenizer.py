@@ -77,7 +77,7 @@ def length_of(tokenizer: Any, added: Sequence[str] = ()) -> int:
 
     added: tokens that it will get if it lacks them; their ids follow the number of its entries
     """
-    known = tokenizer.get_vocab()
+    known: dict[str, int] = tokenizer.get_vocab()
     lacking = sum(token not in known for token in added)
     return max(len(known) + lacking, 1 + max(known.values()))
 

@@ -66,15 +66,13 @@ def test_columns_beside_a_text_column_are_refused(write):
     assert "data.sources.0.columns" in said
     assert "left out beside text_column" in said
     asked = {"path": path, "columns": columns}
-    settings = data_settings(
-        Config.model_validate({
-            "data": {"sources": [asked], "seq_len": 64},
-            "evaluation": {"sources": [asked | {"text_column": "answer"}]},
-            "training": {"steps": 1},
-        })  # fmt: skip
-    )
+    config = Config.model_validate({
+        "data": {"sources": [asked], "seq_len": 64},
+        "evaluation": {"sources": [asked | {"text_column": "answer"}]},
+        "training": {"steps": 1},
+    })  # fmt: skip
     with pytest.raises(UserError, match=r"evaluation\.sources\.0\.columns"):
-        survey(settings, 1)
+        survey(data_settings(config), 1)
 
 
 def test_preference_pairs_are_refused_by_their_source(write):
