@@ -18,8 +18,8 @@ from typing import TypeVar
 import numpy as np
 
 from llmtrain import heartbeat
-from llmtrain.data.audit.ledger import bad_row
 from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.documents.row_places import bad_row
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.heldout_set import Held, lay_out, save
 from llmtrain.data.manifest import Manifest, Source

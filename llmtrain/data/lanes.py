@@ -14,12 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmtrain.data.documents.reader import Reader
+from llmtrain.data.documents.row_places import bad_row, row_order, unit_at, units_of
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.mixing import shares, source_of
@@ -27,7 +28,6 @@ from llmtrain.data.packing import START, Document, Packed, Packing, Span, open_p
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encodes
 from llmtrain.errors import Problem, UserError
-from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 FEW_UNITS = 768
@@ -51,15 +51,6 @@ def default_lanes(processes: int, units: int, *, chat: bool = False) -> int:
     units: over all sources, before slicing
     """
     return math.lcm(8 if chat else 24 if units < FEW_UNITS else 48, processes)
-
-
-class BadConversationError(Exception):
-    """A row of chat data that cannot be used, by its place in the lane's order, and why."""
-
-    def __init__(self, source: int, lane: int, epoch: int, unit: int, row: int, why: str) -> None:
-        super().__init__(source, lane, epoch, unit, row, why)
-        self.place = (source, lane, epoch, unit, row)
-        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +229,7 @@ class Lane:
         yield Document(*end[:3], NO_IDS, counts + end.counts)
 
     def _encode(self, k: int, batch: Sequence[Untokenized]) -> list[Encoded]:
-        """Encode some documents. Raises BadConversationError unless bad rows are skipped."""
+        """Encode some documents. Raises UserError for a bad row, unless such rows are skipped."""
         source, contents = self._manifest.sources[k], [one.content for one in batch]
         if source.cached:
             return [Encoded(ids) for ids in contents]
@@ -246,8 +237,16 @@ class Lane:
         if not self._reader.reading.skip_bad_rows:
             for one, found in zip(batch, encoded, strict=True):
                 if found.bad is not None:
-                    raise BadConversationError(k, self._index, *one[:3], str(found.bad))
+                    raise UserError(self._bad_row(k, one, str(found.bad)))
         return encoded
+
+    def _bad_row(self, k: int, one: Untokenized, why: str) -> Problem:
+        """Return the problem of a conversation that cannot be used, with its file and line."""
+        manifest, source = self._manifest, self._manifest.sources[k]
+        u = unit_at(manifest, k, one.epoch, self._index, one.unit)
+        rows = self._reader.documents(source, source.units[u], one.epoch, needed=True)
+        row = int(row_order(manifest, k, u, one.epoch, len(rows))[one.row])
+        return bad_row(source, u, row, self._reader, why)
 
     def _refuse_without_documents(self, k: int, epochs: int) -> None:
         """Raise UserError if a source had no training document in so many epochs."""
@@ -288,7 +287,7 @@ class Lane:
         self, k: int, cursor: Cursor, again: bool
     ) -> Iterator[tuple[int, int, Rows | token_cache.Rows, bool]]:
         """Yield (epoch, position in the list, shuffled rows, whether any may be held out)."""
-        source, seed = self._manifest.sources[k], self._manifest.seed
+        source = self._manifest.sources[k]
         heldout = frozenset(source.heldout_units)
         epoch, position = cursor.epoch, cursor.unit
         while source.max_epochs is None or epoch < source.max_epochs:
@@ -297,7 +296,7 @@ class Lane:
                 u = int(units[index])
                 needed = again or (cursor != START and (epoch, index) == cursor[:2])
                 rows = self._reader.documents(source, source.units[u], epoch, needed=needed)
-                order = permutation(len(rows), mix(seed, 2, k, epoch, u))
+                order = row_order(self._manifest, k, u, epoch, len(rows))
                 yield epoch, index, rows.take(order), u in heldout
             epoch, position = epoch + 1, 0
 
@@ -355,19 +354,3 @@ def _content(rows: Rows | token_cache.Rows, row: int, vocabulary: int) -> tuple[
     if isinstance(rows, Rows):
         return rows.text(row)
     return rows.ids(row, vocabulary) if rows.usable(row) else None, False
-
-
-def units_of(manifest: Manifest, k: int, epoch: int, lane: int) -> np.ndarray:
-    """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
-
-    If the units cannot be dealt evenly, some lanes get one more. A rotation changes which lanes
-    these are from epoch to epoch.
-    """
-    seed, lanes = manifest.seed, manifest.lanes
-    order = _order(len(manifest.sources[k].units), mix(seed, 1, k, epoch))
-    return order[(lane + mix(seed, 6, k, epoch)) % lanes :: lanes]
-
-
-@lru_cache(maxsize=8)
-def _order(n: int, key: int) -> np.ndarray:
-    return permutation(n, key)

@@ -34,11 +34,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from llmtrain import faults, heartbeat
-from llmtrain.data.audit.ledger import bad_conversation
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.byte_ranges import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import BadConversationError, Block, Lanes
+from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.survey import differing_tokenizer
@@ -106,8 +105,6 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
             lanes = Lanes(self.manifest, encoder, reader, self.cursors, self.next_block)
             for g in count(self.next_block + rank, step):
                 yield lanes.take(g)
-        except BadConversationError as error:
-            raise bad_conversation(self.manifest, reader, error) from None
         except Exception as error:
             error.add_note(f"the last unit that was asked for: {self.asked.read(worker)}")
             raise

@@ -30,7 +30,7 @@ from typing import Any, Final, TypeAlias
 
 from llmtrain import faults, processes
 from llmtrain.data.lanes import Block
-from llmtrain.errors import RESTARTABLE, RunError, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
 # A launcher passes SIGHUP on as well, to its rank and all processes that the rank has started.
 IGNORED_SIGNALS: Final = (
@@ -105,14 +105,18 @@ def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bloc
                 yield item
                 item = []
     except UserError as error:
-        # A value that cannot be pickled would be lost with its error.
-        item.append(UserError(*(replace(p, value=str(p.value)) for p in error.problems)))
+        item.append(UserError(*map(_in_words, error.problems)))
     except RunError as error:
         item.append(error)
     except Exception:  # any other failure is sent to the rank, too
         message = f"data worker {worker} failed: {traceback.format_exc()}"
         item.append(RunError(message, 1, "this is a defect: the traceback shows where"))
     yield item
+
+
+def _in_words(problem: Problem) -> Problem:
+    """Return a problem with its value as a string: one that is not pickled would lose the error."""
+    return problem if problem.value is None else replace(problem, value=str(problem.value))
 
 
 class Workers(Iterator[Block | Failed]):

@@ -17,7 +17,7 @@ from llmtrain.errors import Problem, UserError, first_line, raise_any
 class SpecialTokens:
     """The facts about a tokenizer that a model needs.
 
-    length: number of entries.
+    length: ids are below it
     bos, eos, pad: ids of the special tokens; None if the tokenizer has no such token.
     """
 
@@ -64,11 +64,22 @@ def special_tokens(
     if tokenizer.eos_token_id is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
-    known = tokenizer.get_vocab() if added else {}
-    length = len(tokenizer) + sum(token not in known for token in added)
     return SpecialTokens(
-        length, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        length_of(tokenizer, added),
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
     )
+
+
+def length_of(tokenizer: Any, added: Sequence[str] = ()) -> int:
+    """Return the number that all ids of a tokenizer are below: its entries, or more with holes.
+
+    added: tokens that it will get if it lacks them; their ids follow the number of its entries
+    """
+    known: dict[str, int] = tokenizer.get_vocab()
+    lacking = sum(token not in known for token in added)
+    return max(len(known) + lacking, 1 + max(known.values()))
 
 
 def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, ...]:

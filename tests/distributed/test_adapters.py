@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import used
 from helpers.bases import save_base
+from helpers.chats import rows_of
+from helpers.corpus import articles, write_jsonl
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.numpy import load_file
@@ -211,6 +214,38 @@ def test_in_bf16_a_bf16_base_trains_fp32_adapters(
     assert {one.dtype for one in found.values()} == {np.dtype("float32")}
     rounded = [one.view(np.uint32) & 0xFFFF for one in found.values()]
     assert all(one.any() for one in rounded)  # not values of bf16
+
+
+def test_an_evaluation_of_text_and_conversations_in_bf16_is_repeated_to_the_last_bit(
+    server: Server, tmp_path: Path, base: Path
+) -> None:
+    """On an adapter, with rows for the tokens of the template, that two processes trained."""
+    made = config(tmp_path / "run", base, "lora", "ddp", training__precision="bf16")
+    made["training"]["steps"] = EVERY
+    talks = write_jsonl(tmp_path / "chat.jsonl", rows_of(60))
+    other = write_jsonl(tmp_path / "other.jsonl", rows_of(9, 100))
+    text = write_jsonl(tmp_path / "text.jsonl", articles(9))
+    made["data"] |= {"sources": [{"path": str(talks)}], "seq_len": 256}
+    made["evaluation"]["sources"] = [{"path": str(text)}, {"path": str(other)}]
+    made["chat"] = {"template": "chatml"}
+    train(server, tmp_path, made)
+    evaluated = {line["split"]: line for line in lines(tmp_path / "run", "eval")}
+    labels = ("evaluation/text.jsonl", "evaluation/other.jsonl")
+    assert evaluated.keys() == {"heldout", *(f"heldout/{one}" for one in labels)}
+    words = ["llmtrain", "evaluate", str(tmp_path / "run"), "--json"]
+    found = json.loads(used.given(server, tmp_path, words))
+    figures = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes", "documents")
+    for key in ("step", *figures):
+        assert found[key] == evaluated["heldout"][key], key
+    assert found["bits_per_byte"] is None
+    assert found["sources"].keys() == set(labels)
+    for label in labels:
+        line = evaluated[f"heldout/{label}"]
+        assert {key: found["sources"][label][key] for key in figures} == {
+            key: line[key] for key in figures
+        }
+    assert found["sources"][labels[0]]["bits_per_byte"] > 0
+    assert found["sources"][labels[1]]["bits_per_byte"] is None
 
 
 def test_rows_of_named_tokens_are_trained_and_saved_alike_under_each_strategy(

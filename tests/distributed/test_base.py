@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 3
 MORE = 5  # tokens that the base has no rows for
+# How the base writes: with end tokens that nothing else names.
+GENERATION = {"eos_token_id": [1, 2, 3], "temperature": 0.7, "do_sample": True}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and beside it its tokenizer with some tokens more."""
     folder = tmp_path_factory.mktemp("bases")
     save_tokenizer(folder / "tokenizer", more=MORE)
-    return save_base(folder / "base")
+    found = save_base(folder / "base")
+    (found / "generation_config.json").write_text(json.dumps(GENERATION))
+    return found
+
+
+def generation(run_dir: Path, step: int) -> dict[str, Any]:
+    """How a checkpoint writes."""
+    file = run_dir / "checkpoints" / f"step-{step:08d}" / "generation_config.json"
+    found: dict[str, Any] = json.loads(file.read_text())
+    del found["transformers_version"]
+    return found
 
 
 def config(run_dir: Path, base: Path, strategy: str, **changes: Any) -> dict[str, Any]:
@@ -57,6 +69,7 @@ def test_a_run_that_grew_is_a_model_that_transformers_opens(grown: Path, base: P
     )
     assert len(tokenizer) == model.config.vocab_size == ENTRIES + MORE
     assert model.get_input_embeddings().weight.shape[0] == ENTRIES + MORE
+    assert generation(grown, STEPS) == GENERATION
     (start,) = lines(grown, "start")
     assert start["parameters"] == sum(p.numel() for p in model.parameters())
     kept = json.loads((grown / "auto.json").read_text())["run"]["base"]
@@ -75,6 +88,11 @@ def test_a_base_that_grows_trains_the_same_under_every_strategy(
     step = Path("checkpoints", f"step-{STEPS:08d}", "model.safetensors")
     ours, theirs = load_file(found / step), load_file(grown / step)
     assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    made = config(tmp_path / "run", base, strategy)
+    made["training"]["steps"] = STEPS + 1
+    run(server, tmp_path, made)  # a resume, which reads nothing of the base
+    assert lines(found, "start")[-1]["resumed_from"] == f"step-{STEPS:08d}"
+    assert [generation(found, n) for n in (2, STEPS, STEPS + 1)] == [GENERATION] * 3
 
 
 def test_ft_04_ranks_of_a_sharded_run_read_no_weights_but_one(
@@ -107,6 +125,7 @@ def test_a_run_begins_with_another_and_resumes_without_it(
     run(server, tmp_path, made, 1)
     assert lines(run_dir, "start")[-1]["resumed_from"] == "step-00000002"
     assert json.loads((run_dir / "auto.json").read_text())["run"]["base"] == kept
+    assert [generation(run_dir, step) for step in (2, 4)] == [GENERATION] * 2
 
 
 def test_weights_that_change_before_the_first_checkpoint_are_refused(

@@ -11,6 +11,8 @@ from helpers import chats, corpus
 from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 
+from llmtrain.tools.data.which import which
+
 STEPS = 8
 
 
@@ -44,7 +46,7 @@ def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ft_20_a_resume_on_two_processes_has_the_same_batches_and_losses(
+def test_a_resume_on_two_processes_has_the_same_batches_and_losses(
     server: Server, straight: Path, tmp_path: Path
 ) -> None:
     path = config_of(tmp_path, chats.rows_of(80), checkpoint__every_steps=STEPS // 2)
@@ -88,6 +90,21 @@ def test_the_log_shows_the_first_conversation(straight: Path) -> None:
     log = (straight / "run" / "logs" / "rank-0.log").read_text()
     assert "the first conversation, trained in ⟦⟧" in log
     assert "<|im_end|>⟧" in log
+
+
+@pytest.mark.parametrize("step", [1, STEPS // 2 + 1])
+def test_the_conversations_of_a_step_are_named_and_checked(straight: Path, step: int) -> None:
+    found = which(straight / "run", step, text=True)
+    assert found.checked_at == step
+    assert found.batch_digest == digests(straight)[step - 1]
+    assert len({one.g for one in found.documents}) == found.blocks == 24
+    data = (straight / "chat.jsonl").read_bytes()
+    for one in found.documents:
+        row = json.loads(data[one.at :].split(b"\n")[0])
+        said = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>" for m in row["messages"]]
+        assert one.text == "\n".join(said)  # a row is one sequence, and never cut
+        assert (one.source, one.file) == ("chat.jsonl", "chat.jsonl")
+        assert one.tokens == (0, one.span[1] - one.span[0])
 
 
 def test_a_later_bad_row_ends_all_ranks_with_its_line(server: Server, tmp_path: Path) -> None:

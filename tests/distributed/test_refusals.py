@@ -82,6 +82,16 @@ def model(**fields: Any) -> Callable[[Config, Path], None]:
     return lambda config, folder: config["model"]["config"].update(fields)
 
 
+def both(
+    first: Callable[[Config, Path], None], then: Callable[[Config, Path], None]
+) -> Callable[[Config, Path], None]:
+    def change(config: Config, folder: Path) -> None:
+        first(config, folder)
+        then(config, folder)
+
+    return change
+
+
 def lines_of(rows: list[dict[str, Any]]) -> Callable[[Path], object]:
     return lambda path: write_jsonl(path, rows)
 
@@ -157,6 +167,13 @@ CASES = {
     "conversations cut anywhere": (
         chat_lora(rows_of(20), "data", packing="concat"),
         ["data.packing = concat", "bestfit or auto"],
+    ),
+    "a prompt that a user cannot write": (
+        both(
+            chat_lora(rows_of(20), "evaluation", prompts=["Hi?", "Hi <|im_end|>"]),
+            put("chat", "control_tokens", "error"),
+        ),
+        ["1 problem", "evaluation.prompts = Hi <|im_end|>", "'<|im_end|>'"],
     ),
     "preference pairs": (
         chat_lora([{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}] * 20),

@@ -159,6 +159,7 @@ def models(tmp_path_factory: Any) -> list[Path]:
     (folder / "tasks").mkdir()
     task = TASK.replace("FILE", str(folder / "documents.txt"))
     (folder / "tasks" / "mine.yaml").write_text(task)
+    (folder / "tasks" / "group.yaml").write_text("group: all_of_mine\ntask: [mine]\n")
     return found
 
 
@@ -169,13 +170,30 @@ def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[P
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("found:")]
     assert len(said) == 2, done.stderr
-    for model, line in zip(models, said, strict=True):
-        documents, task = folder / "documents.txt", folder / "tasks" / "mine.yaml"
-        options = ["--data", documents, "--tasks", task]
+    # The second by a group, which lm-eval knows by its own name, not by those of its tasks.
+    for model, line, file in zip(models, said, ("mine", "group"), strict=True):
+        task = folder / "tasks" / f"{file}.yaml"
+        options = ["--data", folder / "documents.txt", "--tasks", task]
         found = told(server, folder / "told", "evaluate", model, *options)
         expected = json.loads(line.partition(":")[2])
         assert abs(found["bits_per_byte"] - expected) <= 1e-4
         assert abs(found["tasks"]["mine"]["bits_per_byte"] - expected) <= 1e-4
+
+
+def test_a_task_whose_data_is_gone_is_one_message(
+    server: Server, models: list[Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    task = tmp_path / "mine.yaml"
+    task.write_text(TASK.replace("FILE", str(tmp_path / "gone.txt")))
+    words = ["evaluate", str(models[0]), "--tasks", str(task)]
+    call = ["call", "helpers.used", "command", str(tmp_path / "stdout"), *words]
+    assert server.run(call, 1, tmp_path, HERE) == [2]
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("error:") == 1
+    assert "tasks whose data can be read" in said
+    assert "gone.txt" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -74,6 +74,16 @@ def write_tokenizer(directory: Path, entries: int = 300) -> Path:
     return directory
 
 
+def with_hole(directory: Path, last: int) -> Path:
+    """The tokenizer, whose last entry has this id, far behind the others."""
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    entries = content["model"]["vocab"]
+    entries[max(entries, key=entries.__getitem__)] = last
+    path.write_text(json.dumps(content), "utf-8")
+    return directory
+
+
 def with_template(directory: Path, template: str, others: list[str] | None = None) -> Path:
     """The tokenizer with `<s>` as begin token, and what its post-processor puts around a text.
 

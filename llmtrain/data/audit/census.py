@@ -143,7 +143,8 @@ class _Format:
                 if document.held:
                     self.held = _sum([self.held, Amount(1, len(encoded), own)])
                 self.hashes.append(xxhash.xxh3_64_intdigest(encoded))
-                self.lengths[len(ids)] += 1
+                if len(ids):  # else `chat` counts why a conversation has none
+                    self.lengths[len(ids)] += 1
         cached = self.source.cached
         self.bytes += size * nbytes / max(1, tokens) if cached else size
         self.tokens += size if cached else size * tokens / max(1, nbytes)

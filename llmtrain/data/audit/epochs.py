@@ -1,7 +1,7 @@
 """The number of blocks of an epoch: counted, or estimated by a census.
 
-Conversations are trained exactly as often as asked. So their blocks are counted by walking all
-lanes to their end, each conversation being tokenized once.
+A run trains on conversations exactly as often as asked. So at its start their blocks are counted by
+walking all lanes to their end, each conversation being tokenized once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import xxhash
 from llmtrain import heartbeat
 from llmtrain.data import heldout
 from llmtrain.data.audit.census import BATCH, Census, census
-from llmtrain.data.audit.ledger import bad_conversation
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import BadConversationError, Lanes
+from llmtrain.data.lanes import Lanes
 from llmtrain.data.manifest import Manifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
 from llmtrain.data.state import DataState
@@ -30,7 +29,7 @@ from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.hashing import mix
 
 COUNTED_BYTES = 16 * MIB  # a source of at most that much text is counted
-COUNTED_CHAT_BYTES = 512 * MIB  # of conversations, which end the run when they are used up
+COUNTED_CHAT_BYTES = 512 * MIB  # of conversations, which end a run when they are used up
 PACKED_WINDOWS = 4
 NO_IDS = np.zeros(0, np.int32)
 NO_ID = np.int32(0)
@@ -63,19 +62,24 @@ def epoch(
     """Count, or estimate, one epoch. Raises UserError or RunError as reading does.
 
     known: a census of each source; one that is exact is not made again
-    state: where the run is now, for `until_end`; None = at its beginning
+    state: where a run is now, whose conversations are counted up to `until_end`; None = there is
+        no run, and they are no more than text is
     """
     reader = Reader(reading)
     documents = tokens = blocks = 0.0
     exact = True
     for k in range(len(manifest.sources)):
-        found = _training(manifest, k, encoder, reader, known[k] if known else None)
+        most = COUNTED_BYTES
+        if state is not None and manifest.sources[k].form is not None:
+            most = COUNTED_CHAT_BYTES
+        found = _training(manifest, k, encoder, reader, most, known[k] if known else None)
         documents, tokens, exact = documents + found[0], tokens + found[1], exact and found[2]
         blocks += found[1] * _blocks_a_token(manifest, k, encoder, reader)
     whole = math.ceil(round(blocks, 6))  # 700 · (1 / 100) is a little more than 7
-    begin = state or DataState.fresh(manifest)
-    ends = exact and manifest.chat and all(one.max_epochs for one in manifest.sources)
-    until_end = _until_end(manifest, encoder, reader, begin) if ends else None
+    chat = any(one.form is not None for one in manifest.sources)
+    until_end = None
+    if state is not None and exact and chat and all(one.max_epochs for one in manifest.sources):
+        until_end = _until_end(manifest, encoder, reader, state)
     return Epoch(round(documents), round(tokens), max(1, whole), exact, until_end)
 
 
@@ -85,11 +89,8 @@ def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader, state: Data
     last = state.next_block
     for g in range(state.next_block, state.next_block + manifest.lanes):
         heartbeat.beat("counting the blocks of the run")
-        try:
-            while lanes.take(g).source >= 0:
-                last, g = max(last, g + 1), g + manifest.lanes
-        except BadConversationError as error:
-            raise bad_conversation(manifest, reader, error) from None
+        while lanes.take(g).source >= 0:
+            last, g = max(last, g + 1), g + manifest.lanes
     return last
 
 
@@ -113,16 +114,18 @@ class _Lengths:
 
 
 def _training(
-    manifest: Manifest, k: int, encoder: Encoder, reader: Reader, known: Census | None
+    manifest: Manifest, k: int, encoder: Encoder, reader: Reader, most: int, known: Census | None
 ) -> tuple[float, float, bool]:
-    """Return (training documents of source k, their tokens, whether both were counted)."""
+    """Return (training documents of source k, their tokens, whether both were counted).
+
+    most: bytes of text up to which they are counted
+    """
     source = manifest.sources[k]
     if source.cached:
         stream = token_cache.training_stream(source, manifest.seed)
         return stream.num_documents, stream.tokens, True
     if known is None or not known.exact:
         known = census(manifest, k, encoder, reader, None)
-    most = COUNTED_BYTES if source.form is None else COUNTED_CHAT_BYTES
     if not known.exact and known.training.bytes <= most:
         known = census(manifest, k, encoder, reader, 0)
     return known.training.documents, known.training.tokens, known.exact

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmtrain.data.audit.ledger import bad_row, place_of_row
 from llmtrain.data.documents.reader import Reader
+from llmtrain.data.documents.row_places import bad_row, place_of_row
 from llmtrain.data.heldout import training_rows
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey

@@ -9,30 +9,21 @@ that block on.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import zip_longest
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
-from llmtrain.data.documents.lines import BOM, decode_line, fields
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.lanes import BadConversationError, Block, Lanes, units_of
+from llmtrain.data.documents.row_places import DESCRIBING, Row, row_order, rows_of, unit_at
+from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.packing import Span
-from llmtrain.data.sources.local import file_format
 from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, UserError
-from llmtrain.hashing import mix, permutation
-
-DESCRIBING = ("title", "url")
 
 
 class Document(NamedTuple):
@@ -67,11 +58,6 @@ class Origin(NamedTuple):
     url: str | None
 
 
-class _Row(NamedTuple):
-    at: int
-    columns: Mapping[str, str | None]
-
-
 def replay(
     manifest: Manifest,
     encoder: Encoder,
@@ -97,9 +83,9 @@ def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Documen
         return Document(k, lane, span.epoch, span.unit, span.row)
     if manifest.packing == "concat":
         return Document(k, -1, span.epoch, -1, span.row)
-    u = _unit_at(manifest, k, lane, span.epoch, span.unit)  # walked in lanes, like text
+    u = unit_at(manifest, k, span.epoch, lane, span.unit)  # walked in lanes, like text
     numbers = token_cache.rows_of(source, source.units[u]).numbers
-    row = _row_at(manifest, k, u, span.epoch, span.row, len(numbers))
+    row = row_order(manifest, k, u, span.epoch, len(numbers))[span.row]
     return Document(k, -1, span.epoch, -1, int(numbers[row]))
 
 
@@ -138,105 +124,19 @@ def origins(
             file, at = token_cache.place_of(manifest.sources[k], row)
             found[document] = Origin(file, None, at, str(row), None, None)
         else:
-            wanted[k, _unit_at(manifest, k, lane, epoch, position)].append(document)
+            wanted[k, unit_at(manifest, k, epoch, lane, position)].append(document)
     for (k, u), asked in wanted.items():
         source, unit = manifest.sources[k], manifest.sources[k].units[u]
-        rows = _rows(reader, source, unit)
+        rows = rows_of(reader, source, unit)
         for document in asked:
-            row = _row_at(manifest, k, u, document.epoch, document.row, len(rows))
+            row = row_order(manifest, k, u, document.epoch, len(rows))[document.row]
             found[document] = _origin(source, unit, rows[row])
     return found
 
 
-def bad_conversation(manifest: Manifest, reader: Reader, error: BadConversationError) -> UserError:
-    """Return the message for a row that a lane cannot use, with its file and line."""
-    k, lane, epoch, position, row = error.place
-    u = _unit_at(manifest, k, lane, epoch, position)
-    rows = reader.documents(manifest.sources[k], manifest.sources[k].units[u], epoch, needed=True)
-    at = _row_at(manifest, k, u, epoch, row, len(rows))
-    return UserError(bad_row(manifest.sources[k], u, at, reader, error.why))
-
-
-def bad_row(source: Source, u: int, row: int, reader: Reader, why: str) -> Problem:
-    """Return the problem of a row of unit u that cannot be used. row: in file order"""
-    where = source.where(source.units[u].file)
-    expected = f"a conversation that can be trained on: {why}"
-    remedy = "repair or remove the row, or chat.bad_rows=skip"
-    return Problem(f"{where}, {place_of_row(source, u, row, reader)}", None, expected, remedy)
-
-
-def place_of_row(source: Source, u: int, row: int, reader: Reader) -> str:
-    """Return where a row of unit u is in its file, for messages. row: in file order"""
-    unit = source.units[u]
-    at = _rows(reader, source, unit)[row].at
-    if unit.group >= 0:
-        return f"row {at} of row group {unit.group}"
-    return reader.line_at(source, unit.file, at)
-
-
-def _unit_at(manifest: Manifest, k: int, lane: int, epoch: int, position: int) -> int:
-    """Return the unit at a position of a lane's list."""
-    return int(units_of(manifest, k, epoch, lane)[position])
-
-
-def _row_at(manifest: Manifest, k: int, u: int, epoch: int, row: int, rows: int) -> int:
-    """Return the place in its file of the row that a lane reads as number `row` of the unit."""
-    return int(permutation(rows, mix(manifest.seed, 2, k, epoch, u))[row])
-
-
-def _origin(source: Source, unit: Unit, row: _Row) -> Origin:
+def _origin(source: Source, unit: Unit, row: Row) -> Origin:
     group = unit.group if unit.group >= 0 else None
     columns = row.columns
     name = columns.get(source.id_column or "id")
     title, url = (columns.get(column) for column in DESCRIBING)
     return Origin(source.files[unit.file].name, group, row.at, name, title, url)
-
-
-def _rows(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
-    """Return the rows of a unit in file order, with the columns that describe a document."""
-    kind = (file_format(source.files[unit.file].name) or ("",))[0]
-    if kind == "parquet":
-        return _rows_of_group(reader, source, unit)
-    if kind == "text":
-        return [_Row(at, {}) for at, _ in reader.units.lines(source, unit)]
-    found = ((at, _columns_of_line(line, source)) for at, line in reader.units.lines(source, unit))
-    return [_Row(at, columns) for at, columns in found if columns is not None]
-
-
-def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | None:
-    """Return the columns of a line; None for a blank line, or one that cannot be read."""
-    if not line.strip():
-        return None
-    try:
-        decoded = decode_line(line)
-        if source.form is None:
-            fields(decoded, source.text_column, None)
-    except ValueError:
-        return None
-    row = json.loads(line.removeprefix(BOM).decode("utf-8", "replace"))
-    return {name: None if row.get(name) is None else str(row[name]) for name in _columns(source)}
-
-
-def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[_Row]:
-    there = reader.units.footer(source, unit.file).schema.to_arrow_schema().names
-    names = [name for name in _columns(source) if name in there]
-    columns: dict[str, list[str | None]] = {}
-    for first, second in zip_longest(names[::2], names[1::2]):
-        # Named as text and id of a source, they are read as these are, also from the Hub.
-        described = replace(source, text_column=first, id_column=second, form=None)
-        rows = reader.rows(described, unit, needed=True)
-        columns[first] = _decode(rows.texts)
-        if rows.ids is not None:
-            columns[second] = _decode(rows.ids)
-    return [
-        _Row(unit.start + i, {name: values[i] for name, values in columns.items()})
-        for i in range(unit.stop - unit.start)
-    ]
-
-
-def _columns(source: Source) -> list[str]:
-    return [source.id_column or "id", *DESCRIBING]
-
-
-def _decode(values: pa.Array) -> list[str | None]:
-    return [None if raw is None else raw.decode("utf-8", "replace") for raw in values.to_pylist()]

@@ -167,7 +167,7 @@ def _write(
 def _weights(target: Target, dtype: str) -> Weights:
     if not target.is_adapter:
         return merge.whole(target.directory, dtype)
-    entries = len(tokenizers.load(str(target.directory), None))
+    entries = tokenizers.length_of(tokenizers.load(str(target.directory), None))
     return merge.merged(target, entries, dtype)
 
 

@@ -78,7 +78,7 @@ def open_model(
     if seq_len is not None:
         attention.install(model, seq_len)
     if target.is_adapter:
-        model = _with_adapter(model, target, len(tokenizer), precision)
+        model = _with_adapter(model, target, tokenizers.length_of(tokenizer), precision)
     if small and device.type == "cuda" and stored is not None:
         hold_base(model, stored, trained=True)
     return Opened(target, model.eval().requires_grad_(False).to(device), tokenizer, device)

@@ -132,6 +132,29 @@ def test_a_written_config_is_the_same_config(tmp_path_factory, directory, revisi
     assert load_config(again) == config
 
 
+@pytest.mark.parametrize(("given", "kept"), [({}, False), ({"text_column": "text"}, True)])
+def test_only_a_text_column_that_was_set_is_written(tmp_path, given, kept):
+    """Set, it makes a source of conversations a text."""
+    source = {"path": "chat.jsonl", **given}
+    config = Config.model_validate({
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"config": {"model_type": "llama"}, "tokenizer": "sample"},
+        "data": {"sources": [source, {"path": "a.jsonl", "columns": {"prompt": "question"}}]},
+        "chat": {"template": "chatml"},
+        "training": {"epochs": 2},
+        "evaluation": {"sources": [source]},
+    })  # fmt: skip
+    again = tmp_path / "config.yaml"
+    again.write_text(dump(config), encoding="utf-8")
+    found = load_config(again)
+    assert found == config
+    assert (found.chat.template, found.training.epochs) == ("chatml", 2)
+    for one in (*found.data.sources[:1], *found.evaluation.sources):
+        assert ("text_column" in one.model_fields_set) == kept
+        assert one.text_column == "text"
+    assert "text_column" not in found.data.sources[1].model_fields_set
+
+
 def test_a_config_without_an_evaluation_can_be_written_and_read_again(tmp_path):
     config = Config.model_validate(
         {

@@ -4,6 +4,7 @@ import pytest
 from helpers import chats, corpus
 
 from llmtrain.config.binding import data_settings
+from llmtrain.config.schema import Config
 from llmtrain.data.survey import survey
 from llmtrain.errors import UserError
 
@@ -46,6 +47,32 @@ def test_a_column_that_is_mapped_but_not_there_is_refused(write):
     said = message({"path": str(write(QUESTIONS)), "columns": columns})
     assert "data.sources.0.columns = reply" in said
     assert "columns of the source (question, answer)" in said
+
+
+def test_a_name_that_is_none_of_ours_is_refused_with_ours(write):
+    columns = {"prompt": "question", "reply": "answer"}
+    said = message({"path": str(write(QUESTIONS)), "columns": columns})
+    assert said.startswith("1 problem")
+    assert "data.sources.0.columns = reply" in said
+    assert "our names (completion, conversations, " in said
+    assert "each with the source's column" in said
+
+
+def test_columns_beside_a_text_column_are_refused(write):
+    """A text has no such columns."""
+    path, columns = str(write(QUESTIONS)), {"prompt": "question", "completion": "answer"}
+    said = message({"path": path, "text_column": "answer", "columns": columns})
+    assert said.startswith("1 problem")
+    assert "data.sources.0.columns" in said
+    assert "left out beside text_column" in said
+    asked = {"path": path, "columns": columns}
+    config = Config.model_validate({
+        "data": {"sources": [asked], "seq_len": 64},
+        "evaluation": {"sources": [asked | {"text_column": "answer"}]},
+        "training": {"steps": 1},
+    })  # fmt: skip
+    with pytest.raises(UserError, match=r"evaluation\.sources\.0\.columns"):
+        survey(data_settings(config), 1)
 
 
 def test_preference_pairs_are_refused_by_their_source(write):

@@ -53,6 +53,11 @@ def blocks_of(manifest, encoder, count):
     return list(replay(manifest, encoder, Reader(Reading(60)), state, 0, count))
 
 
+def until_end(manifest, encoder):
+    state = DataState.fresh(manifest)
+    return epoch(manifest, encoder, Reading(60), (), state).until_end
+
+
 def trained_of(block):
     """The sequences in a block, each with the flags of its ids but the first."""
     for span in block.spans:
@@ -65,7 +70,7 @@ def trained_of(block):
 def test_ft_34_every_sequence_is_trained_exactly_as_often_as_asked(place, name):
     manifest, encoder = data_of(place, name, epochs=2, lanes=5)
     assert manifest.sources[0].max_epochs == 2
-    end = epoch(manifest, encoder, Reading(60)).until_end
+    end = until_end(manifest, encoder)
     blocks = blocks_of(manifest, encoder, end + 2 * manifest.lanes)
     found = Counter(one for _, block in blocks for one in trained_of(block))
     expected = Counter(sequences_of(encoder, chats.rows_of(COUNT)))
@@ -78,7 +83,7 @@ def test_parquet_and_json_lines_of_the_same_rows_give_the_same_sequences(place):
     found = []
     for name in ("a.jsonl", "a.parquet"):
         manifest, encoder = data_of(place, name, epochs=1, lanes=1)
-        end = epoch(manifest, encoder, Reading(60)).until_end
+        end = until_end(manifest, encoder)
         blocks = blocks_of(manifest, encoder, end)
         found.append(Counter(one for _, block in blocks for one in trained_of(block)))
     assert found[0] == found[1]

@@ -32,10 +32,10 @@ def last_item(error):
 
 
 def test_what_a_person_can_put_right_reaches_the_rank_as_it_was():
-    problem = Problem("a.parquet", 3, "rows", "replace it")
-    error = last_item(UserError(problem))
+    problems = [Problem("a.parquet", 3, "rows", "replace it"), Problem("b", None, "no value")]
+    error = last_item(UserError(*problems))
     assert isinstance(error, UserError)
-    assert [str(one) for one in error.problems] == [str(problem)]
+    assert [str(one) for one in error.problems] == [str(one) for one in problems]
 
 
 def test_a_failure_of_the_machine_keeps_its_code_and_remedy():

@@ -4,13 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.corpus import write_tokenizer
+from helpers.corpus import with_hole, write_tokenizer
 from transformers import AutoTokenizer
 
+from llmtrain.data.chat.template import open_template
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.model.tokenizer import save_tokenizer, special_tokens, token_ids
+from llmtrain.model.tokenizer import (
+    add_template,
+    new_entries,
+    save_tokenizer,
+    special_tokens,
+    token_ids,
+)
 
+FAR = 500  # an id
 TEXTS = [
     "Hello world",
     "  spaces,\n\nnewlines\tand tabs ",
@@ -81,3 +89,43 @@ def test_entries_have_ids_and_others_are_refused(tmp_path: Path) -> None:
         token_ids(directory, ["b", "<|nobody|>", "<|none|>"])
     assert [one.value for one in raised.value.problems] == ["<|nobody|>", "<|none|>"]
     assert {one.key for one in raised.value.problems} == {"adapter.train_tokens"}
+
+
+def test_a_template_replaces_all_that_the_tokenizer_had(tmp_path: Path) -> None:
+    """transformers keeps further templates, as for tools, in a directory of their own."""
+    directory = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = {"default": "old", "tool_use": "old, with tools"}
+    tokenizer.save_pretrained(directory)
+    assert (directory / "additional_chat_templates").is_dir()
+    add_template(directory, "{{ new }}", ["<|one|>", "<|endoftext|>"])
+    assert not (directory / "additional_chat_templates").exists()
+    found = AutoTokenizer.from_pretrained(directory)
+    assert found.chat_template == "{{ new }}"
+    assert found.convert_tokens_to_ids("<|one|>") == len(tokenizer)
+    assert len(found) == len(tokenizer) + 1
+    assert found.added_tokens_decoder[len(tokenizer)].special
+    assert open_template(directory, {}, "2024-07-26").sources == {"default": "{{ new }}"}
+
+
+def test_new_entries_have_the_ids_that_they_got_also_where_ids_were_left_out(
+    tmp_path: Path,
+) -> None:
+    base, own = (with_hole(write_tokenizer(tmp_path / name), FAR) for name in ("base", "own"))
+    known = AutoTokenizer.from_pretrained(base).get_vocab()
+    assert max(known.values()) == FAR > len(known)
+    assert new_entries(own, str(base), None) == ()
+    add_template(own, "{{ new }}", ["<|one|>", "<|two|>", "<|endoftext|>"])
+    ids = AutoTokenizer.from_pretrained(own).convert_tokens_to_ids(["<|one|>", "<|two|>"])
+    assert new_entries(own, str(base), None) == tuple(ids) == (len(known), len(known) + 1)
+
+
+def test_every_id_is_below_the_length_of_a_tokenizer(tmp_path: Path) -> None:
+    whole = write_tokenizer(tmp_path / "whole")
+    holed = with_hole(write_tokenizer(tmp_path / "holed"), FAR)
+    tokens = ["<|one|>", "<|endoftext|>"]
+    for directory, before, after in ((whole, 300, 301), (holed, FAR + 1, FAR + 1)):
+        assert special_tokens(directory).length == before
+        assert special_tokens(directory, added=tokens).length == after
+        add_template(directory, "{{ new }}", tokens)
+        assert special_tokens(directory).length == after == open_tokenizer(directory).length

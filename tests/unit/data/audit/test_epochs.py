@@ -1,13 +1,18 @@
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import corpus, megatron
+from helpers import chats, corpus, megatron
 from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data.audit import census, epochs
 from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.ledger import replay
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
+from llmtrain.data.state import DataState
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.types import Cursor
@@ -91,8 +96,6 @@ def test_an_estimate_reads_no_more_than_its_sample(place, monkeypatch):
 
 
 def test_begin_tokens_count_too(place, monkeypatch):
-    from dataclasses import replace
-
     plain = open_tokenizer(place / "tokenizer")
     begins = replace(plain, bos=7)
     manifest = manifest_of(place, "a.parquet")
@@ -135,6 +138,71 @@ def test_a_token_cache_is_counted_beside_text(place):
     assert both.blocks == -(-both.tokens // 100)
     fitted = epoch(manifest_of(place, "cache", packing="bestfit"), Encoder(tokenizer), Reading(60))
     assert tokens / 16 < fitted.blocks < 1.3 * tokens / 16
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    """Conversations in files of three formats and very unequal sizes; each names itself."""
+    root = tmp_path_factory.mktemp("talks")
+    chats.make(root / "tokenizer", "chatml")
+    corpus.write_parquet(root / "chat" / "1.parquet", chats.rows_of(60), group=3)
+    corpus.write_jsonl(root / "chat" / "2.jsonl", chats.rows_of(23, 100))
+    corpus.write_jsonl(root / "chat" / "3.jsonl.gz", chats.rows_of(9, 200))
+    corpus.write_jsonl(root / "more.jsonl", chats.rows_of(5, 300))
+    return root
+
+
+def talks_of(talks, **data):
+    """Two sources for five lanes, of which the second has fewer units than there are lanes."""
+    sources = (talks / "chat", talks / "more.jsonl")
+    return chats.data_of(talks / "tokenizer", *sources, lanes=5, epochs=2, **data)
+
+
+def test_conversations_above_what_is_counted_of_text_are_counted_to_their_end(talks, monkeypatch):
+    manifest, encoder = talks_of(talks)
+    state = DataState.fresh(manifest)
+    whole = epoch(manifest, encoder, Reading(60), (), state)
+    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(census, "SAMPLED_UNITS", 2)
+    monkeypatch.setattr(census, "SAMPLED_BYTES", 100)
+    assert epoch(manifest, encoder, Reading(60), (), state) == whole
+    assert whole.exact
+    read, last = Counter(), [0] * manifest.lanes
+    stop = whole.until_end + manifest.lanes
+    for g, block in replay(manifest, encoder, Reader(Reading(60)), state, 0, stop):
+        if block.source >= 0:
+            last[g % manifest.lanes] = g
+        for span in block.spans:
+            read[tuple(block.ids[span.at : span.at + span.stop - span.start].tolist())] += 1
+    assert max(last) == whole.until_end - 1
+    assert max(last) - min(last) > manifest.lanes  # one ends at least a block before another
+    assert len(read) == whole.documents == 60 + 23 + 9 + 5
+    assert set(read.values()) == {2}
+
+
+def test_the_end_is_counted_from_where_the_run_is(talks):
+    """As at a resume under another number of epochs, which begins after some blocks."""
+    manifest, encoder = talks_of(talks)
+    state = DataState.fresh(manifest)
+    whole = epoch(manifest, encoder, Reading(60), (), state)
+    cursors = state.cursors.copy()
+    for g, block in replay(manifest, encoder, Reader(Reading(60)), state, 0, 8):
+        cursors[g % manifest.lanes] = np.array(block.cursors)
+    later = replace(state, cursors=cursors, next_block=8)
+    assert epoch(manifest, encoder, Reading(60), (), later) == whole
+
+
+def test_more_conversations_than_can_be_counted_have_no_counted_end(talks, monkeypatch):
+    manifest, encoder = talks_of(talks)
+    state = DataState.fresh(manifest)
+    assert epoch(manifest, encoder, Reading(60)).until_end is None  # there is no run
+    monkeypatch.setattr(census, "SAMPLED_UNITS", 2)
+    monkeypatch.setattr(census, "SAMPLED_BYTES", 100)
+    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    assert not epoch(manifest, encoder, Reading(60)).exact
+    monkeypatch.setattr(epochs, "COUNTED_CHAT_BYTES", 0)
+    found = epoch(manifest, encoder, Reading(60), (), state)
+    assert (found.exact, found.until_end) == (False, None)
 
 
 @pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason="no real text beside the checkout")

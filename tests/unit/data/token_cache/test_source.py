@@ -13,7 +13,8 @@ from llmtrain.data.audit.census import census
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.audit.ledger import document_of, origins
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import START, Lane, units_of
+from llmtrain.data.documents.row_places import units_of
+from llmtrain.data.lanes import START, Lane
 from llmtrain.data.survey import check
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import TokenFile

@@ -166,6 +166,7 @@ def test_a_configs_held_out_documents_are_scored_one_by_one(run, tmp_path):
     ("data", "options", "key"),
     [
         (None, {"stride": 8}, "--stride"),
+        (None, {"chat": True}, r"--chat = True.*\n.*--tasks"),
         ("absent.txt", {}, "--data"),
         ("my.yaml", {}, "my.yaml"),
     ],

@@ -414,6 +414,26 @@ def test_a_push_goes_to_a_private_repository_with_the_token_of_the_environment(
     assert found.pushed == "https://huggingface.co/owner/name"
 
 
+def test_an_adapter_alone_on_a_directory_of_this_machine_is_not_pushed(
+    tmp_path, monkeypatch, token
+):
+    import huggingface_hub
+
+    hub = Hub(True)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    base = base_of(tmp_path, used.model())
+    run, _ = adapter_run(tmp_path, base)
+    with pytest.raises(UserError, match="an adapter whose base is on the Hub") as caught:
+        export(run, tmp_path / "out", push="owner/name", verify=False)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.remedy) == ("--push", "--merge-adapters")
+    assert str(base) in problem.expected
+    assert hub.calls == []
+    assert not (tmp_path / "out").exists()
+    found = export(run, tmp_path / "out", push="owner/name", merge_adapters=True, verify=False)
+    assert found.pushed == "https://huggingface.co/owner/name"
+
+
 def test_a_push_to_a_public_repository_is_refused(run, tmp_path, monkeypatch, token):
     import huggingface_hub
 

@@ -1,14 +1,98 @@
-"""Where the model is that an adapter was trained on."""
+"""A model that is loaded has the weights of its files; an adapter, those of its base too."""
 
 import json
 import shutil
 
 import pytest
+import torch
 from helpers import used
 from helpers.checkpoints import flip
+from safetensors.torch import load_file
 
 from llmtrain.errors import UserError
-from llmtrain.tools.use.load import base_directory
+from llmtrain.tools.use.load import base_directory, open_model
+from llmtrain.tools.use.target import find
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def base(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    files = used.tokenizer(folder / "tokenizer")
+    return used.directory(folder / "base", used.model(request.param), files)
+
+
+def parameters(directory, **options):
+    """Those of a model by their names in its files; those of an adapter as peft names them."""
+    model = open_model(find(str(directory)), **options).model
+    named = {name.replace(".base_layer", ""): one for name, one in model.named_parameters()}
+    prefix = "base_model.model."
+    return {
+        prefix + name.replace(".default", "") if "lora_" in name else name: one
+        for name, one in named.items()
+    }
+
+
+def test_a_model_has_exactly_the_tensors_of_its_file(base):
+    found, stored = parameters(base), load_file(base / "model.safetensors")
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_adapter_has_its_own_tensors_and_those_of_its_base(base, tmp_path, precision):
+    pytest.importorskip("peft")
+    adapter = used.adapter(tmp_path / "adapter", base, base.parent / "tokenizer")
+    found = parameters(adapter, precision=precision)
+    whole = load_file(base / "model.safetensors")
+    own = load_file(adapter / "adapter_model.safetensors")
+    assert found.keys() == whole.keys() | own.keys()
+    for name, tensor in own.items():
+        assert torch.equal(found[name], tensor), name
+    held = torch.bfloat16 if precision == "bf16" else torch.float32
+    for name, tensor in whole.items():
+        assert found[name].dtype == held
+        assert torch.equal(found[name], tensor.to(held)), name
+
+
+def test_the_frequencies_of_positions_stay_fp32_on_a_bf16_base(tmp_path):
+    """A run holds them so: rounded, they would turn late positions by another angle."""
+    pytest.importorskip("peft")
+    files = used.tokenizer(tmp_path / "tokenizer")
+    base = used.directory(tmp_path / "base", used.model(), files)
+    adapter = used.adapter(tmp_path / "adapter", base, files)
+    buffers = dict(open_model(find(str(adapter)), precision="bf16").model.named_buffers())
+    expected = dict(used.model().named_buffers())
+    assert [name for name in expected if name.endswith("inv_freq")]
+    for name, buffer in expected.items():
+        assert buffers[name].dtype == torch.float32
+        assert torch.equal(buffers[name], buffer)
+
+
+def of_another_type(directory):
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(fields | {"model_type": "zzz"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (of_another_type, "its own code (type 'zzz')"),
+        (lambda d: (d / "model.safetensors").unlink(), "safetensors"),
+        (lambda d: (d / "config.json").unlink(), "a run, a checkpoint, a model directory"),
+        (lambda d: flip(d / "config.json", 0), "config.json"),
+        (lambda d: (d / "tokenizer.json").unlink(), "a tokenizer directory"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_one_problem_of_the_argument(tmp_path, spoil, said):
+    files = used.tokenizer(tmp_path / "tokenizer")
+    model = used.directory(tmp_path / "model", used.model(), files)
+    spoil(model)
+    with pytest.raises(UserError) as caught:
+        open_model(find(str(model)))
+    (problem,) = caught.value.problems
+    assert problem.key == "MODEL_OR_RUN"
+    assert said in f"{problem.expected} {problem.remedy}"
 
 
 def test_a_base_that_changed_or_is_gone_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Task files of lm-eval, looked at before a model is loaded."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,16 @@ def test_a_file_without_a_task_is_refused(tmp_path, installed, body):
         tasks.check([str(path)])
     with pytest.raises(UserError, match="--tasks"):
         tasks.check([str(tmp_path / "absent.yaml")])
+
+
+def test_tasks_of_a_model_without_a_template_are_not_given_as_a_chat():
+    """Before lm-eval is imported."""
+    tokenizer = SimpleNamespace(chat_template=None)
+    opened = SimpleNamespace(target=SimpleNamespace(given="runs/a"), tokenizer=tokenizer)
+    with pytest.raises(UserError, match="whose tokenizer has a chat template") as caught:
+        tasks.run(opened, ["mine"], chat=True)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("--chat", "runs/a")
 
 
 def test_without_the_extra_the_message_names_the_command(monkeypatch):

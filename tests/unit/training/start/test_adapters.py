@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.config import loaded
-from helpers.corpus import write_tokenizer
+from helpers.corpus import with_hole, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.agreement import Alone
@@ -81,6 +81,17 @@ def test_tokens_that_a_named_template_will_add_have_the_ids_that_they_will_get(
     assert len(before) == 2
     reserved = Base(str(tmp_path / "own"), None, None)  # a base that has them already
     assert trained_tokens(asked, reserved, None) == ()
+
+
+def test_tokens_that_were_added_are_trained_by_the_ids_that_they_got(tmp_path: Path) -> None:
+    """Of a tokenizer that leaves out ids, these are not the ones behind its last."""
+    for name in ("base", "own"):
+        with_hole(write_tokenizer(tmp_path / name), 500)
+    add_template(tmp_path / "own", *template_text("chatml"))
+    base, asked = Base(str(tmp_path / "base"), None, None), config(tmp_path, "chat.template=chatml")
+    found = trained_tokens(asked, base, tmp_path / "own")
+    assert found == token_ids(tmp_path / "own", NAMED["chatml"])
+    assert max(found) < 500
 
 
 def test_a_run_without_adapters_trains_no_rows(tmp_path: Path) -> None:

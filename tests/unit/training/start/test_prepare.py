@@ -7,6 +7,7 @@ from helpers import chats, corpus
 
 from llmtrain import heartbeat
 from llmtrain.config.schema import Config
+from llmtrain.data.chat.template import named
 from llmtrain.data.state import DataState
 from llmtrain.errors import UserError
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, TOKENIZER
@@ -151,6 +152,31 @@ def test_conversations_without_a_template_are_refused(tmp_path, run_dir):
     with pytest.raises(UserError, match="a chat template: the tokenizer has none"):
         prepare(talks(tmp_path), run_dir, 1, None)
     assert not (run_dir / MANIFEST).exists()
+
+
+def test_an_accepted_template_is_in_the_tokenizer_that_is_made_again(tmp_path, run_dir):
+    first = talks(tmp_path, template="chatml")
+    prepare(first, run_dir, 1, None)
+    saved = DataState.fresh(load_manifest(first, run_dir))
+    date = load_manifest(first, run_dir).chat.settings["date"]
+    tree = first.model_dump(by_alias=True, exclude_unset=True) | {"chat": {"template": "gemma"}}
+
+    def with_accepted(*keys):
+        return Config.model_validate(tree | {"checkpoint": {"accept_changes": keys}})
+
+    prepare(with_accepted(), run_dir, 1, None, saved)  # what follows refuses it
+    with pytest.raises(UserError, match=r"accept_changes=\[model\.tokenizer\]"):  # new tokens
+        prepare(with_accepted("chat.template"), run_dir, 1, None, saved)
+    assert (run_dir / TOKENIZER / "chat_template.jinja").read_text() == named("chatml")
+    other = with_accepted("chat.template", "model.tokenizer")
+    prepare(other, run_dir, 1, None, saved)
+    assert (run_dir / TOKENIZER / "chat_template.jinja").read_text() == named("gemma")
+    tokenizer = chats.plain(run_dir / TOKENIZER)
+    assert tokenizer.token_to_id("<end_of_turn>") is not None
+    assert tokenizer.token_to_id("<|im_end|>") is None
+    chat = load_manifest(other, run_dir).chat
+    assert chat.end_of_turn["text"] == "<end_of_turn>"
+    assert chat.settings["date"] == date
 
 
 @pytest.mark.parametrize(
