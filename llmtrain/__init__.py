@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llmtrain.tools.data.stream import open_stream
     from llmtrain.tools.plan import plan
     from llmtrain.tools.use.evaluate import evaluate
-    from llmtrain.tools.use.export import export
+    from llmtrain.tools.use.export.export import export
     from llmtrain.tools.use.generate import generate
     from llmtrain.training.ending import Result
 
@@ -40,7 +40,7 @@ _HOMES = {
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
     "evaluate": "llmtrain.tools.use.evaluate",
-    "export": "llmtrain.tools.use.export",
+    "export": "llmtrain.tools.use.export.export",
     "generate": "llmtrain.tools.use.generate",
     "load_config": "llmtrain.config.load",
     "open_stream": "llmtrain.tools.data.stream",

@@ -91,7 +91,7 @@ def _block(block: Shown) -> Iterator[str]:
     source = "no source" if block.source is None else harmless(block.source)
     yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
     edges = [0, *block.borders, len(block.text)]
-    texts = [_marked(block, start, stop) for start, stop in pairwise(edges)]
+    texts = [_with_marks(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
         if number:
             yield f"{INDENT}-------- document border"
@@ -100,7 +100,7 @@ def _block(block: Shown) -> Iterator[str]:
         yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
 
 
-def _marked(block: Shown, start: int, stop: int) -> str:
+def _with_marks(block: Shown, start: int, stop: int) -> str:
     """Return the text of a document; of a conversation in ⟦…⟧ what is trained."""
     text = block.text[start:stop]
     if not block.conversations:

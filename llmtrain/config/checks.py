@@ -204,18 +204,18 @@ def check_patience(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[P
 def check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> list[Problem]:
     """Check that the strategy, if one is named, can run the optimizer."""
     asked = distributed.strategy
-    if asked == "auto" or asked in supported(optimizer.name, [asked]):
+    if asked == "auto" or asked in strategies_with(optimizer.name, [asked]):
         return []
-    return [unsupported(optimizer.name, asked)]
+    return [strategy_problem(optimizer.name, asked)]
 
 
-def supported(optimizer: Algorithm, strategies: Iterable[str]) -> tuple[str, ...]:
+def strategies_with(optimizer: Algorithm, strategies: Iterable[str]) -> tuple[str, ...]:
     """Return those of some strategies under which an optimizer works."""
     only = _STRATEGIES.get(optimizer)
     return tuple(name for name in strategies if only is None or name in only)
 
 
-def unsupported(optimizer: Algorithm, strategy: str) -> Problem:
+def strategy_problem(optimizer: Algorithm, strategy: str) -> Problem:
     """Return the problem of an optimizer that does not work under a strategy."""
     only = _STRATEGIES[optimizer]
     expected = f"adamw under {strategy}; {optimizer} works only under {' or '.join(only)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from llmtrain.config.schema import DataConfig
-from llmtrain.data.chat.rows import BadRowError, contents, form_of, renamed, to_example
+from llmtrain.data.chat.rows import BadRowError, contents, form_of, our_names, to_example
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.file_parts import first_columns
 from llmtrain.data.manifest import Source
@@ -23,7 +23,7 @@ def with_form(source: Source, key: str, reader: Reader) -> Source:
     if not there:
         return source
     columns = f"{key}.columns"
-    return replace(source, form=form_of(renamed(there, source.columns, columns), columns))
+    return replace(source, form=form_of(our_names(there, source.columns, columns), columns))
 
 
 def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:

@@ -216,7 +216,7 @@ class Lane:
             for one, encoded in zip(batch, self._encode(k, batch), strict=True):
                 if one.counts or encoded.counts:
                     counts.update(one.counts)
-                    counts.update(_noted(encoded))
+                    counts.update(_counts_to_record(encoded))
                 if not len(encoded.ids):
                     self._refuse_without_documents(k, one.epoch - last_epoch)
                     continue
@@ -341,7 +341,7 @@ class Lanes:
         return lane.take()
 
 
-def _noted(encoded: Encoded) -> dict[str, int]:
+def _counts_to_record(encoded: Encoded) -> dict[str, int]:
     """Return what a run records of a conversation: all else is for `llmtrain data inspect`."""
     return {name: encoded.counts[name] for name in NOTED if name in encoded.counts}
 

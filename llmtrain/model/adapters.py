@@ -119,11 +119,11 @@ def inject(
         use_dora=config.kind == "dora",
         trainable_token_indices=_token_rows(model, new_tokens) if new_tokens else None,
     )
-    with warnings.catch_warnings(), quantized.marked(model):
+    with warnings.catch_warnings(), quantized.as_quantized(model):
         # That the weights of a Conv1D lie the other way round; peft finds that out by itself.
         warnings.simplefilter("ignore", UserWarning)
         inject_adapter_in_model(settings, model, low_cpu_mem_usage=meta)
-    if other := set(adapted(model)) ^ set(targets):
+    if other := set(adapted_layers(model)) ^ set(targets):
         raise RuntimeError(f"peft adapted other layers than asked: {', '.join(sorted(other)[:3])}")
 
 
@@ -145,7 +145,7 @@ def hold_base(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) ->
             module._parameters[name] = held[id(weight)]
 
 
-def adapted(model: nn.Module) -> list[str]:
+def adapted_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that have an adapter."""
     return [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
@@ -278,7 +278,7 @@ def _token_rows(model: PreTrainedModel, ids: Sequence[int]) -> list[int] | dict[
 
 def short_names(model: nn.Module) -> list[str]:
     """Return the names of the adapted layers as peft takes them: by their ends, where these do."""
-    targets = adapted(model)
+    targets = adapted_layers(model)
     inside = tuple(f"{name}." for name in targets)
     others = {
         _last(name)

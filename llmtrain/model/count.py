@@ -117,7 +117,7 @@ def _count(
     freezing.freeze(whole, freeze)
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     adapters.attach(whole, adapter, new_tokens, meta=True)
-    targets = adapters.adapted(whole)
+    targets = adapters.adapted_layers(whole)
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
     with _fake_tensors():

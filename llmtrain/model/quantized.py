@@ -66,7 +66,7 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def marked(model: Any) -> Iterator[None]:
+def as_quantized(model: Any) -> Iterator[None]:
     """Mark a model with four-bit layers in this context, as peft expects it."""
     if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
         yield

@@ -131,7 +131,7 @@ def test_an_export_that_computes_something_else_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llmtrain import RunError, export
-    from llmtrain.tools.use import merge
+    from llmtrain.tools.use.export import merge
 
     run = used.run(tmp_path / "run")
     used.checkpoint(run, 4, used.model())

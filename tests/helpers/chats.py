@@ -16,7 +16,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.rows import Example, Message
-from llmtrain.data.chat.template import NAMED, named
+from llmtrain.data.chat.template import NAMED, named_template
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.survey import freeze, survey
 from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
@@ -52,7 +52,7 @@ def make(
     found.pop("chat_template", None)
     (directory / "tokenizer_config.json").write_text(json.dumps({**found, **config}), "utf-8")
     if template is not None:
-        text = named(template) if template in NAMED else template
+        text = named_template(template) if template in NAMED else template
         (directory / "chat_template.jinja").write_text(text, "utf-8")
     return directory
 

@@ -48,7 +48,7 @@ def check_first_rows(survey: Survey, encoder: Encoder) -> Encoded | None:
     return first
 
 
-def marked(encoded: Encoded, tokenizer: Tokenizer) -> str:
+def with_marks(encoded: Encoded, tokenizer: Tokenizer) -> str:
     """Return the first sequence of a conversation as text, what is trained of it in ⟦…⟧."""
     assert encoded.trained is not None
     stop = encoded.cuts[1]

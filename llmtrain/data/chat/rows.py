@@ -85,7 +85,7 @@ class Example:
     untrained: frozenset[int] = frozenset()
 
 
-def renamed(available: Iterable[str], columns: Mapping[str, str], key: str) -> tuple[str, ...]:
+def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) -> tuple[str, ...]:
     """Return a source's columns under our names.
 
     key: the config key of `columns`, for the message

@@ -77,7 +77,7 @@ class Template:
         return "\0".join(self.sources.values())
 
 
-def named(name: str) -> str:
+def named_template(name: str) -> str:
     """Return the text of a template that comes with the package."""
     return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text("utf-8")
 
@@ -88,7 +88,7 @@ def template_text(asked: str) -> tuple[str, tuple[str, ...]]:
     Raises UserError for what is neither a name, nor a file, nor a template.
     """
     if asked in NAMED:
-        return named(asked), NAMED[asked]
+        return named_template(asked), NAMED[asked]
     if "{%" in asked or "{{" in asked:
         return asked, ()
     try:

@@ -43,9 +43,7 @@ def share(model: nn.Module, whole: nn.Module | None, device: torch.device) -> No
         setattr(model.get_submodule(owner), name, into)
 
 
-def _receive(
-    into: Tensor, start: int, size: int, given: Tensor | None, buffer: Tensor
-) -> None:
+def _receive(into: Tensor, start: int, size: int, given: Tensor | None, buffer: Tensor) -> None:
     """Fill `into` with the elements from `start` on of a flat tensor that rank 0 sends.
 
     size: elements of the whole flat tensor.

@@ -31,7 +31,7 @@ def are_held(state: Mapping[str, Any]) -> bool:
     return True
 
 
-def rounded(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+def round_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Return a weight in fp32, rounded as in the run of a checkpoint. state: as for `are_held`."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

@@ -17,7 +17,7 @@ from llmtrain.model.quantized import layers
 from llmtrain.model.vocabulary import grow, rows_for
 from llmtrain.tools.use import adapters, four_bits
 from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id
-from llmtrain.training.start.base import changed
+from llmtrain.training.start.base import what_changed
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> A
     if four_bits.are_held(target.state):
         for name in layers(model):
             weight = model.get_submodule(name).weight
-            weight.data = four_bits.rounded(weight.data, target.state)
+            weight.data = four_bits.round_weight(weight.data, target.state)
     if precision == "bf16":
         hold_base(model, torch.bfloat16, trained=True)
     adapters.attach(model, target.directory)
@@ -112,7 +112,7 @@ def base_directory(adapter: Path) -> Path:
     """
     base = adapters.base_of(adapter)
     on_hub = is_hub_id(base.path) and not Path(base.path).is_dir()
-    if not on_hub and (said := changed(base)):
+    if not on_hub and (said := what_changed(base)):
         expected = f"the model that the adapter was trained on ({base}); that directory {said}"
         raise UserError(Problem(f"base of {adapter.name}", base.path, expected, "put it back"))
     return download(base.path, base.revision)

@@ -48,7 +48,7 @@ def score(opened: Opened, texts: Iterable[str], stride: int | None, told: Told) 
     nll = torch.zeros((), dtype=torch.float64, device=opened.device)
     documents = num_bytes = tokens = 0
 
-    def counted() -> Iterator[Window]:
+    def count_windows() -> Iterator[Window]:
         nonlocal documents, num_bytes, tokens
         for text in texts:
             told(documents, 0)
@@ -59,7 +59,7 @@ def score(opened: Opened, texts: Iterable[str], stride: int | None, told: Told) 
 
     module, vocabulary = LossModule(opened.model), opened.model.config.get_text_config().vocab_size
     with torch.no_grad():
-        for batch in _batches(counted(), max(1, _LOGITS_BYTES // (4 * vocabulary))):
+        for batch in _batches(count_windows(), max(1, _LOGITS_BYTES // (4 * vocabulary))):
             inputs, targets = (one.to(opened.device) for one in _tensors(batch))
             nll += module(inputs, targets)
     if not tokens:

@@ -47,17 +47,17 @@ def decide_base(model: ModelConfig, run_dir: Path, ranks: Ranks) -> Base | None:
 def known_base(model: ModelConfig, run_dir: Path) -> Base:
     """Return the base that an earlier start of a run has kept, else what `model.from` names now."""
     kept = Auto(run_dir, "").run.get(_KEPT, {})
-    if kept.get("asked") == _asked(model):
+    if kept.get("asked") == _asked_for(model):
         return Base(kept["path"], kept["revision"], kept["digest"])
     return find_base(model)
 
 
 def keep_base(auto: Auto, model: ModelConfig, base: Base) -> None:
     """Put the base into the values of `auto.json`, with the keys that named it."""
-    auto.run[_KEPT] = {"asked": _asked(model), **asdict(base)}
+    auto.run[_KEPT] = {"asked": _asked_for(model), **asdict(base)}
 
 
-def _asked(model: ModelConfig) -> list[str | None]:
+def _asked_for(model: ModelConfig) -> list[str | None]:
     return [model.from_, model.revision]
 
 
@@ -94,13 +94,13 @@ def _checkpoint_of(run_dir: Path) -> Path:
 
 def check_unchanged(base: Base) -> None:
     """Raise UserError if a base is a directory that is gone, or has other weights than it had."""
-    if base.digest is not None and (said := changed(base)):
+    if base.digest is not None and (said := what_changed(base)):
         expected = f"the weights that this run began with ({base}); that directory {said}"
         remedy = "put them back, or begin in another run.dir"
         raise UserError(Problem(KEY, base.path, expected, remedy))
 
 
-def changed(base: Base) -> str | None:
+def what_changed(base: Base) -> str | None:
     """Return what became of a directory that is a base; None if it has the same weights.
 
     Where no digest is known, any directory is the same.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from llmtrain.checkpoint import format as form
-from llmtrain.config.checks import supported, unsplit, unsupported
+from llmtrain.config.checks import strategies_with, strategy_problem, unsplit
 from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import zero
@@ -206,9 +206,9 @@ def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
     that splits the weights of `adapter.kind: qlora`.
     """
     launched = allowed_strategies(env, config.distributed.strategy)
-    allowed = supported(config.optimizer.name, launched)
+    allowed = strategies_with(config.optimizer.name, launched)
     if not allowed:
-        raise UserError(unsupported(config.optimizer.name, launched[0]))
+        raise UserError(strategy_problem(config.optimizer.name, launched[0]))
     if config.adapter.kind != "qlora":
         return allowed
     if "ddp" not in allowed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
-from llmtrain.data.audit.first_rows import check_first_rows, marked
+from llmtrain.data.audit.first_rows import check_first_rows, with_marks
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.manifest import ChatFacts, Manifest
@@ -112,7 +112,7 @@ def write_data(
         _log_what_precedes_answers(facts)
         first = check_first_rows(found, Encoder(tokenizer, chat))
         if first is not None:
-            _log.info("the first conversation, trained in ⟦⟧: %s", marked(first, tokenizer))
+            _log.info("the first conversation, trained in ⟦⟧: %s", with_marks(first, tokenizer))
     manifest = freeze(found, tokenizer, facts)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 

@@ -27,12 +27,12 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
 from llmtrain.processes import cores
 from llmtrain.rundir.auto import Auto
+from llmtrain.rundir.shared_directory import check_shared
 from llmtrain.training.run.opened import Planned, Processes
 from llmtrain.training.start.base import decide_base, keep_base
 from llmtrain.training.start.claim import Place
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
 from llmtrain.training.start.preflight import check_start
-from llmtrain.training.start.shared_directory import check_shared
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import pytest
 from helpers import chats, corpus
 
 from llmtrain.data.audit.epochs import epoch
-from llmtrain.data.audit.first_rows import marked
+from llmtrain.data.audit.first_rows import with_marks
 from llmtrain.data.audit.ledger import replay
 from llmtrain.data.batches import batch_of
 from llmtrain.data.chat.rows import to_example
@@ -214,4 +214,4 @@ def test_the_first_conversation_is_shown_with_what_is_trained(place):
     row = {"messages": chats.talk("Hi?", "Yes.")}
     (encoded,) = encoder.documents(source, [json.dumps(row)])
     text = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦Yes.<|im_end|>⟧"
-    assert marked(encoded, encoder.tokenizer).endswith(text)
+    assert with_marks(encoded, encoder.tokenizer).endswith(text)

@@ -142,7 +142,7 @@ def test_every_linear_layer_but_the_head_has_an_adapter() -> None:
         assert len(every) == (8 if name == "gpt2" else 14)
         assert list(adapters.find_targets(model, "auto")) == every
         adapters.attach(model, asked())
-        assert adapters.adapted(model) == every
+        assert adapters.adapted_layers(model) == every
 
 
 def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() -> None:
@@ -152,7 +152,7 @@ def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() ->
         trained = {name for name, one in model.named_parameters() if one.requires_grad}
         assert all(".lora_" in name for name in trained)
         per_layer = 3 if kind == "dora" else 2
-        assert len(trained) == per_layer * len(adapters.adapted(model))
+        assert len(trained) == per_layer * len(adapters.adapted_layers(model))
         assert torch.allclose(logits(model), logits(before), atol=1e-6)
 
 
@@ -160,7 +160,7 @@ def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() ->
 def test_outputs_are_those_of_weights_changed_by_hand(kind: str) -> None:
     model, by_hand = adapted("untied", kind), bare("untied")
     held = state.named_tensors(model)
-    for name in adapters.adapted(model):
+    for name in adapters.adapted_layers(model):
         weight = by_hand.get_submodule(name).weight.data
         a, b = (held[f"base_model.model.{name}.lora_{one}.weight"].detach() for one in "AB")
         changed = weight + (8 / 4**0.5 if kind == "rslora" else 8 / 4) * b @ a
@@ -241,7 +241,7 @@ def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(
             adapters.find_targets(model, one)
     with caplog.at_level("INFO"):
         adapters.attach(model, asked(targets="auto"))
-    ends = {one.rpartition(".")[2] for one in adapters.adapted(model)}
+    ends = {one.rpartition(".")[2] for one in adapters.adapted_layers(model)}
     assert ends == (LINEAR - {"gate_proj", "up_proj", "down_proj"} if name == "mixtral" else LINEAR)
     share = 100 * left / sum(one.numel() for one in model.parameters())
     assert f"routers and stacked experts, {share:.0f} % of the weights, have none" in caplog.text

@@ -39,7 +39,7 @@ def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for(
     model.to("cpu")  # which quantizes, as any move to a device does
     held = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
     assert len(held) == 7
-    for name in adapters.adapted(model):
+    for name in adapters.adapted_layers(model):
         four = model.get_submodule(name).base_layer
         assert four.weight.dtype == torch.uint8
         assert four.weight.quant_state.nested

@@ -32,6 +32,8 @@ def test_rounded_weights_compute_what_the_four_bit_layer_does(precision, bound):
     packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     x = torch.randn(3, 64)
     expected = packed.to("cpu")(x.to(dtype)).float()
-    rounded = four_bits.rounded(dense.weight.detach(), {"auto": {"run": {"precision": precision}}})
+    rounded = four_bits.round_weight(
+        dense.weight.detach(), {"auto": {"run": {"precision": precision}}}
+    )
     assert float((x @ rounded.T - expected).abs().max()) <= bound
     assert float((rounded - dense.weight.detach()).abs().max()) > 1e-3

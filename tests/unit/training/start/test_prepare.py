@@ -7,7 +7,7 @@ from helpers import chats, corpus
 
 from llmtrain import heartbeat
 from llmtrain.config.schema import Config
-from llmtrain.data.chat.template import named
+from llmtrain.data.chat.template import named_template
 from llmtrain.data.state import DataState
 from llmtrain.errors import UserError
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, TOKENIZER
@@ -167,10 +167,10 @@ def test_an_accepted_template_is_in_the_tokenizer_that_is_made_again(tmp_path, r
     prepare(with_accepted(), run_dir, 1, None, saved)  # what follows refuses it
     with pytest.raises(UserError, match=r"accept_changes=\[model\.tokenizer\]"):  # new tokens
         prepare(with_accepted("chat.template"), run_dir, 1, None, saved)
-    assert (run_dir / TOKENIZER / "chat_template.jinja").read_text() == named("chatml")
+    assert (run_dir / TOKENIZER / "chat_template.jinja").read_text() == named_template("chatml")
     other = with_accepted("chat.template", "model.tokenizer")
     prepare(other, run_dir, 1, None, saved)
-    assert (run_dir / TOKENIZER / "chat_template.jinja").read_text() == named("gemma")
+    assert (run_dir / TOKENIZER / "chat_template.jinja").read_text() == named_template("gemma")
     tokenizer = chats.plain(run_dir / TOKENIZER)
     assert tokenizer.token_to_id("<end_of_turn>") is not None
     assert tokenizer.token_to_id("<|im_end|>") is None

@@ -222,12 +222,12 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
     path = checkpoint / "adapter.json"  # the adapter was trained on the smaller model, grown
     named = json.dumps({"base": {"path": str(base)}})
     path.write_text(named)
-    from llmtrain.tools.use import export as tool
+    from llmtrain.tools.use.export import export as tool
 
     expected = used.logits(with_adapter(grown, checkpoint), rows)
     opened = open_model(find(str(checkpoint))).model
     assert float((used.logits(opened, rows) - expected).abs().max()) <= 1e-5
-    weights = tool.merge.merged(find(str(checkpoint)), rows, "F32")
+    weights = tool.merge.merged_weights(find(str(checkpoint)), rows, "F32")
     found = {name: torch.cat([*weights.read(name)]) for name in weights.specs}
     config = weights.config
     made = AutoModelForCausalLM.from_config(config)
@@ -257,11 +257,11 @@ def test_an_adapter_that_lacks_a_tensor_or_has_another_is_refused(tmp_path):
         (checkpoint / "adapter_config.json").write_text(
             json.dumps(settings | {"target_modules": targets})
         )
-        from llmtrain.tools.use import merge
+        from llmtrain.tools.use.export import merge
         from llmtrain.tools.use.target import find
 
         with pytest.raises(UserError, match=found):
-            merge.merged(find(str(checkpoint)), 1, "F32")
+            merge.merged_weights(find(str(checkpoint)), 1, "F32")
 
 
 def test_an_adapter_whose_base_is_gone_is_refused(tmp_path):
@@ -354,7 +354,7 @@ def test_the_card_of_an_adapter_names_its_base_and_takes_over_its_licence(tmp_pa
     (checkpoint / "adapter.json").write_text(
         json.dumps({"base": {"path": "owner/name", "revision": "abc"}})
     )
-    from llmtrain.tools.use import card
+    from llmtrain.tools.use.export import card
     from llmtrain.tools.use.target import find
 
     text = card.text(find(str(checkpoint)), "fp32", merged=True)

@@ -10,7 +10,7 @@ from helpers.checkpoints import on_ranks
 
 from llmtrain.errors import PeerError, UserError
 from llmtrain.rundir.contents import SHARED
-from llmtrain.training.start.shared_directory import check_shared
+from llmtrain.rundir.shared_directory import check_shared
 from llmtrain.types import Ranks
 
 

@@ -47,7 +47,7 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
         "state": {key: target.state.get(key) for key in ("config", "auto")},
         **_blocks(target),
     }
-    command = [sys.executable, "-m", "llmtrain.tools.use.reload"]
+    command = [sys.executable, "-m", "llmtrain.tools.use.export.reload"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         command,

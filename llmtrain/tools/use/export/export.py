@@ -24,10 +24,11 @@ from llmtrain.distributed.engines import state
 from llmtrain.errors import Problem, needed_on_disk, raise_any
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.untrusted import INDEX
-from llmtrain.tools.use import adapters, card, hub, merge, tensors
+from llmtrain.tools.use import adapters, tensors
+from llmtrain.tools.use.export import card, hub, merge
+from llmtrain.tools.use.export.merge import Weights
+from llmtrain.tools.use.export.proof import Losses, compare
 from llmtrain.tools.use.load import base_directory
-from llmtrain.tools.use.merge import Weights
-from llmtrain.tools.use.proof import Losses, compare
 from llmtrain.tools.use.target import KEY, Target, find
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -168,7 +169,7 @@ def _weights(target: Target, dtype: str) -> Weights:
     if not target.is_adapter:
         return merge.whole(target.directory, dtype)
     entries = tokenizers.length_of(tokenizers.load(str(target.directory), None))
-    return merge.merged(target, entries, dtype)
+    return merge.merged_weights(target, entries, dtype)
 
 
 def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:

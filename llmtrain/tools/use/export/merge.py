@@ -77,10 +77,10 @@ def whole(directory: Path, dtype: str) -> Weights:
     def read(name: str) -> Iterator[Tensor]:
         return (cast(chunk, dtype) for chunk in stored.chunks(name))
 
-    return Weights(_described(config, dtype), _specs(own, dtype), read)
+    return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
 
 
-def merged(target: Target, entries: int, dtype: str) -> Weights:
+def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     """Return the weights of a model with an adapter merged into it.
 
     target: the adapter
@@ -94,7 +94,7 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
-    own, tied = _tensors(skeleton), _tied(skeleton)
+    own, tied = _tensors(skeleton), _tied_names(skeleton)
     in_four_bits = four_bits.are_held(target.state)
     rounded = {f"{name}.weight" for name in quantized.layers(skeleton)} if in_four_bits else ()
     layers = _layers(skeleton, directory)
@@ -113,13 +113,13 @@ def merged(target: Target, entries: int, dtype: str) -> Weights:
         if rows:
             tensor = longer(tensor, rows[0])
         if name in rounded:
-            tensor = four_bits.rounded(tensor, target.state)
+            tensor = four_bits.round_weight(tensor, target.state)
         if layer := layers.get(name):
             values = {leaf: stored.read(file).float() for leaf, file in layer.parts.items()}
             tensor = _merge(layer.module, tensor.float(), values)
         yield cast(tensor, dtype)
 
-    return Weights(_described(config, dtype), _specs(own, dtype), read)
+    return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
 
 
 def _layers(skeleton: Any, directory: Path) -> dict[str, Layer]:
@@ -202,7 +202,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
-def _tied(model: Any) -> dict[str, str]:
+def _tied_names(model: Any) -> dict[str, str]:
     """Return each further name of a tied parameter → its first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -231,7 +231,7 @@ def cast_specs(specs: Mapping[str, TensorSpec], dtype: str) -> dict[str, TensorS
     }
 
 
-def _described(config: Any, dtype: str) -> Any:
+def _with_dtype(config: Any, dtype: str) -> Any:
     """Return the config with the dtype of the tensors as they are written."""
     config.dtype = DTYPES[dtype][1].removeprefix("torch.")
     return config
