@@ -77,5 +77,5 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing llmtrain and its tools into $(VENV): some minutes, torch is the largest part …"
-	@$(PIP) install -c constraints.txt -e '.[dev,trackers,eval]'
+	@$(PIP) install -c constraints.txt -e '.[dev,trackers,eval,quantized]'
 	@touch $(VENV)/installed $@
