@@ -10,7 +10,7 @@ from llmtrain.data.chat.rows import (
     as_text,
     columns_of,
     form_of,
-    renamed,
+    our_names,
     to_example,
 )
 from llmtrain.errors import UserError
@@ -56,13 +56,13 @@ def test_preference_pairs_alone_are_refused():
 
 def test_columns_are_read_under_our_names():
     columns = {"prompt": "question", "completion": "answer"}
-    names = renamed(["id", "question", "answer", "prompt"], columns, KEY)
+    names = our_names(["id", "question", "answer", "prompt"], columns, KEY)
     assert names == ("id", "prompt", "completion")
     assert form_of(names, KEY) == "prompt_completion"
     found = example({"question": "Hi?", "answer": "Yes."}, "prompt_completion", **columns)
     assert found.text == ("Hi?", "Yes.")
     with pytest.raises(UserError, match=r"data\.sources\.0\.columns = question"):
-        renamed(["prompt"], {"prompt": "question"}, KEY)
+        our_names(["prompt"], {"prompt": "question"}, KEY)
 
 
 def test_optional_columns_are_read_where_they_are():

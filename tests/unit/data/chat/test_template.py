@@ -6,7 +6,7 @@ from jinja2 import UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from llmtrain.data.chat.rows import BadRowError
-from llmtrain.data.chat.template import NAMED, _sandbox, named, open_template
+from llmtrain.data.chat.template import NAMED, _sandbox, named_template, open_template
 from llmtrain.errors import UserError
 
 DATE = DEFAULTS.date
@@ -55,7 +55,7 @@ def test_named_templates_write_their_formats(place, name, bos, expected):
     directory = place(name, bos_token=bos)
     messages = talk("Hi?", " Yes.", system="Brief. ")
     assert written(directory, messages, prompt=True) == expected
-    assert all(token in named(name) for token in NAMED[name])
+    assert all(token in named_template(name) for token in NAMED[name])
     assert library(directory).apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     ) == expected  # fmt: skip
