@@ -185,7 +185,9 @@ def _compile(source: str, date: str) -> jinja2.Template:
     environment.globals["strftime_now"] = clock.strftime
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _namespace()
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # each render copies them, a ChainMap slowly
+    return template
 
 
 @lru_cache(maxsize=1)
