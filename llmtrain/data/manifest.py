@@ -107,7 +107,7 @@ class TokenizerFacts:
 class ChatFacts:
     """What decides the ids and masks of conversations; all of it must be the same later.
 
-    template: digest of the chat template; "" = there is none, and no form needs one
+    template: digest of the chat template; "" = no template, where no form needs one
     settings: fields of `chat.Settings`, the date among them
     end_of_turn: its text and id, and what the template puts before an answer; None = no template
     probe: digest of ids and masks of made-up conversations

@@ -98,7 +98,7 @@ def _template(case: Case, found: Survey) -> str | None:
     assert config is not None
     asked = config.chat.template
     name = "the tokenizer's" if asked is None else asked if asked in NAMED else "its own"
-    if isinstance(config.model.tokenizer, TrainTokenizer):  # there is none to try it with
+    if isinstance(config.model.tokenizer, TrainTokenizer):  # there is nothing to try it with
         return asked and f"conversations by {name} template"
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         directory = case.run_dir / contents.TOKENIZER

@@ -55,7 +55,7 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     """Return the ids whose embeddings are trained with the adapters (`adapter.train_tokens`).
 
     base: what the run begins with
-    tokenizer: the directory of the run's tokenizer; None = there is none yet
+    tokenizer: the directory of the run's tokenizer; None = it is not written yet
 
     Raises UserError for an entry that the tokenizer does not have.
     """
