@@ -253,8 +253,8 @@ def _no_match(pattern: str, model: nn.Module, layers: Sequence[str]) -> Problem:
     every = [*dict(model.named_modules()), *dict(model.named_parameters())]
     if other := next((name for name in every if name and _matches(pattern, name)), None):
         expected = (
-            f"a linear layer other than the head and a mixture's routers; {other} is not one: it and "
-            "experts that are stacked in one tensor get no adapter"
+            f"a linear layer other than the head and a mixture's routers; {other} is not one: it "
+            "and experts that are stacked in one tensor get no adapter"
         )
         return Problem(KEY, pattern, expected)
     ends = list(dict.fromkeys(map(_last, layers)))

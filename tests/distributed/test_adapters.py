@@ -29,6 +29,11 @@ CASES = [
     pytest.param(kind, strategy, marks=() if (kind, strategy) in DIAGONAL else pytest.mark.slow)
     for kind, strategy in product(KINDS, STRATEGIES)
 ]
+# The dearest kills are of ZeRO-3; what they would find, its resume under another strategy finds, too.
+KILLED = [
+    pytest.param(kind, strategy, marks=pytest.mark.slow) if strategy == "zero3" else case
+    for case, (kind, strategy) in zip(CASES, product(KINDS, STRATEGIES), strict=True)
+]
 SHAPES = [(32, 32)] * 4 + [(64, 32)] * 2 + [(32, 64)]  # of the linear layers of a block
 FILE = "adapter_model.safetensors"
 
@@ -91,7 +96,7 @@ def saved(run_dir: Path, step: int = STEPS) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
+@pytest.mark.parametrize(("kind", "strategy"), KILLED)
 def test_ft_25_adapters_that_were_killed_and_resumed_end_in_the_same_bits(
     server: Server, tmp_path: Path, straight: Any, base: Path, kind: str, strategy: str
 ) -> None:

@@ -76,7 +76,7 @@ def test_a_run_that_grew_is_a_model_that_transformers_opens(grown: Path, base: P
     assert (kept["path"], kept["asked"]) == (str(base), [str(base), None])
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_base_that_grows_trains_the_same_under_every_strategy(
     server: Server, tmp_path: Path, base: Path, grown: Path, strategy: str
 ) -> None:

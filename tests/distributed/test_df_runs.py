@@ -148,6 +148,7 @@ def test_df_10_a_resume_in_a_later_epoch_goes_on_to_the_last_step(
     assert lines(tmp_path / "killed" / "run", "start")[-1]["resumed_from"] is not None
 
 
+@pytest.mark.slow  # DF-05 with a packing
 def test_df_31_packed_lengths_do_not_decide_the_steps_of_a_rank(
     server: Server, tmp_path: Path, source: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_passing_faults_change_no_bit(
     assert "trying again" in (tmp_path / "output.txt").read_text()
 
 
+@pytest.mark.slow  # unit tests end with 75; restarts: F46
 def test_an_outage_beyond_all_patience_costs_a_restart_and_no_bit(
     server: Server, tmp_path: Path, away: hub.Hub, expected: Path
 ) -> None:

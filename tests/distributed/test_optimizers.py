@@ -94,7 +94,7 @@ def resumed(server: Server, folder: Path, strategy: str, world_size: int, optimi
     assert [line["loss"] for line in found] == [line["loss"] for line in expected]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_a_resumed_run_with_muon_ends_in_the_bits_of_a_straight_one(
     server: Server, tmp_path: Path, strategy: str
 ) -> None:

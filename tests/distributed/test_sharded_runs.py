@@ -66,7 +66,7 @@ def test_a_sharded_run_begins_with_the_weights_it_is_given(server: Server, tmp_p
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(
     server: Server, tmp_path: Path, strategy: str
 ) -> None:

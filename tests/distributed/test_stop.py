@@ -165,6 +165,7 @@ def test_di_31_runs_that_start_and_end_exit_with_0_every_time(
         shutil.rmtree(run_dir)
 
 
+@pytest.mark.slow  # DI-30 stops a launcher, F34 kills it
 def test_llmtrain_train_returns_the_code_of_the_run(tmp_path: Path) -> None:
     path, run_dir = endless(tmp_path)
     command = [sys.executable, "-m", "llmtrain", "train", str(path), "--processes", "2"]

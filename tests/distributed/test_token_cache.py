@@ -59,7 +59,9 @@ def digests(found: list[dict]) -> list[str]:
     return [line["batch_digest"] for line in found]
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "workers"), [(2, 0), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_batches_do_not_depend_on_processes_and_workers(
     server: Server, cache: Path, straight: list[dict], tmp_path: Path, world_size: int, workers: int
 ) -> None:

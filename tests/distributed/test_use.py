@@ -111,7 +111,7 @@ def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
     assert found["text"] == expected
 
 
-@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_export_of_adapters_is_proved_by_another_process(
     server: Server, tmp_path: Path, merged: bool
 ) -> None:

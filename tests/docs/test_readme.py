@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.ranks import ROOT
+from helpers import used
+from helpers.ranks import ROOT, Server
 from helpers.tiny import lines, status
 from markdown_it import MarkdownIt
 
@@ -88,7 +89,7 @@ def known_words(text: str) -> float:
     return sum(word in known for word in words) / len(words)
 
 
-def test_own_text_trains_with_the_command_that_names_it(checkout: Path) -> None:
+def test_own_text_trains_with_the_command_that_names_it(server: Server, checkout: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -96,8 +97,7 @@ def test_own_text_trains_with_the_command_that_names_it(checkout: Path) -> None:
     pq.write_table(pa.table({"text": texts}), checkout / "my.parquet")
     shorter = "model.tokenizer.train=300 training.steps=2 training.global_batch_size=2"
     line = f"{command('my.parquet')} {shorter} training.micro_batch_size=1 data.seq_len=32"
-    ended = run(line + " optimizer.warmup_steps=1", checkout)
-    assert ended.returncode == 0, ended.stderr
+    used.given(server, checkout, shlex.split(line + " optimizer.warmup_steps=1"))
     assert status(checkout / "runs" / "wikipedia_small")["step"] == 2
 
 

@@ -137,6 +137,7 @@ def test_f44_a_step_that_is_not_finite_is_as_if_it_had_not_been(skipped, strateg
     assert found["numbers"] == never["numbers"]
 
 
+@pytest.mark.slow  # the step itself, on every strategy, is above
 def test_f44_a_run_goes_on_behind_such_a_step(faulty):
     runs = {name: faulty(2, name=name, training__steps=12) for name in ("one", "all", "never")}
     assert runs["never"].launch(through=through(never=10)) == [0, 0]

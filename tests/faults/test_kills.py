@@ -40,7 +40,7 @@ def test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits(faulty, straight, fa
     [
         pytest.param("save.write@step=8@rank=1@bytes=70%=kill", id="f03_write"),
         pytest.param("save.fsync@step=8@rank=1=kill", id="f04_fsync", marks=pytest.mark.slow),
-        pytest.param("save.vote2@step=8@rank=1=kill", id="f05_vote2"),
+        pytest.param("save.vote2@step=8@rank=1=kill", id="f05_vote2", marks=pytest.mark.slow),
     ],
 )
 def test_f03_f04_f05_a_rank_killed_while_it_writes_its_part(faulty, straight, fault):

@@ -85,6 +85,7 @@ def supervised(run: FaultyRun, faults: str = "") -> tuple[int, str]:
     return code, output.read_text(errors="replace")
 
 
+@pytest.mark.slow  # the restart of one crash is above
 def test_f46_a_run_that_crashes_every_three_steps_is_finished(faulty):
     shape = {**SHORT, "training__steps": 5}
     straight = faulty(2, name="straight", **shape)
@@ -98,6 +99,7 @@ def test_f46_a_run_that_crashes_every_three_steps_is_finished(faulty):
     assert run.outcome() == straight.outcome()
 
 
+@pytest.mark.slow  # the codes alone: tests/unit/tools/launch
 def test_f46_what_a_person_must_change_is_not_started_again(faulty):
     run = faulty(2, **SHORT)
     run.config["data"]["sources"] = [{"path": str(run.folder / "nothing.parquet")}]

@@ -169,7 +169,9 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path):
     assert contents(out) == contents(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 @pytest.mark.launches
 def test_an_interrupt_of_all_processes_is_one_line_and_code_75(tmp_path, number):
     for n in range(8):
