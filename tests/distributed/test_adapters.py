@@ -29,7 +29,7 @@ CASES = [
     pytest.param(kind, strategy, marks=() if (kind, strategy) in DIAGONAL else pytest.mark.slow)
     for kind, strategy in product(KINDS, STRATEGIES)
 ]
-# The dearest kills are of ZeRO-3; what they would find, its resume under another strategy finds, too.
+# Kills under ZeRO-3 are the dearest, three starts of DeepSpeed each: a sweep.
 KILLED = [
     pytest.param(kind, strategy, marks=pytest.mark.slow) if strategy == "zero3" else case
     for case, (kind, strategy) in zip(CASES, product(KINDS, STRATEGIES), strict=True)
