@@ -147,7 +147,7 @@ def hold_base(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) ->
 
 def adapted_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that have an adapter."""
-    return [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    return [name for name, one in model.named_modules() if "lora_A" in dict(one.named_children())]
 
 
 def files(model: PreTrainedModel, base: Base) -> dict[str, bytes]:
@@ -237,7 +237,8 @@ def _is_read(model: nn.Module, name: str) -> bool:
     It would ignore an adapter. Only the projection of the mixer's input is called.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
-    return hasattr(owner, "A_log") and hasattr(owner, "D") and _last(name) != "in_proj"
+    own = {one for one, _ in owner.named_parameters(recurse=False)}
+    return own >= {"A_log", "D"} and _last(name) != "in_proj"
 
 
 def _last(name: str) -> str:
@@ -270,7 +271,7 @@ def _token_rows(model: PreTrainedModel, ids: Sequence[int]) -> list[int] | dict[
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or head.weight is embedding.weight
-    if tied or getattr(head, "bias", None) is not None:
+    if tied or head.bias is not None:
         return list(ids)
     names = {id(module): name for name, module in model.named_modules()}
     return {names[id(one)]: list(ids) for one in (embedding, head)}

@@ -88,4 +88,4 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 def is_quantized(weight: nn.Parameter) -> bool:
     """Whether a parameter holds four-bit weights, now or once it is on its device."""
-    return hasattr(weight, "quant_state")
+    return type(weight).__name__ == "Params4bit"

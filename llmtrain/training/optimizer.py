@@ -226,8 +226,10 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
 
     One with a single row or column is a vector, on which Muon also fails if it is sharded.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    outside = _embeddings(model) | {id(getattr(head, "weight", None))}
+    from transformers import PreTrainedModel
+
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    outside = _embeddings(model) | ({id(head.weight)} if head is not None else set())
     return {
         id(parameter)
         for name, parameter in model.named_parameters()

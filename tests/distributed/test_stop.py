@@ -150,6 +150,7 @@ def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_pa
     stopped_cleanly(run_dir, "signal")
 
 
+@pytest.mark.slow  # every other run that ends asks for its code
 @pytest.mark.deeper
 def test_di_31_runs_that_start_and_end_exit_with_0_every_time(
     server: Server, tmp_path: Path, request: pytest.FixtureRequest

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -149,14 +150,15 @@ def test_each_failure_seen_elsewhere_is_a_test(kind, count):
     """`test_df_NN_…` says what other libraries did to a stream of data, `di` to many processes,
     `ft` in fine-tuning; `test_bad_input_NN_…` what a person may ask of checkpoints that cannot be.
     """
-    found = [
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    numbers = {int(one) for name in found for one in re.findall(rf"_{kind}_(\d\d)(?=_)", name)}
+    found = (one for name in names_of_tests() for one in re.findall(rf"_{kind}_(\d\d)(?=_)", name))
+    numbers = {int(one) for one in found}
     assert numbers == set(range(1, count + 1))
+
+
+@cache
+def names_of_tests() -> list[str]:
+    files = (ROOT / "tests").rglob("test_*.py")
+    return [n for f in files for n in re.findall(r"^ *def (test_\w+)", f.read_text("utf-8"), re.M)]
 
 
 @pytest.mark.parametrize(

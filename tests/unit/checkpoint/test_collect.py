@@ -3,6 +3,7 @@ import errno
 import pytest
 import torch
 from helpers.checkpoints import RUN, SPEC, divided, on_ranks, save, tensors, whole
+from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ def tensor_files(directory):
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
-@settings(deadline=None)
+@settings(dear(30), deadline=None)
 @given(divided(), st.sampled_from([1, 2, 3, 16, 1 << 20]))
 def test_the_files_are_those_of_a_save_by_all_ranks(tmp_path_factory, case, room):
     spec, values, ranks = case

@@ -198,6 +198,7 @@ def process_state():
         PartialState._reset_state()
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("process_state")
 def test_wandb_is_resumed_under_its_id(tmp_path, events, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from helpers import runs
 from helpers.browser import MISSING, browser_path
+from helpers.rings import diagonal
 from helpers.runs import HOSTILE
 
 from llmtrain.errors import UserError
@@ -178,8 +179,7 @@ def chromium():
         browser.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "scheme"), diagonal([1280, 390], ["light", "dark"]))
 def test_in_a_browser_every_figure_has_ink_and_the_console_is_silent(
     report, chromium, width, scheme
 ):

@@ -11,7 +11,9 @@ from torch.distributed import DistError
 from llmtrain.distributed.launch.rendezvous import meet
 
 
-@pytest.mark.parametrize(("rank", "other"), [(0, "rank 1"), (1, "rank 0")])
+@pytest.mark.parametrize(
+    ("rank", "other"), [(0, "rank 1"), pytest.param(1, "rank 0", marks=pytest.mark.wide)]
+)
 def test_a_process_that_waits_says_for_whom_where_and_what_to_unset(
     monkeypatch, caplog, capfd, rank, other
 ):

@@ -72,6 +72,7 @@ def test_the_plan_is_the_peak_of_two_steps(name: str, arithmetic: str, checkpoin
     assert 0.99 * peak < found < 1.1 * peak
 
 
+@pytest.mark.wide
 def test_the_oracle_agrees_with_torchs_memory_tracker() -> None:
     described = llama(256, 512, 3, 4, 2, 1000)
     with FakeTensorMode():
