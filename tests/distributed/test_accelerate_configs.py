@@ -31,10 +31,10 @@ FILES = {
     "zero3_multinode": ("zero3", 2),
 }
 # Those that differ from another one in what a single machine without a GPU does not do; FSDP2 is
-# launched by torchrun (DI-04), on two nodes and by a plain launch, too.
+# launched by torchrun (DI-04), on two nodes and by a plain launch, too, ZeRO by `llmtrain train`.
 ALIKE = {
     *("ddp", "ddp_multinode", "fsdp2", "fsdp2_offload", "zero2"),
-    *("hsdp_multinode", "zero3_offload", "zero3_multinode"),
+    *("hsdp_multinode", "zero3", "zero3_offload", "zero3_multinode"),
 }
 Ended = tuple[Path, CompletedProcess[str]]
 

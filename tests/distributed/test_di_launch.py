@@ -315,7 +315,6 @@ def test_di_34_ranks_with_other_versions_are_named(
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "tokenizers on rank 1 = 0.0.1")
 
 
-@pytest.mark.slow  # DI-30 and F34 launch with --processes
 def test_processes_are_enough_for_a_strategy_and_need_no_file(config: Path, tmp_path: Path) -> None:
     asked = ["distributed.strategy=zero2", "--processes", "2"]
     ended = run([*LLMTRAIN, "train", str(config), *asked], tmp_path)
