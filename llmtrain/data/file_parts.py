@@ -74,7 +74,8 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
 def first_columns(source: Source, reader: Reader) -> list[str]:
     """Return the columns of the first file in which some can be seen; [] = there are none.
 
-    What cannot be read is passed over here: `inspect` reports it.
+    A damaged file is passed over here: `inspect` reports it, or leaves it out. A disk that fails is
+    not, as a source whose columns nobody saw would be read as texts: raises OSError.
     """
     for file, known in enumerate(source.files[:CHECKED_FILES]):
         kind = (file_format(known.name) or ("",))[0]
@@ -83,7 +84,11 @@ def first_columns(source: Source, reader: Reader) -> list[str]:
                 names: list[str] = reader.units.footer(source, file).schema.to_arrow_schema().names
                 return names
             found = reader.keys_of_first_line(source, file) if kind == "jsonl" else []
-        except (UserError, ValueError, pa.ArrowException, EOFError, OSError):
+        except (UserError, ValueError, pa.ArrowException, EOFError):
+            continue
+        except OSError as error:
+            if error.errno:  # pyarrow has none for a damaged file
+                raise
             continue
         if found:
             return found

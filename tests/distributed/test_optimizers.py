@@ -108,22 +108,21 @@ def test_a_resumed_run_with_muon_ends_in_the_bits_of_a_straight_one(
 def test_a_resumed_run_with_8_bit_moments_ends_in_the_bits_of_a_straight_one(
     server: Server, tmp_path: Path
 ) -> None:
-    pytest.importorskip("bitsandbytes")
     resumed(server, tmp_path, "ddp", 2, "adamw_8bit")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "world_size"), [("ddp", 1), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 3), ("hsdp", 4)]
+    ("optimizer", "strategy", "world_size"),
+    [
+        *(("muon", name, n) for name, n in (("ddp", 1), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 3))),
+        ("muon", "hsdp", 4),
+        *(("adamw_8bit", "ddp", n) for n in (1, 3)),  # its moments are not sharded
+    ],
 )
-@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit"])
 def test_any_optimizer_is_resumed_in_equal_bits_however_it_is_spread_out(
-    server: Server, tmp_path: Path, strategy: str, world_size: int, optimizer: str
+    server: Server, tmp_path: Path, optimizer: str, strategy: str, world_size: int
 ) -> None:
-    if optimizer == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
-        if strategy != "ddp":
-            pytest.skip("8-bit moments are not sharded")
     resumed(server, tmp_path, strategy, world_size, optimizer)
 
 

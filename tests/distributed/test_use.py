@@ -115,7 +115,6 @@ def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
 def test_an_export_of_adapters_is_proved_by_another_process(
     server: Server, tmp_path: Path, merged: bool
 ) -> None:
-    pytest.importorskip("peft")
     run = used.run(tmp_path / "run")
     base = used.directory(tmp_path / "base", used.model(), run / "tokenizer")
     adapter = used.adapter(tmp_path / "adapter", base, run / "tokenizer", use_dora=True)
@@ -164,7 +163,6 @@ def models(tmp_path_factory: Any) -> list[Path]:
 
 
 def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) -> None:
-    pytest.importorskip("lm_eval")
     folder = models[0].parent
     command = [sys.executable, "-c", LM_EVAL, str(folder / "tasks"), *map(str, models)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -183,7 +181,6 @@ def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[P
 def test_a_task_whose_data_is_gone_is_one_message(
     server: Server, models: list[Path], tmp_path: Path
 ) -> None:
-    pytest.importorskip("lm_eval")
     task = tmp_path / "mine.yaml"
     task.write_text(TASK.replace("FILE", str(tmp_path / "gone.txt")))
     words = ["evaluate", str(models[0]), "--tasks", str(task)]

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import retention
 from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.rundir.status import read_status
 from llmtrain.tools.checkpoints import look
 
 KEY = "MODEL_OR_RUN"
@@ -112,17 +113,13 @@ def _in_directory(given: str, path: Path) -> Target:
 
 
 def _best(given: str, place: look.Place) -> str:
-    """Return the name of the checkpoint with the lowest held-out loss, else of the newest."""
-    rows = {
-        row.step: row
-        for row in look.listing(place, None).rows
-        if row.kind == look.COMPLETE and row.valid and row.step is not None
-    }
-    if not rows:
+    """Return the name of the checkpoint that `model.from` would begin with, too."""
+    known = read_status(place.run_dir).get("run_id") if place.run_dir else None
+    name = candidates.best(place.root, known)
+    if name is None:
         expected = "a run with a complete checkpoint; it has none"
         raise UserError(Problem(KEY, given, expected, "`llmtrain checkpoints list` shows them"))
-    measured = retention.by_loss({step: row.loss for step, row in rows.items()})
-    return rows[measured[0] if measured else max(rows)].name
+    return name
 
 
 def _state(given: str, directory: Path) -> dict[str, Any]:

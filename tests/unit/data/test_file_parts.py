@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from helpers import corpus
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.lines import MIB
+from llmtrain.data.documents.reader import Reader
 from llmtrain.data.file_parts import Part, cut, missing_column
 from llmtrain.data.manifest import Unit
 from llmtrain.data.survey import survey
@@ -163,3 +165,15 @@ def test_a_missing_column_names_file_and_columns_on_one_line():
     problem = missing_column("data.sources.0.text_column", "body", "x\x1b[2J\ny.parquet", columns)
     expected = r"a column of x\x1b[2J\ny.parquet, which has: text\nerror: all is lost, id"
     assert problem.expected == expected
+
+
+def test_a_disk_that_fails_under_the_first_look_is_no_file_without_columns(tmp_path, monkeypatch):
+    """Otherwise conversations behind it would be read as texts."""
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+
+    def fail(*_arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Reader, "keys_of_first_line", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        survey(data_settings(corpus.config({"path": str(tmp_path / "rows.jsonl")})), 1)

@@ -1,4 +1,4 @@
-"""Four-bit layers on a CPU, where bitsandbytes is installed (the extra `quantized`)."""
+"""Four-bit layers on a CPU."""
 
 import importlib.util
 from typing import Any
@@ -11,10 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.engines import state
 from llmtrain.model import adapters, quantized
-
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
-)
 
 
 def llama() -> LlamaForCausalLM:
@@ -29,7 +25,6 @@ def logits(model: nn.Module) -> Tensor:
     return model(torch.arange(12)[None] * 5 % 61, use_cache=False).logits
 
 
-@needs_bitsandbytes
 def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for() -> None:
     import bitsandbytes as bnb
 

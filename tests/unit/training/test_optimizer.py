@@ -229,7 +229,6 @@ def test_8_bit_adamw_without_its_package_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_8_bit_adamw_is_near_adamw() -> None:
-    pytest.importorskip("bitsandbytes")
     models = {}
     for name in ("adamw", "adamw_8bit"):
         models[name] = tiny(True, hidden_size=64, intermediate_size=96)

@@ -104,8 +104,6 @@ def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched)
 def test_a_forbidden_step_changes_no_weight_moment_or_count(
     launched: Launched, forbidden: dict[str, float], name: str, fused: bool
 ) -> None:
-    if name == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
     model = tiny()
     optimizer = prepared(launched, model, name, fused=fused)
     backward(launched, model)

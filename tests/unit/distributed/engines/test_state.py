@@ -353,8 +353,6 @@ OPTIMIZERS = ["adamw", "muon", "adamw_8bit"]
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["tied llama", "untied gpt2"])
 def test_any_optimizer_continues_bit_for_bit_from_its_checkpoint(tmp_path, config, name):
-    if name == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
     wide = copy.deepcopy(config)  # so that some parameters have 4,096 elements
     wide.update({"vocab_size": 211})
     model, optimizer = optimized(wide, name)
@@ -376,8 +374,6 @@ def test_any_optimizer_continues_bit_for_bit_from_its_checkpoint(tmp_path, confi
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_created_state_is_what_any_optimizer_makes_itself(name):
-    if name == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
     runs = []
     for create in (False, True):
         model, optimizer = optimized(LLAMA, name)

@@ -125,7 +125,6 @@ def test_a_model_with_another_tokenizer_is_not_scored_on_it(run, tmp_path):
 
 
 def test_adapters_are_scored_on_the_model_that_they_were_trained_on(tmp_path):
-    pytest.importorskip("peft")
     run = used.run(tmp_path / "run")
     base = used.directory(tmp_path / "base", used.model(), run / contents.TOKENIZER)
     adapter = used.adapter(tmp_path / "adapter", base, run / contents.TOKENIZER)

@@ -23,7 +23,8 @@ def test_only_the_base_of_qlora_is_held_in_four_bits(monkeypatch):
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 1e-2)])
 def test_rounded_weights_compute_what_the_four_bit_layer_does(precision, bound):
-    bnb = pytest.importorskip("bitsandbytes")
+    import bitsandbytes as bnb
+
     torch.manual_seed(0)
     dense = torch.nn.Linear(64, 128, bias=False)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

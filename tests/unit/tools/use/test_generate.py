@@ -85,7 +85,7 @@ def test_a_checkpoint_continues_a_text_behind_what_it_was_trained_behind(tmp_pat
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A run whose model answers with one token for ever, which is not the end of a turn."""
+    """A run whose model repeats one token, which is not the end of a turn."""
     return used.run(tmp_path_factory.mktemp("chat") / "run", chat=True)
 
 
@@ -215,7 +215,6 @@ def test_pickled_weights_are_refused_under_the_name_of_the_argument(made, tmp_pa
 
 
 def test_an_adapter_ends_where_its_own_files_say(tmp_path):
-    pytest.importorskip("peft")
     from transformers import GenerationConfig
 
     files = used.tokenizer(tmp_path / "tokenizer", chat=True)

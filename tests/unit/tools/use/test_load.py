@@ -41,7 +41,6 @@ def test_a_model_has_exactly_the_tensors_of_its_file(base):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_adapter_has_its_own_tensors_and_those_of_its_base(base, tmp_path, precision):
-    pytest.importorskip("peft")
     adapter = used.adapter(tmp_path / "adapter", base, base.parent / "tokenizer")
     found = parameters(adapter, precision=precision)
     whole = load_file(base / "model.safetensors")
@@ -57,7 +56,6 @@ def test_an_adapter_has_its_own_tensors_and_those_of_its_base(base, tmp_path, pr
 
 def test_the_frequencies_of_positions_stay_fp32_on_a_bf16_base(tmp_path):
     """A run holds them so: rounded, they would turn late positions by another angle."""
-    pytest.importorskip("peft")
     files = used.tokenizer(tmp_path / "tokenizer")
     base = used.directory(tmp_path / "base", used.model(), files)
     adapter = used.adapter(tmp_path / "adapter", base, files)
@@ -96,7 +94,6 @@ def test_a_directory_that_is_no_model_is_one_problem_of_the_argument(tmp_path, s
 
 
 def test_a_base_that_changed_or_is_gone_is_refused(tmp_path):
-    pytest.importorskip("peft")
     files = used.tokenizer(tmp_path / "tokenizer")
     base = used.directory(tmp_path / "base", used.model(), files)
     adapter = used.adapter(tmp_path / "adapter", base, files)

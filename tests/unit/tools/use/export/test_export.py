@@ -140,7 +140,6 @@ LORA = {
 
 def adapter_run(tmp_path, base, **settings):
     """A run whose one checkpoint is an adapter of a model, and the adapter's directory."""
-    pytest.importorskip("peft")
     run = used.run(tmp_path / "run", chat=True)
     adapter = used.adapter(tmp_path / "adapter", base, run / contents.TOKENIZER, **settings)
     return run, used.adapter_checkpoint(run, 4, adapter)
