@@ -93,15 +93,21 @@ def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, 
 
 
 def token_ids(
-    path: str | Path, entries: Sequence[str], revision: str | None = None
+    path: str | Path,
+    entries: Sequence[str],
+    revision: str | None = None,
+    added: Sequence[str] = (),
 ) -> tuple[int, ...]:
     """Return the ids of entries of the tokenizer in a directory or of a Hub id.
 
     revision: of the Hub id; None = main
+    added: tokens that the run adds to it, if it lacks them
 
     Raises UserError for each one that it does not have.
     """
-    known = load(str(path), revision).get_vocab()
+    known: dict[str, int] = load(str(path), revision).get_vocab()
+    lacking = [token for token in added if token not in known]
+    known = known | {token: id for id, token in enumerate(lacking, len(known))}
     key, expected = "adapter.train_tokens", "an entry of the run's tokenizer, as its files write it"
     unknown = (one for one in entries if one not in known)
     raise_any(Problem(key, one, expected, _with_blank(one, known)) for one in unknown)

@@ -18,7 +18,7 @@ BASE = (
     *("evaluation.every_steps=12", "checkpoint.every_steps=12"),
 )
 ADAPT = (
-    *("data.seq_len=128", "training.epochs=null", "training.steps=16"),
+    *("data.seq_len=128", "chat.too_long=truncate", "training.steps=16"),
     *("training.global_batch_size=4", "optimizer.learning_rate=1e-2", "evaluation.every_steps=8"),
 )
 FIGURES = {

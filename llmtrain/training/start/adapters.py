@@ -60,6 +60,7 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     Raises UserError for an entry that the tokenizer does not have.
     """
     asked, named = config.adapter.train_tokens, config.model.tokenizer
+    added = template_tokens(config.chat.template)  # unless the tokenizer has them
     if config.adapter.kind == "none" or base is None:
         return ()
     if asked == "auto":  # what this run's tokenizer has beyond that of the base
@@ -67,8 +68,7 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
             return ()
         if tokenizer is not None:
             return new_entries(tokenizer, base.path, base.revision)
-        first = special_tokens(base.path, base.revision).length  # they will be added
-        added = template_tokens(config.chat.template)
+        first = special_tokens(base.path, base.revision).length
         return tuple(range(first, special_tokens(base.path, base.revision, added).length))
     if tokenizer is not None:
         return token_ids(tokenizer, asked)
@@ -76,10 +76,10 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
         return ()
     if named == "sample":
         with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as at:
-            return token_ids(at, asked)
+            return token_ids(at, asked, added=added)
     if named == "auto":
-        return token_ids(base.path, asked, base.revision)
-    return token_ids(named, asked)
+        return token_ids(base.path, asked, base.revision, added)
+    return token_ids(named, asked, added=added)
 
 
 def check_base(config: Config, base: Base | None, found: Found) -> None:

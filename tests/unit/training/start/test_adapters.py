@@ -79,6 +79,9 @@ def test_tokens_that_a_named_template_will_add_have_the_ids_that_they_will_get(
     assert trained_tokens(asked, base, tmp_path / "own") == before
     assert token_ids(tmp_path / "own", NAMED["chatml"]) == before
     assert len(before) == 2
+    named = config(tmp_path, "chat.template=chatml", "adapter.train_tokens=['<|im_end|>']")
+    assert trained_tokens(named, base, None) == trained_tokens(named, base, tmp_path / "own")
+    assert set(trained_tokens(named, base, None)) < set(before)
     reserved = Base(str(tmp_path / "own"), None, None)  # a base that has them already
     assert trained_tokens(asked, reserved, None) == ()
 
