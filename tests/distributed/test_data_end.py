@@ -37,6 +37,11 @@ def test_a_changed_key_is_refused_until_it_is_accepted(server: Server, tmp_path:
     # The same command goes on from here; the manifest is of the new data now.
     assert server.run(["train", path, *changes, accepted, "training.steps=6"], 1, tmp_path) == [0]
     assert len(events(run_dir, "changes_accepted")) == 1
+    # What was frozen when the run began gives way, too.
+    again = ["data.seq_len=16", "training.steps=7", "training.precision=bf16"]
+    accepted = "checkpoint.accept_changes=[data.seq_len, training.precision]"
+    assert server.run(["train", path, *again, accepted], 1, tmp_path) == [0]
+    assert json.loads((run_dir / "auto.json").read_text())["run"]["precision"] == "bf16"
 
 
 @pytest.mark.slow  # F37 is the same with other strikes

@@ -56,8 +56,10 @@ def start_processes(
     # All ranks read it before the group exists; rank 0 writes it only afterwards.
     frozen = Auto(config.run_dir, "").run.get("precision")
     asked = config.training.precision
-    resolved = (frozen, "as this run began") if frozen else launching.resolve_precision(asked)
-    precision, why = resolved
+    if frozen and asked == "auto":
+        precision, why = frozen, "as this run began"
+    else:
+        precision, why = launching.resolve_precision(asked)
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
@@ -76,7 +78,7 @@ def start_processes(
     again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)
     for key in FROZEN if planned.decided_again else ():
         auto.launch.pop(key, None)
-    auto.run.setdefault("precision", precision)
+    auto.run["precision"] = precision
     if base:
         keep_base(auto, config.model, base)
     layout = asdict(planned.layout)
