@@ -6,6 +6,7 @@ there are four units per lane, so that every lane has work in every epoch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,8 @@ from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import bounded, file_format, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
+
+_log = logging.getLogger(__name__)
 
 UNITS_PER_LANE = 4
 SLICE_BYTES = 16 * MIB
@@ -71,24 +74,22 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
     return parts, [look.columns for look in looks if look.columns is not None]
 
 
-def first_columns(source: Source, reader: Reader) -> list[str]:
+def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
     """Return the columns of the first file in which some can be seen; [] = there are none.
 
-    A damaged file is passed over here: `inspect` reports it, or leaves it out. A disk that fails is
-    not, as a source whose columns nobody saw would be read as texts: raises OSError.
+    A damaged file is passed over and logged: `inspect` reports it with those of all files, or
+    leaves it out. A disk that fails raises RunError (75), as a source whose columns nobody saw
+    would be read as texts.
     """
     for file, known in enumerate(source.files[:CHECKED_FILES]):
         kind = (file_format(known.name) or ("",))[0]
         try:
             if kind == "parquet":
-                names: list[str] = reader.units.footer(source, file).schema.to_arrow_schema().names
+                names: list[str] = _footer(source, file, key, reader)[1].names
                 return names
             found = reader.keys_of_first_line(source, file) if kind == "jsonl" else []
-        except (UserError, ValueError, pa.ArrowException, EOFError):
-            continue
-        except OSError as error:
-            if error.errno:  # pyarrow has none for a damaged file
-                raise
+        except (UserError, ValueError) as error:
+            _log.info("%s shows no columns: %s", source.where(file), first_line(error))
             continue
         if found:
             return found
@@ -126,16 +127,7 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
 
 def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
-    try:
-        footer = reader.units.footer(source, file)
-        schema = footer.schema.to_arrow_schema()
-    except (pa.ArrowException, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            remedy = "look at the disk, then start again"
-            raise RunError(f"{where} cannot be read: {error}", RESTARTABLE, remedy) from error
-        expected = f"a complete parquet file ({first_line(error)})"
-        remedy = "replace the file, or rename it by its format"
-        raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
+    footer, schema = _footer(source, file, key, reader)
     if source.form is not None:
         return _other_form(source, key, where, schema.names) or _groups(file, footer, schema.names)
     if source.text_column not in schema.names:
@@ -145,6 +137,26 @@ def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> L
         expected = f"a column of strings; in {where} it is {column}"
         return Problem(f"{key}.text_column", source.text_column, expected)
     return _groups(file, footer, schema.names)
+
+
+def _footer(
+    source: Source, file: int, key: str, reader: Reader
+) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Return the footer of a parquet file and its schema.
+
+    Raises UnreadableError for a damaged file, and RunError (75) for an error of the disk.
+    """
+    where = source.where(file)
+    try:
+        footer = reader.units.footer(source, file)
+        return footer, footer.schema.to_arrow_schema()
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            remedy = "look at the disk, then start again"
+            raise RunError(f"{where} cannot be read: {error}", RESTARTABLE, remedy) from error
+        expected = f"a complete parquet file ({first_line(error)})"
+        remedy = "replace the file, or rename it by its format"
+        raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
 
 
 def _groups(file: int, footer: pq.FileMetaData, names: list[str]) -> Look:

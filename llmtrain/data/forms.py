@@ -19,7 +19,7 @@ def with_form(source: Source, key: str, reader: Reader) -> Source:
 
     Raises UserError for columns that the source lacks, and for preference pairs.
     """
-    there = first_columns(source, reader)
+    there = first_columns(source, key, reader)
     if not there:
         return source
     columns = f"{key}.columns"

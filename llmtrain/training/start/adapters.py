@@ -60,9 +60,9 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     Raises UserError for an entry that the tokenizer does not have.
     """
     asked, named = config.adapter.train_tokens, config.model.tokenizer
-    added = template_tokens(config.chat.template)  # unless the tokenizer has them
     if config.adapter.kind == "none" or base is None:
         return ()
+    added = template_tokens(config.chat.template)  # unless the tokenizer has them
     if asked == "auto":  # what this run's tokenizer has beyond that of the base
         if named != "auto":
             return ()

@@ -11,11 +11,11 @@ from helpers import corpus
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.lines import MIB
-from llmtrain.data.documents.reader import Reader
+from llmtrain.data.documents.units import Units
 from llmtrain.data.file_parts import Part, cut, missing_column
 from llmtrain.data.manifest import Unit
 from llmtrain.data.survey import survey
-from llmtrain.errors import UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError
 
 
 def groups(*rows, nbytes=1000):
@@ -167,13 +167,22 @@ def test_a_missing_column_names_file_and_columns_on_one_line():
     assert problem.expected == expected
 
 
-def test_a_disk_that_fails_under_the_first_look_is_no_file_without_columns(tmp_path, monkeypatch):
-    """Otherwise conversations behind it would be read as texts."""
-    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+@pytest.mark.parametrize("edge", ["parquet", "jsonl"])
+def test_a_disk_that_fails_once_under_the_first_look_is_no_file_without_columns(
+    tmp_path, monkeypatch, edge
+):
+    """Otherwise its conversations would be read as texts."""
+    path = tmp_path / f"rows.{edge}"
+    if edge == "parquet":
+        pq.write_table(pa.table({"messages": [[{"role": "user", "content": "Hi?"}]]}), path)
+    else:
+        path.write_text('{"messages": []}\n')
 
     def fail(*_arguments):
+        monkeypatch.undo()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Reader, "keys_of_first_line", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        survey(data_settings(corpus.config({"path": str(tmp_path / "rows.jsonl")})), 1)
+    monkeypatch.setattr(Units, "footer" if edge == "parquet" else "lines", fail)
+    with pytest.raises(RunError, match="Input/output error") as raised:
+        survey(data_settings(corpus.config({"path": str(path)})), 1)
+    assert raised.value.exit_code == RESTARTABLE
