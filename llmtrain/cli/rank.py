@@ -32,7 +32,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         from llmtrain.config.binding import bind
         from llmtrain.config.load import load_config
         from llmtrain.rundir import contents, failures
-        from llmtrain.training.start import preflight
+        from llmtrain.training.start.trials import preflight
         from llmtrain.training.stop.signals import install
 
         install()  # until the exit, also while the report is written, when the run has ended

@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.model.base import KEY, Base
-from llmtrain.model.freeze import freeze
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens
+from llmtrain.model.trainable.freeze import freeze
 from llmtrain.model.vocabulary import grow, rows_for, set_rows
 
 _log = logging.getLogger(__name__)

@@ -44,9 +44,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import first_line
-from llmtrain.model import adapters, attention, recompute
-from llmtrain.model import freeze as freezing
+from llmtrain.model import attention, recompute
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
+from llmtrain.model.trainable import adapters
+from llmtrain.model.trainable import freeze as freezing
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, first_line
-from llmtrain.model import adapters, quantized
-from llmtrain.model import freeze as freezing
+from llmtrain.model.trainable import adapters, quantized
+from llmtrain.model.trainable import freeze as freezing
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
 # The errors of transformers' models for a config with inconsistent values.

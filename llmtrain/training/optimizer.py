@@ -24,7 +24,7 @@ from llmtrain.config.schema import GroupConfig, OptimizerConfig
 from llmtrain.distributed.engines.state import local
 from llmtrain.distributed.optimizer_state import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.model.freeze import no_match
+from llmtrain.model.trainable.freeze import no_match
 from llmtrain.types import Algorithm
 
 # Parts of the names that peft gives to parameters. Rows of new tokens are part of an embedding; B

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.config.schema import AdapterConfig
-from llmtrain.model import adapters, attention, freeze, recompute
+from llmtrain.model import attention, recompute
+from llmtrain.model.trainable import adapters, freeze
 
 
 class WeightCopies(TorchDispatchMode):

@@ -34,7 +34,7 @@ from llmtrain.errors import UserError
 from llmtrain.model import attention, recompute
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.start.isolation import hiding_attention
+from llmtrain.training.start.trials.isolation import hiding_attention
 from llmtrain.training.step import update
 
 RUN = "0123456789abcdef"

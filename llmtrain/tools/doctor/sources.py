@@ -195,10 +195,10 @@ def describe(case: Case, seconds: float = MODEL_SECONDS) -> tuple[Verdict, Spec]
 
 def _describe(case: Case) -> tuple[Verdict, Spec]:
     from llmtrain.distributed.engines import state
-    from llmtrain.model import adapters
     from llmtrain.model.build import model_config
-    from llmtrain.model.freeze import freeze
     from llmtrain.model.shape import on_meta
+    from llmtrain.model.trainable import adapters
+    from llmtrain.model.trainable.freeze import freeze
     from llmtrain.training.optimizer import make_optimizer
     from llmtrain.training.start.adapters import trained_tokens
     from llmtrain.training.start.base import known_base

@@ -43,7 +43,7 @@ from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
 from llmtrain.tools.launch.last_words import found
 from llmtrain.tools.plan_file import launch_values
-from llmtrain.training.start.preflight import rules_of_a_launch
+from llmtrain.training.start.trials.preflight import rules_of_a_launch
 from llmtrain.training.stop.signals import LAUNCHED
 
 _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)

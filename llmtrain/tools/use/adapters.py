@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, UserError, first_line, raise_any
-from llmtrain.model.adapters import BASE_FILE, CONFIG_FILE
 from llmtrain.model.base import Base
+from llmtrain.model.trainable.adapters import BASE_FILE, CONFIG_FILE
 from llmtrain.tools.use import tensors
 from llmtrain.types import TensorSpec
 

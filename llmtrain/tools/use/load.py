@@ -11,9 +11,9 @@ from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
-from llmtrain.model.adapters import hold_base
 from llmtrain.model.base import CONFIG, Base, check_code
-from llmtrain.model.quantized import layers
+from llmtrain.model.trainable.adapters import hold_base
+from llmtrain.model.trainable.quantized import layers
 from llmtrain.model.vocabulary import grow, rows_for
 from llmtrain.tools.use import adapters, four_bits
 from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id

@@ -29,7 +29,7 @@ from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
 from llmtrain.tools.use.load import Opened
 from llmtrain.training.evaluate import by_source, result
-from llmtrain.training.start.isolation import bare_forward, check_documents_apart
+from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 if TYPE_CHECKING:

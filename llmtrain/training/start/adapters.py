@@ -17,9 +17,9 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines.accelerator import Launched
-from llmtrain.model import adapters
 from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import new_entries, special_tokens, token_ids
+from llmtrain.model.trainable import adapters
 from llmtrain.rundir import contents
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.run.guards import check_replicas

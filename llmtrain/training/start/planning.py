@@ -41,12 +41,12 @@ from llmtrain.distributed.plan.remedies import gib, missing
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words
 from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.metrics.memory import host_bytes
-from llmtrain.model import quantized
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
+from llmtrain.model.trainable import quantized
 from llmtrain.rundir import contents
 from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status

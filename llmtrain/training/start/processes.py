@@ -32,7 +32,7 @@ from llmtrain.training.run.opened import Planned, Processes
 from llmtrain.training.start.base import decide_base, keep_base
 from llmtrain.training.start.claim import Place
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
-from llmtrain.training.start.preflight import check_start
+from llmtrain.training.start.trials.preflight import check_start
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)

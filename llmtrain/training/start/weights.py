@@ -39,8 +39,8 @@ from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.start.adapters import adapter_files, attach, check_base
 from llmtrain.training.start.base import check_unchanged
-from llmtrain.training.start.isolation import hiding_attention
-from llmtrain.training.start.trial_pass import Trial, discarded_pass, fitting_micro_batch
+from llmtrain.training.start.trials.isolation import hiding_attention
+from llmtrain.training.start.trials.trial_pass import Trial, discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
 
 if TYPE_CHECKING:

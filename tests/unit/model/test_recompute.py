@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
 from llmtrain.model import recompute
-from llmtrain.model.freeze import freeze
+from llmtrain.model.trainable.freeze import freeze
 
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 SMALL = {

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from llmtrain.config.schema import AdapterConfig, GroupConfig, OptimizerConfig
 from llmtrain.distributed import optimizer_state
 from llmtrain.errors import UserError
-from llmtrain.model import adapters
+from llmtrain.model.trainable import adapters
 from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
 
 

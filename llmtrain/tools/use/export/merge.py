@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.state import persistent_buffers
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import build, quantized
+from llmtrain.model import build
 from llmtrain.model.base import Base
 from llmtrain.model.shape import on_meta
+from llmtrain.model.trainable import quantized
 from llmtrain.model.vocabulary import longer
 from llmtrain.tools.use import adapters, four_bits, tensors
 from llmtrain.tools.use.load import base_directory, config_of, rows_of

@@ -11,8 +11,8 @@ from llmtrain.distributed.engines import replicas
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
-from llmtrain.model import adapters
 from llmtrain.model.loss import LossModule, made_up_batch
+from llmtrain.model.trainable import adapters
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import SLOTS, StepVector
 

@@ -13,7 +13,7 @@ from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
 from llmtrain.config.schema import AdapterConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
-from llmtrain.model import adapters
+from llmtrain.model.trainable import adapters
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import Piece, TensorSpec
 

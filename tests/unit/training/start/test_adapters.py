@@ -20,9 +20,9 @@ from llmtrain.config.schema import Config
 from llmtrain.data.chat.template import NAMED, template_text
 from llmtrain.distributed.engines import state
 from llmtrain.errors import RunError, UserError
-from llmtrain.model import adapters
 from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import add_template, token_ids
+from llmtrain.model.trainable import adapters
 from llmtrain.rundir.auto import Auto
 from llmtrain.training.start.adapters import (
     adapter_files,

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.engines import state
-from llmtrain.model import adapters, quantized
+from llmtrain.model.trainable import adapters, quantized
 
 
 def llama() -> LlamaForCausalLM:

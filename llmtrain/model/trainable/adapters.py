@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.model import quantized
 from llmtrain.model.base import Base
+from llmtrain.model.trainable import quantized
 
 KEY = "adapter.targets"
 CONFIG_FILE = "adapter_config.json"  # as peft names it

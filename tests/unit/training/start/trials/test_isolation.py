@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.training.run import rng
-from llmtrain.training.start.isolation import bare_forward, check_documents_apart
+from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32

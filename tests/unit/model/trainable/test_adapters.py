@@ -24,11 +24,12 @@ from transformers import (
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.engines import state
 from llmtrain.errors import UserError
-from llmtrain.model import adapters, recompute
+from llmtrain.model import recompute
 from llmtrain.model.base import Base
 from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import census, on_meta
+from llmtrain.model.trainable import adapters
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,

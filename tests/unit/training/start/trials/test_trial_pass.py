@@ -9,8 +9,8 @@ from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.metrics import memory
 from llmtrain.training.run import rng
-from llmtrain.training.start import trial_pass
-from llmtrain.training.start.trial_pass import Trial
+from llmtrain.training.start.trials import trial_pass
+from llmtrain.training.start.trials.trial_pass import Trial
 
 CUDA = torch.device("cuda")
 
