@@ -74,7 +74,7 @@ def divide(data: Path, folder: Path) -> dict[str, str]:
         write(kept, folder / "train" / file.name)
     write(held[:DOCUMENTS], folder / "heldout" / "heldout.parquet")
     return {
-        "data.sources.0.path": str(folder / "train"),
+        "data.sources": json.dumps([{"path": str(folder / "train")}]),
         "evaluation.sources": json.dumps([{"path": str(folder / "heldout")}]),
         "evaluation.max_documents": str(DOCUMENTS),
     }

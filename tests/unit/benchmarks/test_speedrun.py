@@ -54,7 +54,8 @@ def test_each_record_of_the_page_is_a_config_that_loads() -> None:
     folder = ROOT / "benchmarks" / "speedruns"
     assert sorted(names) == sorted(path.stem for path in folder.glob("*.yaml"))
     for name in names:
-        config = llmtrain.load_config(folder / f"{name}.yaml")
+        given = ["run.dir=run", "data.sources=[{path: articles}]"]
+        config = llmtrain.load_config(folder / f"{name}.yaml", given)
         assert config.checkpoint.resume == "auto"
         assert f"](../benchmarks/speedruns/{name}.yaml)" in PAGE
 
@@ -79,4 +80,5 @@ def test_the_articles_are_divided_once_for_all_seeds(tmp_path: Path) -> None:
     config = llmtrain.load_config(
         ROOT / "benchmarks" / "speedruns" / "muon.yaml", [f"{k}={v}" for k, v in keys.items()]
     )
+    assert [source.path for source in config.data.sources] == [str(tmp_path / "train")]
     assert [source.path for source in config.evaluation.sources] == [str(tmp_path / "heldout")]
