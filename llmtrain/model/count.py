@@ -121,7 +121,7 @@ def _count(
     targets = adapters.adapted_layers(whole)
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
-    with _fake_tensors():
+    with fake_tensors():
         tried = from_config(shorten(model_config, number, 1 if short else number))
         name = attention.install(tried, seq_len, compare=False)
 
@@ -131,7 +131,7 @@ def _count(
             empty = on_meta(described)
             attention.use(empty, name)
             adapters.inject(empty, adapter, targets, new_tokens, meta=True)
-        with _fake_tensors():
+        with fake_tensors():
             if targets:
                 model = _fill(empty, arithmetic)
             else:
@@ -228,7 +228,7 @@ def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> No
 
 
 @contextmanager
-def _fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Enter `FakeTensorMode`, with changes by which models behave as on real tensors.
 
     transformers finds out from the positions whether a row has several documents. For fake
