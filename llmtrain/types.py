@@ -139,6 +139,7 @@ class ModelShape:
     listed: as `block_class`, but found from the blocks themselves; for messages
     adapted: whether adapters are trained, beside weights that are held in the dtype of the forward
     token_rows: number of tokens whose embeddings are trained with the adapters
+    head_trained: whether the head's matrix gets a gradient
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -155,6 +156,7 @@ class ModelShape:
     listed: str = ""
     adapted: bool = False
     token_rows: int = 0
+    head_trained: bool = True
 
     @property
     def count(self) -> int:
@@ -176,12 +178,44 @@ class Saved:
     recomputed: peak of what the backward of the blocks needs in addition: gradients, and what is
         recomputed of one block
     casts: bf16 copies of weights, which do not grow with the number of sequences
+    plain_head: whether the loss can be computed from the decoder's output, in chunks
     """
 
     blocks: int
     once: int
     recomputed: int
     casts: int
+    plain_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """How much of the loss of a linear head is in memory at once.
+
+    least_rows: rows whose logits are in memory
+    logits_bytes: as long as their fp32 logits take no more than this, there are more rows
+    piece: of them, rows whose softmax is computed at once
+    wide: whether narrow operands are multiplied into fp32
+    """
+
+    least_rows: int
+    logits_bytes: int
+    piece: int
+    wide: bool
+
+    def rows(self, vocabulary: int) -> int:
+        """Return the number of rows of a chunk."""
+        return max(self.least_rows, self.logits_bytes // (4 * vocabulary))
+
+    def bytes(self, vocabulary: int, tokens: int, operand: int) -> int:
+        """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
+        rows = min(self.rows(vocabulary), tokens)
+        piece = min(self.piece, tokens)
+        if operand == 4:  # the gradient takes the place of the logits
+            return vocabulary * (4 * rows + 4 * piece)
+        if self.wide:
+            return vocabulary * ((4 + operand) * rows + 4 * piece)
+        return vocabulary * (operand * rows + 8 * piece)
 
 
 @dataclass(frozen=True, slots=True)

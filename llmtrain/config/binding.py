@@ -32,7 +32,9 @@ _BINDING = (
     "run.seed",
     "training.global_batch_size",
     "training.precision",
+    "training.loss_kernel",
     "training.max_grad_norm",
+    "training.z_loss",
     "optimizer.",
     "adapter.",
     "evaluation.max_documents",
@@ -56,6 +58,8 @@ _NEWER: Mapping[str, object] = {
     "evaluation.sources.*.columns": {},
     "optimizer.name": "adamw",
     "optimizer.groups": [],
+    "training.loss_kernel": "auto",
+    "training.z_loss": 0.0,
 }
 _NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig, "adapter": AdapterConfig}
 _NO_DEFAULT = object()

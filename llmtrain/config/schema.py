@@ -176,6 +176,12 @@ class TrainingConfig(Section):
     """Gradients are scaled down to this norm; null = never."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """What to do when a loss or norm is not finite."""
+    loss_kernel: Annotated[Literal["auto", "chunked", "logits", "torch"], EXPERT] = "auto"
+    """How head and loss are computed: in chunks of rows, from all logits, or by torch; auto =
+    chunked where the model's head is plain.
+    """
+    z_loss: Annotated[float, Field(ge=0), EXPERT] = 0.0
+    """Factor of logsumexp² of the logits, which keeps them small; not in the logged loss."""
     max_skipped_in_a_row: Annotated[Positive, EXPERT] = 5
     """This many skipped updates in a row end the run."""
 

@@ -23,16 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from llmtrain.types import NOT_TRAINED
+from llmtrain.types import NOT_TRAINED, Chunk
 
-# On a CPU a chunk has so many rows that the sum of dW is seldom read and written, and its softmax
-# runs in pieces that stay in the cache.
-_CPU_ROWS = 512
-_CPU_PIECE = 64
-# On a GPU fewer rows than these starve the products, and dW's traffic outweighs that of the logits.
-_GPU_ROWS = 2048
-_GPU_BYTES = 512 * 2**20  # fp32 logits of a chunk may take more only where they are fewer rows
-_GPU_PIECE = 512
+_CHUNKS = {
+    # So many rows that the sum of dW is seldom read and written; its pieces stay in the cache.
+    "cpu": Chunk(least_rows=512, logits_bytes=0, piece=64, wide=False),
+    # Fewer rows starve the products, and the traffic of dW outweighs that of the logits.
+    "cuda": Chunk(least_rows=2048, logits_bytes=512 * 2**20, piece=512, wide=True),
+}
 
 
 def linear_cross_entropy(
@@ -85,11 +83,9 @@ def token_losses(
         return _losses(rows, _Wanted()).view(labels.shape)
 
 
-def chunk_of(device_type: str, vocabulary: int) -> int:
-    """Return how many rows' logits are in memory at once."""
-    if device_type != "cuda":
-        return _CPU_ROWS
-    return max(_GPU_ROWS, _GPU_BYTES // (4 * vocabulary))
+def chunk_of(device_type: str) -> Chunk:
+    """Return how much of the loss is in memory at once on a kind of device."""
+    return _CHUNKS["cuda" if device_type == "cuda" else "cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +208,7 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
     """Return the loss of each row, times its factor: (N,) fp32; add up the gradients in `made`."""
     device = rows.hidden.device.type
     with torch.autocast(device, enabled=False):
-        size = rows.settings.chunk_rows or chunk_of(device, len(rows.weight))
+        size = rows.settings.chunk_rows or chunk_of(device).rows(len(rows.weight))
         count = len(rows.labels)
         losses = rows.factors.new_empty(count)
         buffer = rows.hidden.new_empty(min(size, count), len(rows.weight), dtype=_made_in(rows))
@@ -237,7 +233,7 @@ def _chunk(rows: _Rows, part: slice, z: Tensor, losses: Tensor, *, gradient: boo
     """
     narrow = rows.hidden.dtype
     dz = z if z.dtype == narrow or not gradient else torch.empty_like(z, dtype=narrow)
-    piece = _GPU_PIECE if z.is_cuda else _CPU_PIECE
+    piece = chunk_of(z.device.type).piece
     scratch = torch.empty_like(z[:piece], dtype=rows.wide)
     for begin in range(0, len(z), piece):
         end = min(begin + piece, len(z))

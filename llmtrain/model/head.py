@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -47,6 +47,16 @@ class Head:
         """Return the logits of the products W·x + b."""
         scaled = products * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+
+def head_to_json(found: Head | str) -> Any:
+    """Return an answer of `examine` as a JSON value."""
+    return asdict(found) if isinstance(found, Head) else found
+
+
+def head_from_json(value: Any) -> Head | str:
+    """Return the answer that `head_to_json` wrote."""
+    return value if isinstance(value, str) else Head(**value)
 
 
 def examine(model: PreTrainedModel, *, compare: bool = True) -> Head | str:

@@ -47,7 +47,7 @@ class LossModule(nn.Module):
         """
         super().__init__()
         self.model = model
-        self._head = head
+        self.head = head
         self._kernel = kernel
         self._z_loss = z_loss
 
@@ -76,17 +76,17 @@ class LossModule(nn.Module):
         of the last position, (B, V) fp32, or with `all_logits` of all positions, (B, T, V) fp32.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length)
-        if self._head is None or all_logits:
+        if self.head is None or all_logits:
             return self._from_logits(self.model(input_ids, **keywords), labels, all_logits, each)
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
-            return self._head.apply(self._projection(hidden[:, -1:]))[:, 0].float()
+            return self.head.apply(self._projection(hidden[:, -1:]))[:, 0].float()
         return self._from_hidden(hidden, labels, each)
 
     def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool) -> Tensor:
         """Return the loss of the decoder's output, (B, T, h)."""
-        assert self._head is not None
-        projection, scale, softcap = self._projection, self._head.scale, self._head.softcap
+        assert self.head is not None
+        projection, scale, softcap = self._projection, self.head.scale, self.head.softcap
         weight, bias = projection.weight, projection.bias
         plain = {"bias": bias, "scale": scale, "softcap": softcap}
         if each:

@@ -143,6 +143,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
         attention=_attention(described),
         recomputes=model.supports_gradient_checkpointing,
         listed=",".join(dict.fromkeys(type(one).__name__ for one in repeated)),
+        head_trained=head is not None and head.requires_grad,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     )
 

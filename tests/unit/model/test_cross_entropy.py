@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from llmtrain.distributed.engines.accelerator import own_environment
 from llmtrain.model import cross_entropy
-from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
+from llmtrain.model.cross_entropy import chunk_of, linear_cross_entropy, token_losses
 
 HIDDEN, VOCABULARY = 12, 83
 
@@ -183,7 +183,7 @@ def test_pf_2_a_sharded_weight_is_refused() -> None:
         linear_cross_entropy(hidden, sharded, labels)
 
 
-def test_large_chunks_of_a_gpu_are_bounded_by_memory() -> None:
-    assert cross_entropy.chunk_of("cpu", 50_304) == 512
-    assert cross_entropy.chunk_of("cuda", 128_256) == 2048
-    assert cross_entropy.chunk_of("cuda", 8_192) == 2**29 // (4 * 8192)
+def test_chunks_of_a_gpu_have_many_rows_and_bounded_logits() -> None:
+    assert chunk_of("cpu").rows(50_304) == 512
+    assert chunk_of("cuda").rows(128_256) == 2048
+    assert chunk_of("cuda").rows(8_192) == 2**29 // (4 * 8192)
