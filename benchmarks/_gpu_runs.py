@@ -3,8 +3,10 @@
     python benchmarks/_gpu_runs.py JSON
 
 JSON: `kind` (bare, llmtrain, trainer), `shape`, `rows`, `device`, `steps`, `warm`, `folder`, and as
-the kind takes them `compile`, `strategy`, `attention_backend`, `document_mask`, `checked` (a wait
-for the device is an error), `saved` (two saves, and torch.save beside them). Prints a JSON object.
+the kind takes them `compile`, `torch_compile`, `strategy`, `attention_backend`, `document_mask`,
+`checked` (a wait for the device is an error), `saved` (two saves, and torch.save beside them).
+Prints a JSON object.
+
 All kinds begin with the same weights and train on the same blocks of the built-in sample.
 """
 
@@ -27,6 +29,12 @@ from _rows import peak_mb
 
 RATE, BETAS, SEED = 1e-4, (0.9, 0.95), 42
 SAVES_AT = (4, 8)
+SET_BY_ROWS = (
+    ("training", "compile"),
+    ("model", "attention_backend"),
+    ("distributed", "strategy"),
+    ("data", "document_mask"),
+)
 
 
 class Marks:
@@ -79,21 +87,16 @@ def config_of(asked: dict[str, Any]) -> Path:
         },
         "checkpoint": {"every_steps": SAVES_AT[0], "keep_best": 0, "keep_last": 2},
     }
-    for section, key, name in (
-        ("training", "compile", "compile"),
-        ("model", "attention_backend", "attention_backend"),
-        ("distributed", "strategy", "strategy"),
-        ("data", "document_mask", "document_mask"),
-    ):
-        if name in asked:
-            keys.setdefault(section, {})[key] = asked[name]
+    for section, key in SET_BY_ROWS if asked["kind"] == "llmtrain" else ():
+        if key in asked:
+            keys.setdefault(section, {})[key] = asked[key]
     path = Path(asked["folder"]) / "run.json"
     path.write_text(json.dumps(keys))  # YAML is a superset
     return path
 
 
 def blocks(asked: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the ids of each step that llmtrain trains on, (rows, T + 1), read before they are due."""
+    """Yield the ids of each step of llmtrain, (rows, T + 1), read before the first step."""
     import llmtrain
 
     with llmtrain.open_stream(llmtrain.load_config(config_of(asked))) as stream:
@@ -178,7 +181,7 @@ def with_trainer(asked: dict[str, Any]) -> dict[str, Any]:
         per_device_train_batch_size=asked["rows"],
         bf16=asked["device"] == "cuda",
         use_cpu=asked["device"] == "cpu",
-        torch_compile=asked.get("compile") == "model",
+        torch_compile="torch_compile" in asked,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         adam_beta2=BETAS[1],
@@ -239,7 +242,7 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
 def beside_torch_save(run: Any, folder: Path) -> dict[str, Any]:
     """Return the time of torch.save and fsync for the state that was saved."""
     shutil.rmtree(run.run_dir / "checkpoints")  # the disk may not hold a third
-    optimizer = run.engine.optimizer
+    optimizer = run.engine._optimizer
     began = time.perf_counter()
     with (folder / "torch.pt").open("wb") as file:
         state = {"model": run.built.bare.state_dict(), "optimizer": optimizer.state_dict()}
