@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Marks:
 
     def seconds(self) -> list[float]:
         """Return the time of each step."""
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
+        pairs = list(pairwise(self._marks))
         if not self._cuda:
             return [after - before for before, after in pairs]
         torch.cuda.synchronize()
