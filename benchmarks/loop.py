@@ -38,17 +38,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _loop_contenders as contenders
+import _loop_counts
 import accelerate
 import torch
 import transformers
 import yaml
 
 import llmtrain
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import _loop_contenders as contenders  # noqa: E402  # beside this file
-import _loop_counts  # noqa: E402  # ditto
 
 WARM = 500  # steps; by then every lane is open
 TUNED = ("bare_tuned", "bare_tuned_again")
@@ -67,7 +64,8 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), asked.steps, set(asked.only.split(",")) if asked.only else None)
+        only = set(asked.only.split(",")) if asked.only else None
+        rows = measure(Path(folder), asked.steps, only)
     rows += goals(rows)
     with tempfile.TemporaryDirectory() as folder:
         rows.append(_loop_counts.row(write_config(Path(folder), _loop_counts.STEPS)))

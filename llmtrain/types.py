@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ SLOTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepVector:
     """One rank's numbers of a step, or their sum over all ranks.
 
@@ -290,7 +291,12 @@ class StepVector:
     def __getitem__(self, slot: str) -> torch.Tensor:
         return self.data[SLOTS.index(slot)]
 
-    @property
+    @cached_property
+    def norm(self) -> torch.Tensor:
+        """The root of `squares`, () fp32, which is the gradient norm once all ranks are summed."""
+        return self["squares"].sqrt().float()
+
+    @cached_property
     def tokens(self) -> torch.Tensor:
         """Trained tokens of the step, as a tensor of shape ()."""
         return self.data[len(SLOTS) :].sum()

@@ -56,8 +56,7 @@ def trained_tokens(run: Run, batch: Batch) -> Tensor:
     if run.data.manifest.always_full:
         full = run.config.training.global_batch_size * run.config.data.seq_len
         return torch.full((), float(full), device=run.device)
-    mine = torch.tensor(float(batch.trained_tokens), device=run.device)
-    return sum_over_ranks(mine)
+    return sum_over_ranks(on(run.device, np.array(batch.trained_tokens, np.float32)))
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
@@ -82,9 +81,13 @@ def sum_vector(vector: StepVector) -> StepVector:
     return StepVector(sum_over_ranks(vector.data))
 
 
-def flags(run: Run) -> Flags:
-    """Return the requests and the state of the save that this rank reports to the others."""
-    return replace(run.requests.flags(run.signals.reason), **run.checkpoints.flags())
+def flags(run: Run, *, look: bool = True) -> Flags:
+    """Return the requests and the state of the save that this rank reports to the others.
+
+    look: as `Requests.flags` takes it
+    """
+    asked = run.requests.flags(run.signals.reason, look=look)
+    return replace(asked, **run.checkpoints.flags())
 
 
 def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
@@ -94,11 +97,9 @@ def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
     device = torch.stack([loss_sum, squares, bad.double()])
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
-    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=failed)
-    host = torch.tensor(said, dtype=torch.float64)
-    if run.device.type == "cuda":
-        host = host.pin_memory().to(run.device, non_blocking=True)
-    return StepVector(torch.cat([device, host]))
+    asked = flags(run, look=run.due.anything(run.step + 1))
+    said = host_part(batch, asked, run.ranks.world_size, labels, failed=failed)
+    return StepVector(torch.cat([device, on(run.device, np.array(said))]))
 
 
 def host_part(

@@ -164,7 +164,7 @@ class TorchEngine(Engine):
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
         if max_norm is not None:
-            factor = (max_norm / (self.norm(sums) + 1e-6)).clamp(max=1.0)
+            factor = (max_norm / (sums.norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(self._gradients(), factor.to(self._updates_on))
 
     def step(self, factor: float, sums: StepVector) -> None:
@@ -191,7 +191,7 @@ class TorchEngine(Engine):
 
     def norm(self, sums: StepVector) -> Tensor:
         """Return () fp32: the square root of the sum of squares over all ranks."""
-        return sums["squares"].sqrt().float()
+        return sums.norm
 
     def create_state(self) -> None:
         """See `Engine.create_state`."""
@@ -243,4 +243,4 @@ class TorchEngine(Engine):
 def not_finite(sums: StepVector) -> Tensor:
     """Return () bool on the device: whether the update of this step must not be applied."""
     refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
-    return refused | ~torch.isfinite(sums["squares"].sqrt().float())
+    return refused | ~torch.isfinite(sums.norm)
