@@ -257,6 +257,8 @@ class Flags:
 # signal, one rank after another.
 STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
+FLAGS = tuple(flag.name for flag in fields(Flags))
+
 # The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
 # follows, with its trained tokens. The sum of a 0/1 slot is the number of ranks that set it.
 SLOTS = (
@@ -266,7 +268,7 @@ SLOTS = (
     "data_failed",
     *(f"digest_{k}" for k in range(4)),
     "wait_seconds",
-    *(flag.name for flag in fields(Flags)),
+    *FLAGS,
     "padding_only",
     "ended",
 )

@@ -8,6 +8,7 @@ every bit on all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -151,7 +152,7 @@ class TorchEngine(Engine):
 
         Not accelerator.backward, which divides by an accumulation count from the environment.
         """
-        (loss_sum * scale).backward()  # type: ignore[no-untyped-call]  # torch has no stub for it
+        loss_sum.backward(scale)  # type: ignore[no-untyped-call]  # torch has no stub for it
 
     def squares(self) -> Tensor:
         """See `Engine.squares`. In fp64 the fp32 norm does not depend on how the sum is split."""
@@ -237,10 +238,12 @@ class TorchEngine(Engine):
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, which may be empty for a short parameter."""
-        return [state.local(p.grad) for p in self._parameters if p.grad is not None]
+        held = [p.grad for p in self._parameters if p.grad is not None]
+        return [state.local(gradient) for gradient in held] if self._sharding else held
 
 
 def not_finite(sums: StepVector) -> Tensor:
     """Return () bool on the device: whether the update of this step must not be applied."""
-    refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
-    return refused | ~torch.isfinite(sums.norm)
+    failed = sums["not_finite"] + sums["data_failed"]
+    # A comparison with NaN is false, so these hold only for a finite norm.
+    return ~((failed == 0) & (sums.tokens > 0) & (sums.norm < math.inf))

@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.config import duration
@@ -77,8 +76,10 @@ class Requests:
         if look or now - self._looked >= _LOOK_SECONDS:
             self._there = frozenset(name for name in (STOP, SAVE) if self._is_there(name))
             self._looked = now
-        return replace(
-            asked(reason),
+        own = asked(reason)
+        return Flags(
+            signal=own.signal,
+            launcher_lost=own.launcher_lost,
             stop_file=STOP in self._there,
             # Leaves twice the time of the longest save so far, since the last one may be slower.
             stop_after=now - self._started >= self._stop_after - 2 * self._longest_save,
