@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -290,6 +291,8 @@ class Flags:
 # signal, one rank after another.
 STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
+FLAGS = tuple(flag.name for flag in fields(Flags))
+
 # The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
 # follows, with its trained tokens. The sum of a 0/1 slot is the number of ranks that set it.
 SLOTS = (
@@ -299,13 +302,13 @@ SLOTS = (
     "data_failed",
     *(f"digest_{k}" for k in range(4)),
     "wait_seconds",
-    *(flag.name for flag in fields(Flags)),
+    *FLAGS,
     "padding_only",
     "ended",
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepVector:
     """One rank's numbers of a step, or their sum over all ranks.
 
@@ -324,7 +327,12 @@ class StepVector:
     def __getitem__(self, slot: str) -> torch.Tensor:
         return self.data[SLOTS.index(slot)]
 
-    @property
+    @cached_property
+    def norm(self) -> torch.Tensor:
+        """The root of `squares`, () fp32, which is the gradient norm once all ranks are summed."""
+        return self["squares"].sqrt().float()
+
+    @cached_property
     def tokens(self) -> torch.Tensor:
         """Trained tokens of the step, as a tensor of shape ()."""
         return self.data[len(SLOTS) :].sum()

@@ -31,7 +31,7 @@ from llmtrain.training.run.guards import Guards
 from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.run.opened import DataSide, ModelSide, Processes
 from llmtrain.training.run.run import Run
-from llmtrain.training.saving import open_saves
+from llmtrain.training.saving import open_saves, reserve
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, report_changes
@@ -86,6 +86,7 @@ def start_run(config: Config) -> Iterator[Run]:
             announce(run, time.perf_counter() - started)
             report_changes(run, here.place, same_randomness=same)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
+            reserve(run)
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here
