@@ -85,7 +85,7 @@ def _request(found: Plan) -> Iterator[str]:
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
     blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
-    yield from _label("work", f"{blocks}, {work.precision}")
+    yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
 
 
 def _memory(found: Plan) -> Iterator[str]:

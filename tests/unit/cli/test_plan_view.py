@@ -18,7 +18,7 @@ model:
            num_attention_heads: 4, max_position_embeddings: 8192}
   tokenizer: sample
 data: {sources: [{path: sample}], seq_len: 128}
-training: {steps: 100, global_batch_size: 64}
+training: {steps: 100, global_batch_size: 64, precision: bf16}
 """
 LARGE = SMALL.replace("hidden_size: 64", "hidden_size: 8192").replace(
     "intermediate_size: 160, num_hidden_layers: 3",
