@@ -244,8 +244,10 @@ class AdapterConfig(Section):
 class DdpConfig(Section):
     """Settings of DDP."""
 
-    bucket_cap_mb: Positive = 25
-    """MiB of gradients reduced at once under DDP."""
+    bucket_cap_mb: Positive | Auto = "auto"
+    """MiB of gradients reduced at once under DDP; auto = 25, and on GPUs 100 from 1 GB of
+    gradients.
+    """
     find_unused_parameters: bool = False
     """Whether DDP looks for parameters that a step did not use."""
 

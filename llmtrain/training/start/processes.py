@@ -119,6 +119,7 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
         config.distributed,
         max_grad_norm=config.training.max_grad_norm,
         largest_block=largest_block(planned.shape),
+        gradient_bytes=4 * planned.shape.trainable,
         fsdp_sync=layout.fsdp_sync,
     )
 
