@@ -9,7 +9,7 @@ from llmtrain.errors import UserError
 SMALLEST = """\
 model: {config: {model_type: llama, hidden_size: 8}, tokenizer: sample}
 data: {sources: [{path: sample}]}
-training: {steps: 10, precision: fp32}
+training: {steps: 10}
 """
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.config import SMALLEST, loaded
+from helpers.config import loaded
 from torch.distributed import HashStore
 
 from llmtrain.agreement import Alone
@@ -17,8 +17,6 @@ from llmtrain.distributed.engines.products import Rates
 from llmtrain.distributed.launch.rendezvous import Meeting
 from llmtrain.training.start.processes import decide_precision
 
-AUTO = SMALLEST.replace(", precision: fp32", "")
-
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +24,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(folder: Path, *overrides: str) -> Config:
-    return loaded(folder, f"run.dir={folder / 'run'}", *overrides, text=AUTO)
+    return loaded(folder, f"run.dir={folder / 'run'}", *overrides)
 
 
 def timings(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> list[float]:
