@@ -116,6 +116,8 @@ class ParameterShape:
     block: number of the repeated block that it is in; None outside of them
     algorithm: the optimizer that updates it
     quantized: whether it is held in four bits
+    used: share of its elements that each token is multiplied with: none of an embedding, of experts
+        those that are chosen
     """
 
     shape: tuple[int, ...]
@@ -124,6 +126,7 @@ class ParameterShape:
     block: int | None
     algorithm: Algorithm = "adamw"
     quantized: bool = False
+    used: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

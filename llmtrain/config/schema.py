@@ -171,7 +171,9 @@ class TrainingConfig(Section):
     micro_batch_size: Positive | Auto = "auto"
     """Blocks in one forward on one device."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Arithmetic of forward and backward; weights and moments are fp32."""
+    """Arithmetic of forward and backward; weights and moments are fp32. auto = bf16 where a GPU has
+    it, and on a CPU where a timed product says that it is faster; the run keeps the answer.
+    """
     max_grad_norm: AboveZero | None = 1.0
     """Gradients are scaled down to this norm; null = never."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -248,8 +250,10 @@ class AdapterConfig(Section):
 class DdpConfig(Section):
     """Settings of DDP."""
 
-    bucket_cap_mb: Positive = 25
-    """MiB of gradients reduced at once under DDP."""
+    bucket_cap_mb: Positive | Auto = "auto"
+    """MiB of gradients reduced at once under DDP; auto = 25, and on GPUs 100 from 1 GB of
+    gradients.
+    """
     find_unused_parameters: bool = False
     """Whether DDP looks for parameters that a step did not use."""
 

@@ -195,6 +195,7 @@ class RunLog:
 
     planned: planned memory of the device, None if it was not planned
     held_before: bytes that were in use before there was a model
+    seconds_at_peak: of a step, if all devices reached their peak; None if that is not known
     """
 
     journal: Journal
@@ -203,6 +204,7 @@ class RunLog:
     last_evaluation: dict[str, Any] | None
     planned: MemoryPlan | None
     held_before: int
+    seconds_at_peak: float | None = None
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
     _reported_end: bool = False
@@ -285,6 +287,12 @@ class RunLog:
             self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
             self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
 
+    def _share_of_peak(self, seconds: float) -> float | None:
+        """Return the `mfu` of a step; None if the peak is not known, as on a CPU."""
+        if self.seconds_at_peak is None or seconds <= 0:
+            return None
+        return self.seconds_at_peak / seconds
+
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         return {
             "loss": numbers.loss,
@@ -299,7 +307,7 @@ class RunLog:
             "skipped": numbers.skipped,
             "sources": dict(numbers.sources),
             "memory_gb": memory,
-            "mfu": None,
+            "mfu": self._share_of_peak(numbers.seconds),
             "span_seconds": self._span_seconds,
             "span_wait_seconds": self._span_wait,
         }

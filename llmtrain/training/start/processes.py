@@ -53,17 +53,11 @@ def start_processes(
     alone: context for the time before there is a group, see `Signals.alone`
     """
     heartbeat.beat("joining the other processes")
-    # All ranks read it before the group exists; rank 0 writes it only afterwards.
-    frozen = Auto(config.run_dir, "").run.get("precision")
-    asked = config.training.precision
-    if frozen and asked == "auto":
-        precision, why = frozen, "as this run began"
-    else:
-        precision, why = launching.resolve_precision(asked)
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         on_rank_zero(meeting, lambda: check_start(config, meeting.world_size))
+        precision, why = decide_precision(config, meeting)
         base = decide_base(config.model, config.run_dir, meeting)
         planned = agreed(meeting, lambda: _plan_here(config, precision, base, meeting.rank))
         _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
@@ -93,6 +87,24 @@ def start_processes(
     return Processes(bound, launched, planned, base, run_id, auto, versions, again)
 
 
+def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:
+    """Return the precision of the run, bf16 or fp32, and the reason. Collective.
+
+    On a CPU rank 0 answers for all: products are timed there, and ranks that differed by noise
+    would be refused. A GPU answers for itself, since an older one must be refused.
+    """
+
+    def here() -> tuple[str, str]:
+        # All ranks read it before the group exists; rank 0 writes it only afterwards.
+        frozen = Auto(config.run_dir, "").run.get("precision")
+        if frozen and config.training.precision == "auto":
+            return frozen, "as this run began"
+        return launching.resolve_precision(config.training.precision)
+
+    told = from_rank_zero(ranks, lambda: here() if launching.on_cpu() else None)
+    return (told[0], told[1]) if told else here()
+
+
 def _verify(asked: str, launched: Launched) -> None:
     world_size = launched.accelerator.num_processes
     kind = launched.accelerator.distributed_type.value
@@ -107,6 +119,7 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
         config.distributed,
         max_grad_norm=config.training.max_grad_norm,
         largest_block=largest_block(planned.shape),
+        gradient_bytes=4 * planned.shape.trainable,
         fsdp_sync=layout.fsdp_sync,
     )
 
