@@ -17,14 +17,13 @@ from typing import Any, assert_never
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from llmtrain.config.schema import GroupConfig, OptimizerConfig
-from llmtrain.distributed.engines.state import local
 from llmtrain.distributed.optimizer_state import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.trainable.freeze import no_match
+from llmtrain.training.muon import Muon
 from llmtrain.types import Algorithm
 
 # Parts of the names that peft gives to parameters. Rows of new tokens are part of an embedding; B
@@ -80,16 +79,16 @@ def make_optimizer(
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the groups whose `algorithm` is muon, and AdamW for the others, as one optimizer.
 
-    An update of Muon has the size of one of AdamW (`match_rms_adamw`), so that one learning rate
-    serves both. The groups and the state are those of this optimizer, and each step hands them to
-    both: accelerate replaces the groups.
+    An update of Muon has the size of one of AdamW, so that one learning rate serves both. The
+    groups and the state are those of this optimizer, and each step hands them to both: accelerate
+    replaces the groups.
     """
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], betas: tuple[float, float], *, fused: bool
     ) -> None:
         kinds: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
-            "muon": lambda own: torch.optim.Muon(own, adjust_lr_fn="match_rms_adamw"),
+            "muon": Muon,
             "adamw": lambda own: torch.optim.AdamW(own, betas=betas, fused=fused),
         }
         own = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
@@ -102,36 +101,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for name, part in self._parts.items():
             part.param_groups = [one for one in self.param_groups if one["algorithm"] == name]
             part.state = self.state
-            if name == "muon":
-                _update_short(part)
             part.step()
-
-
-@torch.no_grad()
-def _update_short(muon: torch.optim.Optimizer) -> None:
-    """Update sharded matrices with fewer rows than ranks, and drop their gradients. Collective.
-
-    Every rank makes the update of the whole matrix, which is small, and keeps its rows. torch 2.13
-    refuses to do that itself: a product of such matrices is whole, and some shards are empty.
-    """
-    for group in muon.param_groups:
-        for parameter in group["params"]:
-            split = isinstance(parameter, DTensor) and parameter.grad is not None
-            if not split or parameter.shape[0] >= parameter.device_mesh.size():
-                continue
-            momentum = muon.state[parameter]["momentum_buffer"]
-            whole = parameter.detach().full_tensor()
-            whole.grad = parameter.grad.full_tensor()
-            alone: torch.optim.Optimizer = torch.optim.Muon([{**group, "params": [whole]}])
-            alone.state[whole]["momentum_buffer"] = momentum.full_tensor()
-            alone.step()
-            updated = (whole, alone.state[whole]["momentum_buffer"])
-            for sharded, value in zip((parameter, momentum), updated, strict=True):
-                mine = distribute_tensor(
-                    value, sharded.device_mesh, sharded.placements, src_data_rank=None
-                )
-                local(sharded).copy_(local(mine))
-            parameter.grad = None
 
 
 def algorithms(config: OptimizerConfig, model: nn.Module) -> dict[int, Algorithm]:

@@ -41,7 +41,7 @@ def train(server: Server, folder: Path, world_size: int, job: Job) -> dict[str, 
 def test_ft_28_muon_trains_matrices_of_any_shape_where_they_are_sharded(
     server: Server, tmp_path: Path, world_size: int, job: Job
 ) -> None:
-    """An update is that of the whole matrix, but for bf16, which adds up in another order."""
+    """An update is that of the whole matrix, but for sums in another order."""
     one, before = replace(job, steps=1), dict(build(job.kind).named_parameters())
     sharded = train(server, tmp_path, world_size, one)
     whole = train(server, tmp_path, 1, replace(one, strategy="ddp", micro=8))

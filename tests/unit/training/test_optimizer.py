@@ -9,6 +9,7 @@ from llmtrain.config.schema import AdapterConfig, GroupConfig, OptimizerConfig
 from llmtrain.distributed import optimizer_state
 from llmtrain.errors import UserError
 from llmtrain.model.trainable import adapters
+from llmtrain.training.muon import Muon
 from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
 
 
@@ -193,7 +194,7 @@ def test_muon_and_adamw_make_the_updates_that_both_make_alone() -> None:
         {"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0, "lr": 0.5},
     ]
     alone = [
-        torch.optim.Muon(muon, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        Muon(muon, lr=0.01, weight_decay=0.1),
         torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True),
     ]
     for step, factor in enumerate((1.0, 0.5, 0.25)):
