@@ -32,6 +32,8 @@ _BINDING = (
     "run.seed",
     "training.global_batch_size",
     "training.precision",
+    "training.compile",
+    "training.deterministic",
     "training.max_grad_norm",
     "optimizer.",
     "adapter.",
@@ -52,6 +54,9 @@ _FREE = (
 # only where they are set, so that a run that does without them is the same run with any version.
 _NEWER: Mapping[str, object] = {
     "model.pad_vocab_to": None,
+    "model.attention_backend": "auto",
+    "training.compile": "auto",
+    "training.deterministic": False,
     "data.sources.*.columns": {},
     "evaluation.sources.*.columns": {},
     "optimizer.name": "adamw",

@@ -49,6 +49,7 @@ def test_only_what_the_design_calls_expert_is():
         "distributed.fsdp_sync",
         "distributed.wrap_class",
         "model.pad_vocab_to",
+        "training.deterministic",
         "training.max_skipped_in_a_row",
     }
 
