@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ class RunLog:
     _span_wait: float = 0.0
     _reported_end: bool = False
     _evaluated: bool = False
-    _graphs: int = 0  # compiled when this was last looked at
+    _graphs: int = field(default_factory=graphs)  # compiled when this was last looked at
 
     def training(self, numbers: Numbers) -> None:
         """Log a step's numbers: a line if one is due, an event if the update was skipped.
