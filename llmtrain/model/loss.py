@@ -27,6 +27,9 @@ class LossModule(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                part.warn_if_padding_and_no_attention_mask = _say_nothing  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -83,6 +86,10 @@ class LossModule(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output head of the model; None if rows of it are trained apart."""
         return _bare(self.model.get_output_embeddings())
+
+
+def _say_nothing(_ids: Tensor, _mask: Tensor | None) -> None:
+    """Do not look for padding in the ids, as GPT-2 does: a GPU would be waited for."""
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:
