@@ -29,7 +29,7 @@ class LossModule(nn.Module):
         self.model = model
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
-                part.warn_if_padding_and_no_attention_mask = _say_nothing  # type: ignore[method-assign]
+                part.warn_if_padding_and_no_attention_mask = _say_nothing
 
     def forward(
         self,
