@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 
+Compiled = Literal["off", "blocks", "model"]  # `training.compile` once it has been decided
+
 NOT_TRAINED = -100  # the label of a position without a loss, as in PyTorch and transformers
 
 

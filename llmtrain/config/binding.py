@@ -33,6 +33,8 @@ _BINDING = (
     "training.global_batch_size",
     "training.precision",
     "training.loss_kernel",
+    "training.compile",
+    "training.deterministic",
     "training.max_grad_norm",
     "training.z_loss",
     "optimizer.",
@@ -54,6 +56,9 @@ _FREE = (
 # only where they are set, so that a run that does without them is the same run with any version.
 _NEWER: Mapping[str, object] = {
     "model.pad_vocab_to": None,
+    "model.attention_backend": "auto",
+    "training.compile": "auto",
+    "training.deterministic": False,
     "data.sources.*.columns": {},
     "evaluation.sources.*.columns": {},
     "optimizer.name": "adamw",

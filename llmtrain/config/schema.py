@@ -64,6 +64,10 @@ class ModelConfig(Section):
     """`model_type` and its own fields, as transformers names them."""
     tokenizer: Text | TrainTokenizer = "auto"
     """Directory, Hub id, `sample` or {train: N}; auto = the tokenizer of `from`."""
+    attention_backend: Literal["auto", "flash", "cudnn", "math"] = "auto"
+    """Kernel of attention that is tried first; flash and cudnn need CUDA, math is the slow one that
+    always works. auto = torch's own order. Frozen while the type of device stays.
+    """
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What the backward computes again instead of keeping it: nothing, all but matrix products and
     attention, whole blocks. auto = as the memory plan needs.
@@ -174,6 +178,10 @@ class TrainingConfig(Section):
     """Arithmetic of forward and backward; weights and moments are fp32. auto = bf16 where a GPU has
     it, and on a CPU where a timed product says that it is faster; the run keeps the answer.
     """
+    compile: Literal["auto", "off", "blocks", "model"] = "auto"
+    """What torch compiles: nothing, each block, or the whole decoder; auto = blocks on CUDA from
+    2,000 steps on, else off. Frozen while the type of device stays.
+    """
     max_grad_norm: AboveZero | None = 1.0
     """Gradients are scaled down to this norm; null = never."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -186,6 +194,10 @@ class TrainingConfig(Section):
     """Factor of logsumexp² of the logits, which keeps them small; not in the logged loss."""
     max_skipped_in_a_row: Annotated[Positive, EXPERT] = 5
     """This many skipped updates in a row end the run."""
+    deterministic: Annotated[bool, EXPERT] = False
+    """Whether only operations that give equal bits each time are used, on CUDA too, where they are
+    slower.
+    """
 
 
 class GroupConfig(Section):

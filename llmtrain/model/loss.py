@@ -50,6 +50,9 @@ class LossModule(nn.Module):
         self.head = head
         self._kernel = kernel
         self._z_loss = z_loss
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                part.warn_if_padding_and_no_attention_mask = _say_nothing
 
     def forward(
         self,
@@ -153,6 +156,10 @@ class LossModule(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output head of the model; None if rows of it are trained apart."""
         return _bare(self.model.get_output_embeddings())
+
+
+def _say_nothing(_ids: Tensor, _mask: Tensor | None) -> None:
+    """Do not look for padding in the ids, as GPT-2 does: a GPU would be waited for."""
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:

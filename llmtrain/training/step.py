@@ -73,7 +73,9 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the tensors that hide documents from each other. starts: as in `Batch`."""
-    return document_tensors(starts, run.config.data.seq_len, backend(run.built.bare), run.device)
+    built, seq_len = run.built, run.config.data.seq_len
+    compiled = built.compiled != "off"
+    return document_tensors(starts, seq_len, backend(built.bare), run.device, compiled=compiled)
 
 
 def sum_vector(vector: StepVector) -> StepVector:

@@ -30,6 +30,7 @@ from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, recompute
 from llmtrain.model.base import Base
+from llmtrain.model.compile import compile_blocks
 from llmtrain.model.head import Head, examine, head_from_json, head_to_json, why_wrapped
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
@@ -39,6 +40,7 @@ from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.start.adapters import adapter_files, attach, check_base
 from llmtrain.training.start.base import check_unchanged
+from llmtrain.training.start.by_device import decide_compile
 from llmtrain.training.start.kernel import FROZEN as KERNEL
 from llmtrain.training.start.kernel import asked_kernel, choose_kernel
 from llmtrain.training.start.trials.isolation import hiding_attention
@@ -79,12 +81,15 @@ def build_model(
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
+    compiled = decide_compile(config, processes, document_mask=data.document_mask)
     built = _build(config, processes, found)
     if processes.base is not None:
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
     if data.chat is not None and data.chat.end_of_turn is not None:
         end_turns(built.bare, data.chat.end_of_turn["id"])
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
+    if count := compile_blocks(built.bare, compiled):
+        _log.info("compiling %s (%d modules) at their first forward", compiled, count)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(launched.ranks, lambda: _check_room(config, spec, processes.run_id))
@@ -94,12 +99,13 @@ def build_model(
     precision = processes.auto.run["precision"]
     hiding = hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
-    trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
+    seq_len, is_compiled = config.data.seq_len, compiled != "off"
+    trial = Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
     beside = adapter_files(config, processes, built.bare, spec)
-    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside)
+    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside, compiled)
 
 
 def end_turns(model: PreTrainedModel, token: int) -> None:

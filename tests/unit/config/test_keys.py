@@ -50,6 +50,7 @@ def test_only_what_the_design_calls_expert_is():
         "distributed.wrap_class",
         "model.pad_vocab_to",
         "training.loss_kernel",
+        "training.deterministic",
         "training.max_skipped_in_a_row",
         "training.z_loss",
     }

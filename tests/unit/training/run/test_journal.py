@@ -247,3 +247,32 @@ def test_each_source_has_a_line_of_its_own(tmp_path):
 
 def _accept(step: int, *, lower: bool) -> None:
     assert lower
+
+
+def test_pf_5_a_graph_after_the_first_evaluation_is_an_event(tmp_path, monkeypatch):
+    """Graphs of the first steps and of the first evaluation are what a start needs."""
+    count = 3  # compiled while the run was opened
+    monkeypatch.setattr("llmtrain.training.run.journal.graphs", lambda: count)
+    due: Any = SimpleNamespace(
+        first=4, line=lambda step: False, record_evaluation=lambda step, lower: None
+    )
+    found = Evaluation(2.0, 7.4, 1.0, 10, 10, 1, 0.1)
+    with closing(Journal(tmp_path, 0)) as journal:
+        log = RunLog(journal, due, torch.device("cpu"), None, None, 0)
+        count = 4
+        log.training(runs.numbers(5))
+        log.training(runs.numbers(6))
+        count = 5
+        log.evaluation(6, found)
+        log.training(runs.numbers(7))
+        count = 7
+        log.training(runs.numbers(8))
+        count = 8
+        log.evaluation(8, found)
+        log.training(runs.numbers(9))
+        journal.sync()
+    events = [line for line in lines(tmp_path, "event") if line["event"] == "compiled_again"]
+    assert [(one["step"], one["detail"]) for one in events] == [
+        (8, {"graphs": 2}),
+        (8, {"graphs": 1}),
+    ]
