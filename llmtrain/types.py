@@ -213,16 +213,6 @@ class Chunk:
         """Return the number of rows of a chunk."""
         return max(self.least_rows, self.logits_bytes // (4 * vocabulary))
 
-    def bytes(self, vocabulary: int, tokens: int, operand: int) -> int:
-        """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
-        rows = min(self.rows(vocabulary), tokens)
-        piece = min(self.piece, tokens)
-        if operand == 4:  # the gradient takes the place of the logits
-            return vocabulary * (4 * rows + 4 * piece)
-        if self.wide:
-            return vocabulary * ((4 + operand) * rows + 4 * piece)
-        return vocabulary * (operand * rows + 8 * piece)
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:

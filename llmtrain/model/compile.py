@@ -18,12 +18,11 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from llmtrain.config.checks import whole_with_documents
@@ -33,6 +32,8 @@ from llmtrain.types import Compiled
 
 KEY = "training.compile"
 _SPARE_GRAPHS = 8
+# Not imported here: it takes two seconds, and who compiles nothing need not wait for it.
+_COMPILER = "torch._dynamo.utils"
 
 
 def compile_blocks(model: PreTrainedModel, mode: Compiled) -> int:
@@ -68,13 +69,16 @@ def _limit(modules: int) -> int:
 
 def uncompiled() -> AbstractContextManager[object]:
     """Return a context in which nothing is compiled, and what is compiled runs as its own code."""
+    if _COMPILER not in sys.modules:
+        return nullcontext()
     context: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return context
 
 
 def graphs() -> int:
     """Return how many graphs this process has compiled."""
-    return int(counters["stats"]["unique_graphs"])
+    compiler = sys.modules.get(_COMPILER)
+    return int(compiler.counters["stats"]["unique_graphs"]) if compiler else 0
 
 
 def problems(mode: Compiled, *, cpu: bool, document_mask: bool = False) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ from llmtrain.types import NOT_TRAINED, Chunk
 
 _CHUNKS = {
     # So many rows that the sum of dW is seldom read and written; its pieces stay in the cache.
-    "cpu": Chunk(least_rows=512, logits_bytes=0, piece=64, wide=False),
+    "cpu": Chunk(least_rows=256, logits_bytes=0, piece=64, wide=False),
     # Fewer rows starve the products, and the traffic of dW outweighs that of the logits.
     "cuda": Chunk(least_rows=2048, logits_bytes=512 * 2**20, piece=512, wide=True),
 }

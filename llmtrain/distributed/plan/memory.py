@@ -237,7 +237,7 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
     size = _compute_bytes(work.precision)
     if work.chunk is not None and saved.plain_head:
         gradient = 4 * shape.head if shape.head_trained else 0
-        chunk = work.chunk.bytes(shape.vocabulary, tokens, size)
+        chunk = _chunk_bytes(work.chunk, shape.vocabulary, tokens, size)
         if size == 2 and not work.chunk.wide:  # each product of the gradient is made narrow first
             chunk += gradient // 2
         if arithmetic == "bf16":
@@ -249,6 +249,16 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
         return copied + max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs), 0
     whole = max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
     return copied + whole, 0
+
+
+def _chunk_bytes(chunk: Chunk, vocabulary: int, tokens: int, operand: int) -> int:
+    """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
+    rows, piece = min(chunk.rows(vocabulary), tokens), min(chunk.piece, tokens)
+    if operand == 4:  # the gradient takes the place of the logits
+        return vocabulary * (4 * rows + 4 * piece)
+    if chunk.wide:
+        return vocabulary * ((4 + operand) * rows + 4 * piece)
+    return vocabulary * (operand * rows + 8 * piece)
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:

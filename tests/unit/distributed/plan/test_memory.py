@@ -155,9 +155,9 @@ def test_head_and_loss_take_what_the_loss_module_takes(strategy, precision, toke
 @pytest.mark.parametrize(
     ("strategy", "precision", "expected"),
     [
-        ("ddp", "fp32", 8 * 8192 * 4096 + 4 * (512 + 64) * 128_256),
-        ("ddp", "bf16", 10 * 8192 * 4096 + (2 * 512 + 8 * 64) * 128_256 + 2 * 128_256 * 4096),
-        ("fsdp2", "bf16", 6 * 8192 * 4096 + (2 * 512 + 8 * 64) * 128_256 + 2 * 128_256 * 4096),
+        ("ddp", "fp32", 8 * 8192 * 4096 + 4 * (256 + 64) * 128_256),
+        ("ddp", "bf16", 10 * 8192 * 4096 + (2 * 256 + 8 * 64) * 128_256 + 2 * 128_256 * 4096),
+        ("fsdp2", "bf16", 6 * 8192 * 4096 + (2 * 256 + 8 * 64) * 128_256 + 2 * 128_256 * 4096),
     ],
 )
 def test_pf_9_chunks_take_the_gradient_of_the_head_and_two_of_its_input(
