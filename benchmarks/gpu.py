@@ -42,7 +42,7 @@ from _gpu_rows import (
     compare_losses,
     rows_of,
 )
-from _rows import Table, measure
+from _rows import Table, measure, one_core
 
 DRIFT = 0.03  # of the ceiling between start and end, from which on the rates are in doubt
 
@@ -203,6 +203,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if asked.device == "cpu":
+        one_core()  # threads that wait for each other on a busy machine take minutes
     name, peak = device_of(asked.device)
     table = Table("gpu", asked.json)
     session = Session(table, asked.device, name, time.monotonic() + asked.seconds, peak)
