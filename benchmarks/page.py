@@ -2,8 +2,9 @@
 
     python benchmarks/page.py [--results benchmarks/results] [--out docs/speed.md]
 
-It reads loop.json, defaults.json, gpu.json and scaling.json, a row a line. A benchmark without
-results is named with its command. A rehearsal on a CPU is no result of a GPU and is left out.
+It reads loop.json, head.json, defaults.json, gpu.json and scaling.json, a row a line. A benchmark
+without results is named with its command. A rehearsal on a CPU is no result of a GPU and is left
+out.
 """
 
 from __future__ import annotations
@@ -50,6 +51,16 @@ by step; goals are medians of paired differences.
 | what | figure | unit | goal | |
 |---|---|---|---|---|
 """
+_HEAD_AND_LOSS = """
+## Head and loss
+
+```bash
+python benchmarks/head.py --json benchmarks/results/head.json
+```
+
+Forward and backward of head and loss alone, in chunks, by transformers and by torch's own kernel:
+CPU time in one thread, and memory beyond the operands.
+"""
 _GPU = """
 ## One GPU
 
@@ -72,7 +83,7 @@ python benchmarks/scaling.py --json benchmarks/results/scaling.json
 Slopes of the logarithms: 1 is a cost in proportion, 0 one that does not grow.
 """
 _TABLE = "| what | figure | unit | goal | | load |\n|---|---|---|---|---|---|\n"
-_PARTS = (("defaults", _DEFAULTS), ("gpu", _GPU), ("scaling", _SCALING))
+_PARTS = (("head", _HEAD_AND_LOSS), ("defaults", _DEFAULTS), ("gpu", _GPU), ("scaling", _SCALING))
 
 
 def page(results: Path) -> str:
