@@ -91,7 +91,6 @@ class Row:
     script: that measures it, with `asked`
     seconds: that it is expected to take
     limit: seconds after which it is ended
-    keys: of the config that it sets beside those that every run has
     """
 
     name: str
@@ -101,7 +100,6 @@ class Row:
     asked: dict[str, Any] = field(default_factory=dict)
     seconds: float = 40
     limit: float = 120
-    keys: tuple[str, ...] = ()
 
 
 def rows_of(device: str) -> Iterator[Row]:
@@ -116,22 +114,20 @@ def rows_of(device: str) -> Iterator[Row]:
 
 
 _COMPILED: dict[str, Any] = {"compile": "blocks"}
-_COMPILE = ("training.compile",)
 
 
 def _variants(shape: str) -> Iterator[Row]:
-    for name, kind, asked, keys, seconds in (
-        ("llmtrain, blocks compiled", "llmtrain", _COMPILED, _COMPILE, 50),
-        ("bare, blocks compiled", "bare", _COMPILED, _COMPILE, 50),
-        ("Trainer", "trainer", {}, (), 30),
-        ("Trainer, torch_compile", "trainer", {"torch_compile": True}, (), 60),
-        ("llmtrain, eager", "llmtrain", {}, (), 30),
-        ("bare, eager", "bare", {}, (), 30),
+    for name, kind, asked, seconds in (
+        ("llmtrain, blocks compiled", "llmtrain", _COMPILED, 50),
+        ("bare, blocks compiled", "bare", _COMPILED, 50),
+        ("Trainer", "trainer", {}, 30),
+        ("Trainer, torch_compile", "trainer", {"torch_compile": True}, 60),
+        ("llmtrain, eager", "llmtrain", {}, 30),
+        ("bare, eager", "bare", {}, 30),
         (
             "llmtrain, blocks compiled, FSDP2 of one process",
             "llmtrain",
             _COMPILED | {"strategy": "fsdp2"},
-            _COMPILE,
             50,
         ),
     ):
@@ -142,7 +138,6 @@ def _variants(shape: str) -> Iterator[Row]:
             "_gpu_runs.py",
             {"kind": kind, **asked},
             seconds,
-            keys=keys,
         )
 
 
@@ -158,8 +153,7 @@ def _once(shape: str, largest: str) -> Iterator[Row]:
     for backend in ("flash", "cudnn", "math"):
         asked = {"kind": "llmtrain", "attention_backend": backend}
         name = f"{shape}: llmtrain, eager, {backend} attention"
-        keys = ("model.attention_backend",)
-        yield Row(name, shape, "attention", "_gpu_runs.py", asked, 30, keys=keys)
+        yield Row(name, shape, "attention", "_gpu_runs.py", asked, 30)
     asked = {"kind": "llmtrain", "saved": True}
     yield Row(f"{largest}: save", largest, "save", "_gpu_runs.py", asked, 120, 240)
 

@@ -161,20 +161,10 @@ def why_not(row: Row, device: str, seconds_left: float) -> str:
     """Return why a row is left out; "" if it is measured."""
     if device == "cpu" and row.asked.get("attention_backend") in ("flash", "cudnn"):
         return f"a CPU cannot: {row.asked['attention_backend']} attention is refused without CUDA"
-    if missing := [key for key in row.keys if not known(key)]:
-        return f"this llmtrain has no key {missing[0]}"
     needed = min(row.seconds, 20) if device == "cpu" else row.seconds  # a tiny shape
     if seconds_left < needed:
         return f"left out: it takes about {needed:.0f} s, {max(0, seconds_left):.0f} s are left"
     return ""
-
-
-def known(key: str) -> bool:
-    """Whether the config has a key."""
-    from llmtrain.config.schema import Config
-
-    section, name = key.split(".")
-    return name in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
 
 
 def described(row: Row, one: dict[str, Any]) -> tuple[str, float | None, str]:
