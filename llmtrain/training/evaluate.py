@@ -64,26 +64,32 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     targets = on(run.device, np.stack(labels))
     hidden = hide(run, starts) if run.data.manifest.document_mask else {}
     each = run.model(inputs, targets, each=True, **hidden)
+    if not sources:
+        return totals(each, targets)
     owners = on(run.device, np.stack([heldout.block_parts(g, seq_len) for g in mine]))
     return by_source(each, targets, owners, sources)
 
 
-def by_source(each: Tensor, targets: Tensor, owners: Tensor, sources: int) -> Tensor:
-    """Return Σ nll in nats and the number of scored tokens, of all and then of each source.
+def totals(each: Tensor, targets: Tensor) -> Tensor:
+    """Return Σ nll in nats and the number of scored tokens, (1, 2) fp64.
 
     each: (B, T) fp32, the loss of each target in nats
     targets: (B, T) int64; `NOT_TRAINED` where nothing is scored
-    owners: (B, T) int64, the number of the source of each target
-
-    Returns (1 + sources, 2) fp64.
     """
-    scored = targets != NOT_TRAINED
-    rows = [torch.stack([each.double().sum(), scored.sum().double()])]
+    return torch.stack([each.double().sum(), (targets != NOT_TRAINED).sum().double()])[None]
+
+
+def by_source(each: Tensor, targets: Tensor, owners: Tensor, sources: int) -> Tensor:
+    """Return what `totals` does, of all and then of each source: (1 + sources, 2) fp64.
+
+    owners: (B, T) int64, the number of the source of each target
+    """
+    rows = [totals(each, targets)]
     for number in range(sources):
         own = owners == number
-        nll = torch.where(own, each.double(), 0.0).sum()
-        rows.append(torch.stack([nll, (own & scored).sum().double()]))
-    return torch.stack(rows)
+        theirs = torch.where(own, each, 0.0), torch.where(own, targets, NOT_TRAINED)
+        rows.append(totals(*theirs))
+    return torch.cat(rows)
 
 
 def result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:

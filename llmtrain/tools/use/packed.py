@@ -29,7 +29,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
 from llmtrain.tools.use.load import Opened
-from llmtrain.training.evaluate import by_source, result
+from llmtrain.training.evaluate import by_source, result, totals
 from llmtrain.training.start.kernel import FROZEN
 from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
 from llmtrain.types import Evaluation
@@ -140,8 +140,11 @@ def _score_rank(
             hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
             each = module(inputs, targets, each=True, **hidden)
-        owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
-        scored += by_source(each, targets, owners, sources)
+        if sources:
+            owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
+            scored += by_source(each, targets, owners, sources)
+        else:
+            scored += totals(each, targets)
     return scored
 
 
