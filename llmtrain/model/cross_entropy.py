@@ -15,6 +15,7 @@ fp32.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +169,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inputs = (rows.hidden, rows.weight, rows.bias)
         made = _Wanted(
             *(
-                torch.zeros_like(one, dtype=rows.wide) if one is not None and wanted else None
+                torch.empty_like(one, dtype=rows.wide) if one is not None and wanted else None
                 for one, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
             )
         )
@@ -199,20 +200,23 @@ def _sum(*arguments: Any) -> Tensor:
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype that `F.linear` would compute in."""
     device = hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
+    return torch.get_autocast_dtype(device) if _casts(device) else hidden.dtype
+
+
+def _casts(device: str) -> bool:
+    """Whether autocast is on."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _losses(rows: _Rows, made: _Wanted) -> Tensor:
     """Return the loss of each row, times its factor: (N,) fp32; add up the gradients in `made`."""
     device = rows.hidden.device.type
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
         size = rows.settings.chunk_rows or chunk_of(device).rows(len(rows.weight))
         count = len(rows.labels)
         losses = rows.factors.new_empty(count)
         buffer = rows.hidden.new_empty(min(size, count), len(rows.weight), dtype=_made_in(rows))
-        for first in range(0, count, size):
+        for first in range(0, max(1, count), size):
             part = slice(first, min(first + size, count))
             z = buffer[: part.stop - part.start]
             _product(rows.hidden[part], rows.weight.t(), z)
@@ -220,9 +224,11 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
             if made.hidden is not None:
                 _product(dz, rows.weight, made.hidden[part])
             if made.weight is not None:
-                _add_product(made.weight, dz.t(), rows.hidden[part])
+                add = _add_product if first else _product
+                add(dz.t(), rows.hidden[part], made.weight)
             if made.bias is not None:
-                made.bias += dz.sum(0, dtype=rows.wide)
+                summed = dz.sum(0, dtype=rows.wide)
+                made.bias.copy_(made.bias + summed if first else summed)
         return losses
 
 
@@ -285,8 +291,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(a @ b)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a·b to an fp32 sum, without a second tensor of its size where a kernel can."""
+def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+    """Add a·b to a sum in fp32, without a second tensor of its size where a kernel can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
