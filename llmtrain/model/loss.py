@@ -50,6 +50,7 @@ class LossModule(nn.Module):
         self.head = head
         self._kernel = kernel
         self._z_loss = z_loss
+        self._has_router_loss = has_router_loss(model)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 part.warn_if_padding_and_no_attention_mask = _say_nothing
@@ -120,7 +121,7 @@ class LossModule(nn.Module):
         if self._z_loss:
             added = self._z_loss * (flat.logsumexp(-1).square() * (targets != NOT_TRAINED)).sum()
             loss = loss + (added - added.detach())
-        if self.training and has_router_loss(self.model):
+        if self.training and self._has_router_loss:
             share = self.model.config.get_text_config().router_aux_loss_coef
             loss = loss + share * output.aux_loss * (targets != NOT_TRAINED).sum()
         return loss
