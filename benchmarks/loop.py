@@ -1,16 +1,26 @@
 """What the loop costs: CPU time of a step over a bare PyTorch loop, with an almost free model.
 
-    python benchmarks/loop.py [--steps 2000] [--json FILE]
+    python benchmarks/loop.py [--steps 1500] [--only NAMES] [--json FILE]
 
 A hollow Llama (hidden 16, 4 layers, 16 tokens, one block a step), so that the model's own work does
 not drown the difference. Each variant runs in a thread of its own and takes its turn step by step,
-so a machine that slows down slows all of them; its CPU time is that thread's. Printed: the median
-of the paired differences to `bare`, with quartiles. `bare_again` is the noise, and the last losses
-must agree, or the numbers are void.
+so a machine that slows down slows all of them; its CPU time is that thread's. The reference of a
+step is the mean of the two tuned loops' in the same round, as a thread's place in memory alone is
+worth 0.1 ms. Printed: medians of the paired differences to it, with quartiles, and the goals. The
+last losses must agree, or the numbers are void.
 
-    bare        clip_grad_norm_ over model.parameters(), fused AdamW, LambdaLR, blocks made before
-    bare_data   the same, its blocks read by llmtrain's stream
-    llmtrain    the whole loop: stream, digest, reduction, norm, clipping, skip, metrics
+    bare              clip_grad_norm_ over model.parameters(), fused AdamW, LambdaLR, blocks made
+                      before
+    bare_tuned        with one list of parameters, the rate written, llmtrain's attention
+    bare_tuned_again  the same thing again
+    bare_item         and each step's loss read
+    bare_data         `bare`, its blocks read by llmtrain's stream
+    accelerate        Accelerate as its guide writes it
+    trainer           transformers' Trainer; nothing is logged or saved
+    llmtrain          the whole loop: stream, digest, reduction, norm, clipping, skip, metrics
+
+Last come counts of a step of llmtrain and of `bare_tuned`, which no other work on the machine
+changes: aten operations, reads of tensors by the host, calls of Python functions.
 """
 
 from __future__ import annotations
@@ -23,112 +33,30 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _loop_contenders as contenders
+import _loop_counts
+import accelerate
 import torch
+import transformers
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import llmtrain
-from llmtrain.hashing import mix, permutation
-from llmtrain.training import loop
-from llmtrain.training.run.run import Run
 
-SHAPE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
-}
-SEQ_LEN, WARM = 16, 500  # by then every lane is open
-
-
-class Turns:
-    """Threads that take turns, in another order each round: a step pays for what ran before it."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._condition = threading.Condition()
-        self._taken = 0  # turns so far
-        self.seconds: dict[str, list[float]] = {name: [] for name in names}
-        self._began = 0.0
-
-    def wait(self, name: str) -> None:
-        """Sleep until it is this variant's turn; its clock starts."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._next() == name)
-        self._began = time.thread_time()
-
-    def done(self, name: str) -> None:
-        """The step is over: stop the clock, wake the next variant."""
-        self.seconds[name].append(time.thread_time() - self._began)
-        with self._condition:
-            self._taken += 1
-            self._condition.notify_all()
-
-    def _next(self) -> str:
-        round_, position = divmod(self._taken, len(self._names))
-        return self._names[permutation(len(self._names), mix(round_))[position]]
-
-
-def fresh_model() -> Any:
-    """The weights that llmtrain begins with, built by transformers alone."""
-    torch.manual_seed(42)
-    config = LlamaConfig(vocab_size=2048, bos_token_id=0, eos_token_id=0, pad_token_id=0, **SHAPE)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-
-def bare(turns: Turns, name: str, model: Any, batches: Iterator[torch.Tensor], steps: int) -> float:
-    """A loop as one writes it by hand. Returns its last loss."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
-    loss = torch.zeros(())
-    for _ in range(steps):
-        turns.wait(name)
-        ids = next(batches)
-        logits = model(ids[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        turns.done(name)
-    return loss.item()
-
-
-def ours(turns: Turns, name: str, config: Any) -> float:
-    """llmtrain's own `train`; a step lasts from one `begin` to the next."""
-    original, finish = loop.begin, loop.finish
-
-    def begin(run: Run, step: int) -> None:
-        if step > 1:
-            turns.done(name)
-        turns.wait(name)
-        original(run, step)
-
-    def end(run: Run) -> Any:
-        turns.done(name)
-        return finish(run)
-
-    loop.begin, loop.finish = begin, end
-    llmtrain.train(config)
-    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines if '"train"' in line][-1]
+WARM = 500  # steps; by then every lane is open
+TUNED = ("bare_tuned", "bare_tuned_again")
+GOAL_MS, GOAL_OF_TRAINER = 0.60, 0.40
 
 
 def main() -> None:
     """Run all variants, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--only", help="names of variants, with commas; the tuned loops always run")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.steps <= WARM:
@@ -136,85 +64,168 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), asked.steps)
+        only = set(asked.only.split(",")) if asked.only else None
+        rows = measure(Path(folder), asked.steps, only)
+    rows += goals(rows)
+    with tempfile.TemporaryDirectory() as folder:
+        rows.append(_loop_counts.row(write_config(Path(folder), _loop_counts.STEPS)))
     for row in rows:
-        print(
-            f"{row['variant']:<10} {row['cpu_ms_median']:7.3f} ms   over bare "
-            f"{row['over_bare_ms']:+.3f} ({row['quartiles_ms'][0]:+.3f} … "
-            f"{row['quartiles_ms'][1]:+.3f})   last loss {row['final_loss']:.4f}"
-        )
+        print(line(row))
     if asked.json:
         asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def measure(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """CPU time of every step of every variant."""
+def write_config(folder: Path, steps: int) -> Any:
+    """llmtrain's config of the hollow model."""
     path = folder / "loop.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "run": {"dir": str(folder / "run")},
-                "model": {"config": {"model_type": "llama", **SHAPE}, "tokenizer": "sample"},
-                "data": {"sources": [{"path": "sample"}], "seq_len": SEQ_LEN, "heldout": 0.0},
-                "training": {
-                    "steps": steps,
-                    "global_batch_size": 1,
-                    "micro_batch_size": 1,
-                    "precision": "fp32",
-                },
-                "optimizer": {
-                    "learning_rate": 1e-5,
-                    "schedule": "constant",
-                    "warmup_steps": 1,
-                    "weight_decay": 0.1,
-                },
-                "checkpoint": {"every_steps": 10 * steps},
-            }
-        )
-    )
-    config = llmtrain.load_config(path)
-    with llmtrain.open_stream(config) as stream:
-        made = [torch.from_numpy(next(stream).ids).long() for _ in range(steps)]
-    turns = Turns(["bare", "bare_again", "bare_data", "llmtrain"])
-    losses: dict[str, float] = {}
-    models = [fresh_model() for _ in range(3)]  # here: the random state is the whole process's
-    with llmtrain.open_stream(config) as stream:
-        read = (torch.from_numpy(next(stream).ids).long() for _ in range(steps))
-        work: dict[str, Callable[[], float]] = {
-            "bare": lambda: bare(turns, "bare", models[0], iter(made), steps),
-            "bare_again": lambda: bare(turns, "bare_again", models[1], iter(made), steps),
-            "bare_data": lambda: bare(turns, "bare_data", models[2], read, steps),
-            "llmtrain": lambda: ours(turns, "llmtrain", config),
-        }
-        threads = [
-            threading.Thread(target=lambda n=name, w=one: losses.update({n: w()}))  # type: ignore[misc]
-            for name, one in work.items()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return [row(name, turns, losses[name]) for name in turns.seconds]
+    path.write_text(yaml.safe_dump(settings(folder / "run", steps)))
+    return llmtrain.load_config(path)
 
 
-def row(name: str, turns: Turns, loss: float) -> dict[str, Any]:
+def settings(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The config as plain values."""
+    return {
+        "run": {"dir": str(run_dir)},
+        "model": {
+            "config": {"model_type": "llama", **contenders.SHAPE},
+            "tokenizer": "sample",
+        },
+        "data": {
+            "sources": [{"path": "sample"}],
+            "seq_len": contenders.SEQ_LEN,
+            "heldout": 0.0,
+        },
+        "training": {
+            "steps": steps,
+            "global_batch_size": 1,
+            "micro_batch_size": 1,
+            "max_grad_norm": contenders.LIMIT,
+            "precision": "fp32",
+        },
+        "optimizer": {
+            "learning_rate": contenders.RATE,
+            "schedule": "constant",
+            "warmup_steps": 1,
+            "weight_decay": contenders.DECAY,
+        },
+        "checkpoint": {"every_steps": 10 * steps},
+    }
+
+
+def measure(folder: Path, steps: int, only: set[str] | None) -> list[dict[str, Any]]:
+    """CPU time of every step of every variant."""
+    config = write_config(folder, steps)
+    stream = partial(llmtrain.open_stream, config)
+    with stream() as batches:
+        made = [torch.from_numpy(next(batches).ids).long() for _ in range(steps)]
+    kinds: dict[str, Callable[[contenders.Next], float]] = {
+        "bare": lambda turn: contenders.bare(turn, iter(made)),
+        "bare_tuned": lambda turn: contenders.tuned(turn, iter(made)),
+        "bare_tuned_again": lambda turn: contenders.tuned(turn, iter(made)),
+        "bare_item": lambda turn: contenders.tuned(turn, iter(made), item=True),
+        "bare_data": lambda turn: contenders.with_data(turn, stream, steps),
+        "accelerate": lambda turn: contenders.by_the_book(turn, iter(made)),
+        "trainer": lambda turn: contenders.trainer(turn, iter(made), folder / "trainer"),
+        "llmtrain": lambda turn: contenders.ours(
+            turn, config, lambda: turns.wait_for_all(steps + 1)
+        ),
+    }
+    names = [name for name in kinds if only is None or name in only or name in TUNED]
+    turns, losses = contenders.Turns(names), dict[str, float]()
+    threads = [
+        threading.Thread(target=take_part, args=(turns, name, kinds[name], steps, losses))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(losses) < len(names):
+        raise SystemExit("a variant failed; no figures")
+    return [row(name, turns, losses[name]) for name in names]
+
+
+def take_part(
+    turns: contenders.Turns,
+    name: str,
+    work: Callable[[contenders.Next], float],
+    steps: int,
+    losses: dict[str, float],
+) -> None:
+    """One variant from its first turn, in which it prepares itself, to its last."""
+
+    def turn() -> None:
+        last = len(turns.seconds[name]) == steps
+        turns.done(name) if last else turns.next(name)
+
+    try:
+        turns.wait(name)
+        losses[name] = work(turn)
+    except BaseException:
+        turns.fail()
+        raise
+
+
+def row(name: str, turns: contenders.Turns, loss: float) -> dict[str, Any]:
     """One variant's line of the table; milliseconds."""
-    own = [1000 * s for s in turns.seconds[name][WARM:]]
-    base = [1000 * s for s in turns.seconds["bare"][WARM:]]
-    gaps = sorted(a - b for a, b in zip(own, base, strict=False))
+    own, first, second = (
+        [1000 * s for s in turns.seconds[one][1 + WARM :]] for one in (name, *TUNED)
+    )
+    gaps = sorted(a - (b + c) / 2 for a, b, c in zip(own, first, second, strict=True))
     return {
         "bench": "loop",
         "variant": name,
         "cpu_ms_median": statistics.median(own),
-        "over_bare_ms": statistics.median(gaps),
+        "over_tuned_ms": statistics.median(gaps),
         "quartiles_ms": [gaps[len(gaps) // 4], gaps[3 * len(gaps) // 4]],
         "steps": len(own),
         "final_loss": loss,
+        "shape": {**contenders.SHAPE, "seq_len": contenders.SEQ_LEN, "rows": 1},
+        **machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs, and how busy that is."""
+    return {
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
-        "shape": {**SHAPE, "seq_len": SEQ_LEN, "rows": 1},
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "load": os.getloadavg()[0],
     }
+
+
+def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the goals that these variants can decide."""
+    over = {row["variant"]: row["over_tuned_ms"] for row in rows}
+    said = []
+    if "llmtrain" in over:
+        said.append(("ms a step over the mean of two tuned loops", over["llmtrain"], GOAL_MS))
+    if {"llmtrain", "trainer"} <= over.keys():
+        ratio = over["llmtrain"] / over["trainer"]
+        said.append(("of what the Trainer costs over them", ratio, GOAL_OF_TRAINER))
+    return [
+        {"bench": "loop", "goal": what, "at_most": goal, "figure": figure, "met": figure <= goal}
+        for what, figure, goal in said
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    if "goal" in row:
+        verdict = "met" if row["met"] else "not met"
+        return f"goal: {row['figure']:.3f} {row['goal']}, at most {row['at_most']:.2f}: {verdict}"
+    if "counts" in row:
+        return f"counts of a step: {json.dumps(row['counts'])}"
+    low, high = row["quartiles_ms"]
+    return (
+        f"{row['variant']:<17} {row['cpu_ms_median']:7.3f} ms   over tuned "
+        f"{row['over_tuned_ms']:+.3f} ({low:+.3f} … {high:+.3f})   "
+        f"last loss {row['final_loss']:.4f}   load {row['load']:.1f}"
+    )
 
 
 if __name__ == "__main__":

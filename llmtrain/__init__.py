@@ -7,6 +7,7 @@ help and config errors do not wait for torch.
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def train(config: Config) -> Result:
     raise_any(problems)
     check_environment(os.environ, config.distributed, config.training)
     check_installed(config.logging.trackers)
-    # By default, OpenMP threads that wait for work spin. On a shared machine they then take the
-    # cores from the threads that they wait for. The variable is read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _set_variables_of_torch(os.environ)
     with signals.catching():  # before torch is imported, which takes seconds
         from llmtrain.training.ending import Result, StoppedEarlyError
         from llmtrain.training.loop import train as run
@@ -83,6 +82,17 @@ def train(config: Config) -> Result:
             return run(config)
         except StoppedEarlyError as stopped:
             return Result(config.run_dir, "stopped", 0, stopped.reason, stopped.step)
+
+
+def _set_variables_of_torch(env: MutableMapping[str, str]) -> None:
+    """Set what torch reads when it is imported, where the user has not set it."""
+    # By default, OpenMP threads that wait for work spin. On a shared machine they then take the
+    # cores from the threads that they wait for.
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Segments of a GPU's memory that can grow leave no gaps between blocks of other sizes. The
+    # older name of the variable still counts, but not beside the new one.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in env:
+        env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def __getattr__(name: str) -> Any:

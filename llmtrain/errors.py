@@ -120,10 +120,16 @@ def needed_on_disk(path: Path) -> Iterator[None]:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return a UserError for a device that ran out of memory, any other error as it is.
+    """Return a UserError for an error of torch that a person can correct, any other as it is.
 
-    Torch's error is known by its name, since nothing here imports torch.
+    They are a device that ran out of memory, and an operation without a deterministic kernel. They
+    are known by their names and words, since nothing here imports torch.
     """
+    operation, without, _ = first_line(error).partition(" does not have a deterministic")
+    if without and isinstance(error, RuntimeError):
+        expected = f"false for this model on this device: {operation} has no deterministic kernel"
+        remedy = "training.deterministic=false, or another model"
+        return UserError(Problem("training.deterministic", True, expected, remedy))
     if type(error).__name__ != "OutOfMemoryError":
         return error
     said, _, _ = first_line(error).partition(" Including ")  # how torch divided the memory it has

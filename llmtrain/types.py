@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+
+Compiled = Literal["off", "blocks", "model"]  # `training.compile` once it has been decided
 
 NOT_TRAINED = -100  # the label of a position without a loss, as in PyTorch and transformers
 
@@ -115,6 +118,8 @@ class ParameterShape:
     block: number of the repeated block that it is in; None outside of them
     algorithm: the optimizer that updates it
     quantized: whether it is held in four bits
+    used: share of its elements that each token is multiplied with: none of an embedding, of experts
+        those that are chosen
     """
 
     shape: tuple[int, ...]
@@ -123,6 +128,7 @@ class ParameterShape:
     block: int | None
     algorithm: Algorithm = "adamw"
     quantized: bool = False
+    used: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,7 @@ class ModelShape:
     listed: as `block_class`, but found from the blocks themselves; for messages
     adapted: whether adapters are trained, beside weights that are held in the dtype of the forward
     token_rows: number of tokens whose embeddings are trained with the adapters
+    head_trained: whether the head's matrix gets a gradient
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -155,6 +162,7 @@ class ModelShape:
     listed: str = ""
     adapted: bool = False
     token_rows: int = 0
+    head_trained: bool = True
 
     @property
     def count(self) -> int:
@@ -176,12 +184,34 @@ class Saved:
     recomputed: peak of what the backward of the blocks needs in addition: gradients, and what is
         recomputed of one block
     casts: bf16 copies of weights, which do not grow with the number of sequences
+    plain_head: whether the loss can be computed from the decoder's output, in chunks
     """
 
     blocks: int
     once: int
     recomputed: int
     casts: int
+    plain_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """How much of the loss of a linear head is in memory at once.
+
+    least_rows: rows whose logits are in memory
+    logits_bytes: as long as their fp32 logits take no more than this, there are more rows
+    piece: of them, rows whose softmax is computed at once
+    wide: whether narrow operands are multiplied into fp32
+    """
+
+    least_rows: int
+    logits_bytes: int
+    piece: int
+    wide: bool
+
+    def rows(self, vocabulary: int) -> int:
+        """Return the number of rows of a chunk."""
+        return max(self.least_rows, self.logits_bytes // (4 * vocabulary))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +286,8 @@ class Flags:
 # signal, one rank after another.
 STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
+FLAGS = tuple(flag.name for flag in fields(Flags))
+
 # The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
 # follows, with its trained tokens. The sum of a 0/1 slot is the number of ranks that set it.
 SLOTS = (
@@ -265,13 +297,13 @@ SLOTS = (
     "data_failed",
     *(f"digest_{k}" for k in range(4)),
     "wait_seconds",
-    *(flag.name for flag in fields(Flags)),
+    *FLAGS,
     "padding_only",
     "ended",
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepVector:
     """One rank's numbers of a step, or their sum over all ranks.
 
@@ -290,7 +322,12 @@ class StepVector:
     def __getitem__(self, slot: str) -> torch.Tensor:
         return self.data[SLOTS.index(slot)]
 
-    @property
+    @cached_property
+    def norm(self) -> torch.Tensor:
+        """The root of `squares`, () fp32, which is the gradient norm once all ranks are summed."""
+        return self["squares"].sqrt().float()
+
+    @cached_property
     def tokens(self) -> torch.Tensor:
         """Trained tokens of the step, as a tensor of shape ()."""
         return self.data[len(SLOTS) :].sum()

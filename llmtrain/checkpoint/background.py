@@ -5,9 +5,11 @@
     caller   forward, backward … wait_snapshot() before the update … finish() before the commit
 
 Parameters and moments change only in the update, so until then the thread can copy them. The
-buffers are kept from save to save. The trap: an error in here is not raised. `finish` returns it,
-and it becomes this rank's failed vote. A snapshot that failed counts as finished, or the training
-would wait for it permanently.
+buffers are kept from save to save. To pin them takes seconds for a large model, so on CUDA a thread
+does it ahead of the first save (`reserve`).
+
+The trap: an error in here is not raised. `finish` returns it, and it becomes this rank's failed
+vote. A snapshot that failed counts as finished, or the training would wait for it permanently.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
+        self._reserved: Future[None] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -65,6 +68,14 @@ class Writer:
         if not self._work.done():
             return "writing"
         return "failed" if self._work.exception() else "ready"
+
+    def reserve(self, nbytes: int) -> None:
+        """Pin the host memory of a save of `nbytes` in a thread, so that no save waits for it.
+
+        Memory that is refused is asked for again by the save, whose vote then fails.
+        """
+        count = -(-nbytes // CHUNK_BYTES)
+        self._reserved = processes.begin(partial(self._reserve, count), "pinned memory")
 
     def submit(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
         """Copy and write this rank's ranges in a thread.
@@ -113,6 +124,9 @@ class Writer:
 
     def _prepare(self, pieces: Iterable[Piece], at_once: frozenset[str]) -> list[_Copy]:
         """Copy what the forward changes now. Returns the copies to make, of all pieces."""
+        if self._reserved is not None:
+            self._reserved.exception()  # waits; without its memory the layout allocates
+            self._reserved = None
         copies = self._lay_out(pieces)
         device = next((one.source.device for one in copies if one.source.is_cuda), None)
         for copy in copies:
@@ -162,8 +176,12 @@ class Writer:
     def _chunk(self, index: int, *, pinned: bool) -> Tensor:
         """Return a buffer of host memory, the same one at every save."""
         if index == len(self._chunks):
-            self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+            self._chunks.append(_host_memory(pinned=pinned))
         return self._chunks[index]
+
+    def _reserve(self, count: int) -> None:
+        for index in range(count):
+            self._chunk(index, pinned=True)
 
     @contextmanager
     def _measure_wait(self) -> Iterator[None]:
@@ -172,6 +190,11 @@ class Writer:
             yield
         finally:
             self._blocked += time.perf_counter() - began
+
+
+def _host_memory(*, pinned: bool) -> Tensor:
+    """Return the memory of one chunk."""
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _copy(copy: _Copy) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.cli.escapes import WIDTH, show, wrap
 from llmtrain.distributed.plan.remedies import gib
+from llmtrain.distributed.plan.speed import HFU
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _request(found: Plan) -> Iterator[str]:
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
     blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
-    yield from _label("work", f"{blocks}, {work.precision}")
+    yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
 
 
 def _memory(found: Plan) -> Iterator[str]:
@@ -159,8 +160,9 @@ def _speeds(found: Plan) -> Iterator[str]:
         why = "a model that cannot be counted" if found.uncounted else why
         yield from _label("speed", f"not predicted for {why}")
         return
-    assumed = f", as of an {found.hardware.device}" if found.assumed else ""
-    yield from _label("speed", f"on paper{assumed}, at this global batch, where it fits")
+    device = f", as of an {found.hardware.device}" if found.assumed else ""
+    share = f"at an assumed {HFU:.0%} of the peak"
+    yield from _label("speed", f"on paper{device}, {share}, at this global batch, where it fits")
     rates = f"{'tokens/s':>12}{'a device':>12}{'efficiency':>12}"
     yield f"{'devices':>17}{'nodes':>7}{'accum':>7}{rates}"
     for one in found.speeds:

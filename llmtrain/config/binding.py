@@ -32,7 +32,11 @@ _BINDING = (
     "run.seed",
     "training.global_batch_size",
     "training.precision",
+    "training.loss_kernel",
+    "training.compile",
+    "training.deterministic",
     "training.max_grad_norm",
+    "training.z_loss",
     "optimizer.",
     "adapter.",
     "evaluation.max_documents",
@@ -52,10 +56,15 @@ _FREE = (
 # only where they are set, so that a run that does without them is the same run with any version.
 _NEWER: Mapping[str, object] = {
     "model.pad_vocab_to": None,
+    "model.attention_backend": "auto",
+    "training.compile": "auto",
+    "training.deterministic": False,
     "data.sources.*.columns": {},
     "evaluation.sources.*.columns": {},
     "optimizer.name": "adamw",
     "optimizer.groups": [],
+    "training.loss_kernel": "auto",
+    "training.z_loss": 0.0,
 }
 _NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig, "adapter": AdapterConfig}
 _NO_DEFAULT = object()

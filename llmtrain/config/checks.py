@@ -161,6 +161,21 @@ def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
     return [Problem("training.global_batch_size", total, expected, remedy)]
 
 
+def check_compile(training: TrainingConfig, data: DataConfig) -> Iterator[Problem]:
+    """Check that a whole model is not compiled where documents are hidden from each other."""
+    if training.compile == "model" and data.document_mask is True:
+        yield whole_with_documents()
+
+
+def whole_with_documents() -> Problem:
+    """Return the problem of `training.compile: model` with a document mask."""
+    expected = (
+        "blocks or off with data.document_mask: a graph of the whole model holds for one set of "
+        "documents, and would be compiled again at each step"
+    )
+    return Problem("training.compile", "model", expected, "training.compile=blocks")
+
+
 def check_warmup(optimizer: OptimizerConfig) -> Iterator[Problem]:
     """Check that the warm-up is a whole number of steps, or a share of them below 1."""
     steps = optimizer.warmup_steps
@@ -263,6 +278,7 @@ RULES: tuple[Rule, ...] = (
     check_packing,
     check_duration,
     check_micro_batch,
+    check_compile,
     check_warmup,
     check_retention,
     check_best,

@@ -64,6 +64,10 @@ class ModelConfig(Section):
     """`model_type` and its own fields, as transformers names them."""
     tokenizer: Text | TrainTokenizer = "auto"
     """Directory, Hub id, `sample` or {train: N}; auto = the tokenizer of `from`."""
+    attention_backend: Literal["auto", "flash", "cudnn", "math"] = "auto"
+    """Kernel of attention that is tried first; flash and cudnn need CUDA, math is the slow one that
+    always works. auto = torch's own order. Frozen while the type of device stays.
+    """
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What the backward computes again instead of keeping it: nothing, all but matrix products and
     attention, whole blocks. auto = as the memory plan needs.
@@ -171,13 +175,29 @@ class TrainingConfig(Section):
     micro_batch_size: Positive | Auto = "auto"
     """Blocks in one forward on one device."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Arithmetic of forward and backward; weights and moments are fp32."""
+    """Arithmetic of forward and backward; weights and moments are fp32. auto = bf16 where a GPU has
+    it, and on a CPU where a timed product says that it is faster; the run keeps the answer.
+    """
+    compile: Literal["auto", "off", "blocks", "model"] = "auto"
+    """What torch compiles: nothing, each block, or the whole decoder; auto = blocks on CUDA from
+    2,000 steps on, else off. Frozen while the type of device stays.
+    """
     max_grad_norm: AboveZero | None = 1.0
     """Gradients are scaled down to this norm; null = never."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """What to do when a loss or norm is not finite."""
+    loss_kernel: Annotated[Literal["auto", "chunked", "logits", "torch"], EXPERT] = "auto"
+    """How head and loss are computed: in chunks of rows, from all logits, or by torch; auto =
+    chunked where the model's head is plain.
+    """
+    z_loss: Annotated[float, Field(ge=0), EXPERT] = 0.0
+    """Factor of logsumexp² of the logits, which keeps them small; not in the logged loss."""
     max_skipped_in_a_row: Annotated[Positive, EXPERT] = 5
     """This many skipped updates in a row end the run."""
+    deterministic: Annotated[bool, EXPERT] = False
+    """Whether only operations that give equal bits each time are used, on CUDA too, where they are
+    slower.
+    """
 
 
 class GroupConfig(Section):
@@ -242,8 +262,10 @@ class AdapterConfig(Section):
 class DdpConfig(Section):
     """Settings of DDP."""
 
-    bucket_cap_mb: Positive = 25
-    """MiB of gradients reduced at once under DDP."""
+    bucket_cap_mb: Positive | Auto = "auto"
+    """MiB of gradients reduced at once under DDP; auto = 25, and on GPUs 100 from 1 GB of
+    gradients.
+    """
     find_unused_parameters: bool = False
     """Whether DDP looks for parameters that a step did not use."""
 

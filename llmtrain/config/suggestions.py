@@ -44,6 +44,7 @@ _NAMES = {
     "effective_batch_size gbs",
     "training.micro_batch_size": "per_device_train_batch_size per_device_batch_size "
     "train_micro_batch_size_per_gpu micro_batch mbs",
+    "training.deterministic": "full_determinism use_deterministic_algorithms",
     "training.max_grad_norm": "grad_clip gradient_clipping gradient_clip_val clip_grad",
     "optimizer.learning_rate": "lr max_lr",
     "optimizer.weight_decay": "wd",
@@ -93,6 +94,11 @@ _CONVERTED = {
     "bf16 fp16 tf32 dtype torch_dtype mixed_precision": (
         "training.precision",
         "bf16 or fp32; fp16 is not offered",
+    ),
+    "torch_compile compile_model use_compile": ("training.compile", "blocks or off"),
+    "attn_implementation use_flash_attention_2 flash_attention": (
+        "model.attention_backend",
+        "flash, cudnn or math: the kernel that is tried first",
     ),
     "optim": ("optimizer.name", "adamw, adamw_8bit or muon"),
     "num_processes num_gpus": ("", "use --processes N, or num_processes in the accelerate file"),

@@ -8,6 +8,10 @@ no mask tensor. The kernel depends on the arguments:
     given        CUDA, bf16 or fp16     varlen_attn, all documents of the micro-batch at once
     given        other                  SDPA with is_causal, once a document: exact, Σ len²
 
+`model.attention_backend` chooses the kernel of SDPA; without flash attention there is no
+`varlen_attn` either. It is chosen for the whole process, so also for transformers' own attention,
+for what the backward computes again, and for compiled code.
+
 Models with sliding windows, sinks, soft caps or masks of their own keep transformers' attention,
 which hides documents from each other where `position_ids` restart. It does so only without a cache
 and without an `attention_mask`. Our function supports neither, so a model uses it only after
@@ -17,7 +21,8 @@ and without an `attention_mask`. Our function supports neither, so a model uses 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,14 +30,36 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from llmtrain.errors import Problem
+
+KEY = "model.attention_backend"
 NAME = "llmtrain"
 _TRIED = "llmtrain_tried"  # registered while a model is examined
 _TRIED_TOKENS = 8
 # Keywords of transformers' models that have no effect here: q and k include positions already.
 _MEANINGLESS = {"position_ids", "position_embeddings", "layer_idx", "num_items_in_batch"}
 _DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+# `model.attention_backend` → kernels, tried in this order: not every kernel supports every dtype,
+# mask and size of heads.
+_KERNELS = {
+    "flash": (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ),
+    "cudnn": (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ),
+    "math": (SDPBackend.MATH,),
+}
 
 _Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value: (B, H, T, D)
 
@@ -63,6 +90,26 @@ def use(model: PreTrainedModel, name: str) -> None:
     AttentionInterface.register(NAME, attention)
     if name == NAME:
         model.set_attn_implementation(NAME)
+
+
+@contextmanager
+def kernels(asked: str) -> Iterator[None]:
+    """Let SDPA try the kernel of `model.attention_backend` first, in the whole process.
+
+    asked: auto = torch's own order.
+    """
+    if asked == "auto":
+        yield
+        return
+    with sdpa_kernel(list(_KERNELS[asked]), set_priority=True):
+        yield
+
+
+def kernel_problems(asked: str, *, cpu: bool) -> Iterator[Problem]:
+    """Yield a problem for a kernel of `model.attention_backend` that needs CUDA, without it."""
+    if cpu and asked in ("flash", "cudnn"):
+        expected = "auto or math on a CPU: flash and cudnn need CUDA"
+        yield Problem(KEY, asked, expected, f"{KEY}=auto")
 
 
 def backend(model: PreTrainedModel) -> str:
@@ -141,9 +188,12 @@ def takes_varlen(
     """Whether torch's kernel for documents supports these heads. It has no dropout."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout > 0:
         return False
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
     return head == value_head and head % 8 == 0 and head <= 256 and _has_flash(device)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _has_flash(device: torch.device) -> bool:
     """Whether the device supports flash attention, which needs Ampere or newer."""
@@ -173,13 +223,15 @@ def _varlen(heads: _Heads, borders: Tensor, longest: int, scaling: float | None)
     )
 
 
+@torch.compiler.disable(reason="reads borders")  # type: ignore[no-untyped-call, untyped-decorator]
 def _each_document(heads: _Heads, borders: Tensor, dropout: float, scaling: float | None) -> Tensor:
     """Compute the attention of one document after the other.
 
     It uses `split`, because the backward of a slice fills a tensor of the whole size. On CUDA it
-    waits for the device once a layer, to read the borders.
+    waits for the device once a layer, to read the borders. Empty documents, with which the borders
+    are padded for a compiled model, are left out.
     """
-    lengths = borders.diff().tolist()
+    lengths = [length for length in borders.diff().tolist() if length]
     # For each document a view: (len, H, D) → (1, H, len, D).
     q, k, v = (
         [document.transpose(0, 1)[None] for document in torch.split(_in_a_row(one), lengths)]

@@ -9,16 +9,8 @@ The count is for an accelerator but runs on the CPU. Attention on the CPU has no
 requires values as wide as its queries, and dropout there keeps four bytes an element.
 `_Accelerator` corrects that.
 
-Head and loss are not included. With `model.loss`, t tokens, V entries and h hidden they need these
-bytes in addition, as measured with the tests' reference:
-
-    fp32       max(12tV + 4th, 4tV + 4Vh + 8th)
-    bf16       max(12tV + 2th, 2tV + 2Vh + 4th)
-    autocast   max(12tV + 2th, 4Vh + 4th)         and the head's copy, which is in `casts`
-
-The second term of max includes the gradient of the head's weight and that of an earlier
-micro-batch. The head's memory is free again while the backward of the blocks runs, so the larger of
-the head and `recomputed` counts, not their sum.
+Head and loss are not included: `distributed.plan.memory` has their formulas. It is only found out
+whether the loss can be computed in chunks, as `model.head` does on the real model.
 """
 
 from __future__ import annotations
@@ -45,6 +37,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import first_line
 from llmtrain.model import attention, recompute
+from llmtrain.model.head import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.model.trainable import adapters
 from llmtrain.model.trainable import freeze as freezing
@@ -121,9 +114,10 @@ def _count(
     targets = adapters.adapted_layers(whole)
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
-    with _fake_tensors():
+    with fake_tensors():
         tried = from_config(shorten(model_config, number, 1 if short else number))
         name = attention.install(tried, seq_len, compare=False)
+        plain = not new_tokens and isinstance(examine(tried, compare=False), Head)
 
     def run(count: int, *, back: bool) -> Saved:
         described = shorten(model_config, number, count)
@@ -131,7 +125,7 @@ def _count(
             empty = on_meta(described)
             attention.use(empty, name)
             adapters.inject(empty, adapter, targets, new_tokens, meta=True)
-        with _fake_tensors():
+        with fake_tensors():
             if targets:
                 model = _fill(empty, arithmetic)
             else:
@@ -143,6 +137,7 @@ def _count(
         body = _extrapolate(run(1, back=False), run(2, back=True), number)
     else:
         body = run(number, back=True)
+    body = replace(body, plain_head=plain)
     head = whole.get_output_embeddings()
     if arithmetic == "autocast" and isinstance(head, nn.Linear) and not targets:
         return replace(body, casts=body.casts + _BF16_BYTES * head.weight.numel())
@@ -228,7 +223,7 @@ def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> No
 
 
 @contextmanager
-def _fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Enter `FakeTensorMode`, with changes by which models behave as on real tensors.
 
     transformers finds out from the positions whether a row has several documents. For fake

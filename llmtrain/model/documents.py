@@ -5,6 +5,11 @@
     cu_seq_lens    0 3 5 10                 borders in the rows joined end to end
     max_length     5
 
+For a compiled model, to which another number of documents would be another shape:
+
+    cu_seq_lens    0 3 5 10 10 10 10 10     the last border, up to a power of two
+    max_length     5                        always seq_len
+
 They are computed in numpy. torch would start its threads for arrays of this size, which takes up to
 milliseconds on busy cores.
 """
@@ -22,15 +27,22 @@ from llmtrain.model.attention import NAME
 
 
 def document_tensors(
-    starts: Sequence[np.ndarray], seq_len: int, name: str, device: torch.device
+    starts: Sequence[np.ndarray],
+    seq_len: int,
+    name: str,
+    device: torch.device,
+    *,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `LossModule.forward` that hide documents from each other.
 
     starts: as in `Batch`, one array a row.
     name: the model's attention.
+    compiled: whether the model is compiled.
 
     The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
-    (n + 1,) int32, and max_length. Copies to CUDA do not wait for the device.
+    (n + 1,) int32, and max_length. A compiled model gets cu_seq_lens with empty documents at the
+    end, so that few lengths occur. Copies to CUDA do not wait for the device.
     """
     total = len(starts) * seq_len
     # The documents of the rows joined end to end.
@@ -39,14 +51,23 @@ def document_tensors(
     positions = np.arange(total) - np.repeat(first, lengths)
     found: dict[str, Any] = {"position_ids": on(device, positions.reshape(len(starts), seq_len))}
     if name == NAME:
-        found["cu_seq_lens"] = on(device, np.append(first, total).astype(np.int32))
-        found["max_length"] = round_up(int(lengths.max()), seq_len)
+        borders = np.append(first, total).astype(np.int32)
+        if compiled:
+            empty = _power_of_two(len(borders)) - len(borders)
+            borders = np.pad(borders, (0, empty), constant_values=total)
+        found["cu_seq_lens"] = on(device, borders)
+        found["max_length"] = seq_len if compiled else round_up(int(lengths.max()), seq_len)
     return found
 
 
 def round_up(longest: int, seq_len: int) -> int:
     """Round up to a power of two, at most seq_len, so that kernels see few different lengths."""
-    return min(1 << (longest - 1).bit_length(), seq_len)
+    return min(_power_of_two(longest), seq_len)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def on(device: torch.device, array: np.ndarray) -> Tensor:

@@ -3,6 +3,11 @@
 It is the sum, not the mean, because the step divides once by the trained tokens of all
 micro-batches and ranks. Logits are not returned, because under mixed precision accelerate copies
 every output tensor to fp32.
+
+    head given     decoder ─► hidden ─► cross-entropy of the head, in chunks or by torch's kernel
+    None           model ─► logits ─► cross-entropy (and the loss of a mixture's router)
+
+It all happens inside this module's forward, where every strategy has the head's weight whole.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
+from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
+from llmtrain.model.head import Head, has_router_loss
 from llmtrain.types import NOT_TRAINED
 
 
@@ -24,9 +31,29 @@ class LossModule(nn.Module):
     # By this and `base_model`, accelerate's wrapping by block finds the same units as in `.model`.
     base_model_prefix = "base_model"
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Head | None = None,
+        *,
+        kernel: str = "chunked",
+        z_loss: float = 0.0,
+    ) -> None:
+        """Wrap a model.
+
+        head: what `examine` has found; None = the loss is computed from logits.
+        kernel: chunked, or torch for its `linear_cross_entropy`; only where there is a head.
+        z_loss: factor of logsumexp², whose gradient is added, but not its value.
+        """
         super().__init__()
         self.model = model
+        self.head = head
+        self._kernel = kernel
+        self._z_loss = z_loss
+        self._has_router_loss = has_router_loss(model)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                part.warn_if_padding_and_no_attention_mask = _say_nothing
 
     def forward(
         self,
@@ -36,6 +63,7 @@ class LossModule(nn.Module):
         cu_seq_lens: Tensor | None = None,
         max_length: int | None = None,
         all_logits: bool = False,
+        each: bool = False,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -47,15 +75,61 @@ class LossModule(nn.Module):
             attention.
         max_length: at least the longest document's length; only for `llmtrain` attention.
 
-        Returns the summed cross-entropy in nats, () fp32. Without labels it returns the logits of
-        the last position, (B, V) fp32, or with `all_logits` of all positions, (B, T, V) fp32.
+        Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
+        of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
+        of the last position, (B, V) fp32, or with `all_logits` of all positions, (B, T, V) fp32.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length)
-        logits: Tensor = self.model(input_ids, **keywords).logits
+        if self.head is None or all_logits:
+            return self._from_logits(self.model(input_ids, **keywords), labels, all_logits, each)
+        hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
+        if labels is None:
+            return self.head.apply(self._projection(hidden[:, -1:]))[:, 0].float()
+        return self._from_hidden(hidden, labels, each)
+
+    def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool) -> Tensor:
+        """Return the loss of the decoder's output, (B, T, h)."""
+        assert self.head is not None
+        projection, scale, softcap = self._projection, self.head.scale, self.head.softcap
+        weight, bias = projection.weight, projection.bias
+        plain = {"bias": bias, "scale": scale, "softcap": softcap}
+        if each:
+            return token_losses(hidden, weight, labels, **plain)
+        if self._kernel == "torch":
+            return F.linear_cross_entropy(
+                hidden.flatten(0, -2),
+                weight,
+                labels.flatten(),
+                linear_bias=bias,
+                reduction="sum",
+                ignore_index=NOT_TRAINED,
+            )
+        return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **plain)
+
+    def _from_logits(
+        self, output: Any, labels: Tensor | None, all_logits: bool, each: bool
+    ) -> Tensor:
+        """Return what `forward` does, from the output of the whole model."""
+        logits: Tensor = output.logits
         if labels is None:
             return logits.float() if all_logits else logits[:, -1].float()
-        flat = logits.float().flatten(0, 1)
-        return F.cross_entropy(flat, labels.flatten(), ignore_index=NOT_TRAINED, reduction="sum")
+        flat, targets = logits.float().flatten(0, 1), labels.flatten()
+        reduction = "none" if each else "sum"
+        loss = F.cross_entropy(flat, targets, ignore_index=NOT_TRAINED, reduction=reduction)
+        if each:
+            return loss.view(labels.shape)
+        if self._z_loss:
+            added = self._z_loss * (flat.logsumexp(-1).square() * (targets != NOT_TRAINED)).sum()
+            loss = loss + (added - added.detach())
+        if self.training and self._has_router_loss:
+            share = self.model.config.get_text_config().router_aux_loss_coef
+            loss = loss + share * output.aux_loss * (targets != NOT_TRAINED).sum()
+        return loss
+
+    @property
+    def _projection(self) -> Any:
+        """The linear layer from hidden to logits."""
+        return self.model.get_output_embeddings()
 
     @property
     def config(self) -> Any:
@@ -83,6 +157,10 @@ class LossModule(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output head of the model; None if rows of it are trained apart."""
         return _bare(self.model.get_output_embeddings())
+
+
+def _say_nothing(_ids: Tensor, _mask: Tensor | None) -> None:
+    """Do not look for padding in the ids, as GPT-2 does: a GPU would be waited for."""
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:

@@ -34,6 +34,9 @@ CANNOT_BUILD = (
 # Modules whose weights autocast casts to bf16. It does not cast those of embeddings and norms, nor
 # the experts of a mixture, which are stacked in three dimensions and multiplied group by group.
 _CAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
+# Fields of configs: the experts that a token is sent to, and how many there are to choose from.
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
@@ -120,6 +123,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
     repeated = blocks(model)
     of_block = {id(p): number for number, one in enumerate(repeated) for p in one.parameters()}
     cast = {id(module.weight) for module in model.modules() if isinstance(module, _CAST)}
+    used = _used(model, cast)
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
     width = 0 if embedding is None else embedding.shape[-1]
     return ModelShape(
@@ -130,6 +134,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
                 id(p) in cast,
                 of_block.get(id(p)),
                 algorithms.get(id(p), "adamw"),
+                used=used[id(p)],
             )
             for p in model.parameters()
         ),
@@ -143,6 +148,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
         attention=_attention(described),
         recomputes=model.supports_gradient_checkpointing,
         listed=",".join(dict.fromkeys(type(one).__name__ for one in repeated)),
+        head_trained=head is not None and head.requires_grad,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     )
 
@@ -178,6 +184,34 @@ def _weight(module: nn.Module | None) -> nn.Parameter | None:
         return None
     bare = getattr(module, "original_module", module)  # peft wraps it where rows of it are trained
     return dict(bare.named_parameters(recurse=False)).get("weight")
+
+
+def _used(model: PreTrainedModel, cast: set[int]) -> dict[int, float]:
+    """Return, by id of a parameter, the share of its elements that each token is multiplied with.
+
+    cast: ids of the weights of linear layers; the matrix of an embedding is one if the head has it
+    """
+    lookups = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(p) for one in lookups for p in one.parameters(recurse=False)} - cast
+    described = model.config.get_text_config()
+    found = {}
+    for name, p in model.named_parameters():
+        multiplied = p.ndim > 1 and id(p) not in looked_up
+        chosen = _chosen(described, p) if "experts" in name.split(".") else 1.0
+        found[id(p)] = multiplied * chosen
+    return found
+
+
+def _chosen(described: Any, weight: nn.Parameter) -> float:
+    """Return the share of the experts that a token is sent to; 1 if the config does not say."""
+    chosen, experts = _first_number(described, _CHOSEN), _first_number(described, _EXPERTS)
+    experts = experts or weight.shape[0]
+    return min(1.0, chosen / experts) if chosen else 1.0
+
+
+def _first_number(described: Any, names: Sequence[str]) -> int:
+    values = (getattr(described, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
 
 
 def _attention(described: Any) -> int:

@@ -1,4 +1,4 @@
-"""The file `auto.json`: values chosen for `auto`, frozen for the run or for one kind of launch."""
+"""The file `auto.json`: values chosen for `auto`, frozen for a run, a device type or a launch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Auto:
         self._launch = launch
         known = _read(self._path) if self._path.exists() else {}
         self.run: dict[str, Any] = known.get("run", {})
+        self.devices: dict[str, dict[str, Any]] = known.get("devices", {})
         self.launches: dict[str, dict[str, Any]] = known.get("launches", {})
 
     @property
@@ -28,14 +29,28 @@ class Auto:
         """The values frozen for launches with the same strategy, device type and world size."""
         return self.launches.setdefault(self._launch, {})
 
+    @property
+    def device(self) -> dict[str, Any]:
+        """The values frozen for launches with the same device type."""
+        return self.devices.setdefault(_device_of(self._launch), {})
+
+    def has_run_here(self) -> bool:
+        """Whether an earlier start has trained on this type of device."""
+        return any(_device_of(one) == _device_of(self._launch) for one in self.launches)
+
     def save(self) -> None:
         """Write the file (rank 0)."""
         write_atomically(self._path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        values = {"run": self.run, "launches": self.launches}
+        values = {"run": self.run, "devices": self.devices, "launches": self.launches}
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _device_of(launch: str) -> str:
+    """Return the device type in the name of a launch, such as `ddp/cuda/8`."""
+    return launch.split("/")[1]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -53,7 +68,7 @@ def _is_decided(value: object) -> bool:
     """Whether `value` has the form that `Auto.to_bytes` writes."""
     if not isinstance(value, dict):
         return False
-    run, launches = value.get("run", {}), value.get("launches", {})
-    if not (isinstance(run, dict) and isinstance(launches, dict)):
+    run, by_kind = value.get("run", {}), [value.get(key, {}) for key in ("devices", "launches")]
+    if not all(isinstance(one, dict) for one in (run, *by_kind)):
         return False
-    return all(isinstance(one, dict) for one in launches.values())
+    return all(isinstance(one, dict) for values in by_kind for one in values.values())

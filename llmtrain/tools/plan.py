@@ -73,6 +73,7 @@ class Plan:
     """What a run of a config would need.
 
     assumed: whether the kind of device was guessed from its memory
+    precision_why: how the precision of `work` was found
     disk_bytes: of all checkpoints that exist at the same time
     steps: None if `training.epochs` sets the length of the run
     speeds: by number of devices; empty if not known
@@ -85,6 +86,7 @@ class Plan:
     work: Work
     hardware: Hardware
     assumed: bool
+    precision_why: str
     checkpoint_bytes: int
     disk_bytes: int
     steps: int | None
@@ -171,7 +173,8 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
 
     If activations cannot be counted, the rest is computed, and `uncounted` is the reason.
     """
-    work = planning.work(config, _precision(config, hardware), cpu=hardware.cpu)
+    precision, why = _precision(config, hardware)
+    work = planning.work(config, precision, cpu=hardware.cpu)
     allowed, uncounted = planning.strategies_for(config, {}), None
     try:
         choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
@@ -185,6 +188,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
         work=work,
         hardware=hardware,
         assumed=assumed,
+        precision_why=why,
         checkpoint_bytes=size,
         disk_bytes=size * most_at_once(config.checkpoint, steps or 0),
         steps=steps,
@@ -269,12 +273,12 @@ def _hardware(config: Config, devices: int | None, nodes: int, gib_each: float |
     return replace(planning.this_machine(config, sizes), nodes=nodes)
 
 
-def _precision(config: Config, hardware: Hardware) -> str:
-    """Return the precision that a run would choose, bf16 or fp32; bf16 for absent devices."""
+def _precision(config: Config, hardware: Hardware) -> tuple[str, str]:
+    """Return the precision that a run would choose, bf16 or fp32, and why; bf16 if it is absent."""
     asked = config.training.precision
-    if asked == "auto" and hardware.cpu == on_cpu():
-        return resolve_precision(asked)[0]
-    return "bf16" if asked == "auto" else asked
+    if asked != "auto" or hardware.cpu == on_cpu():
+        return resolve_precision(asked)
+    return "bf16", "assumed of devices that are not here"
 
 
 def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from llmtrain import faults, heartbeat
 from llmtrain.data.heldout_set import HeldOut
@@ -64,32 +63,33 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     inputs = on(run.device, np.stack(ids)[:, :-1].astype(np.int64))
     targets = on(run.device, np.stack(labels))
     hidden = hide(run, starts) if run.data.manifest.document_mask else {}
-    if sources:
-        logits = run.model(inputs, all_logits=True, **hidden)
-        owners = on(run.device, np.stack([heldout.block_parts(g, seq_len) for g in mine]))
-        return by_source(logits, targets, owners, sources)
-    nll = run.model(inputs, targets, **hidden)
-    return torch.stack([nll.double(), (targets != NOT_TRAINED).sum().double()])[None]
+    each = run.model(inputs, targets, each=True, **hidden)
+    if not sources:
+        return totals(each, targets)
+    owners = on(run.device, np.stack([heldout.block_parts(g, seq_len) for g in mine]))
+    return by_source(each, targets, owners, sources)
 
 
-def by_source(logits: Tensor, targets: Tensor, owners: Tensor, sources: int) -> Tensor:
-    """Return Σ nll in nats and the number of scored tokens, of all and then of each source.
+def totals(each: Tensor, targets: Tensor) -> Tensor:
+    """Return Σ nll in nats and the number of scored tokens, (1, 2) fp64.
 
-    logits: (B, T, V) fp32
+    each: (B, T) fp32, the loss of each target in nats
     targets: (B, T) int64; `NOT_TRAINED` where nothing is scored
-    owners: (B, T) int64, the number of the source of each target
-
-    Returns (1 + sources, 2) fp64. The first sum has the bits of `LossModule`'s.
     """
-    flat, labels, owner = logits.flatten(0, 1), targets.flatten(), owners.flatten()
-    whole = F.cross_entropy(flat, labels, ignore_index=NOT_TRAINED, reduction="sum")
-    each = F.cross_entropy(flat, labels, ignore_index=NOT_TRAINED, reduction="none").double()
-    counts = (labels != NOT_TRAINED).double()
-    rows = [torch.stack([whole.double(), counts.sum()])]
+    return torch.stack([each.double().sum(), (targets != NOT_TRAINED).sum().double()])[None]
+
+
+def by_source(each: Tensor, targets: Tensor, owners: Tensor, sources: int) -> Tensor:
+    """Return what `totals` does, of all and then of each source: (1 + sources, 2) fp64.
+
+    owners: (B, T) int64, the number of the source of each target
+    """
+    rows = [totals(each, targets)]
     for number in range(sources):
-        own = owner == number
-        rows.append(torch.stack([torch.where(own, one, 0.0).sum() for one in (each, counts)]))
-    return torch.stack(rows)
+        own = owners == number
+        theirs = torch.where(own, each, 0.0), torch.where(own, targets, NOT_TRAINED)
+        rows.append(totals(*theirs))
+    return torch.cat(rows)
 
 
 def result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:

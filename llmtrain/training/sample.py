@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmtrain import heartbeat
 from llmtrain.hashing import mix
+from llmtrain.model.compile import uncompiled
 from llmtrain.training.run.run import Run
 from llmtrain.types import Sample
 
@@ -27,7 +28,7 @@ def sample(run: Run) -> list[Sample]:
     """
     if run.due.stop_reason is not None:
         return []
-    with run.engine.evaluating():
+    with run.engine.evaluating(), uncompiled():  # each token is another shape
         return [Sample(prompt, _continue(run, prompt)) for prompt in run.config.evaluation.prompts]
 
 

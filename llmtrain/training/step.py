@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.training.run.run import Run
-from llmtrain.types import SLOTS, Batch, Flags, StepVector
+from llmtrain.types import FLAGS, SLOTS, Batch, Flags, StepVector
 
 
 def begin(run: Run, step: int) -> None:
@@ -55,9 +55,8 @@ def trained_tokens(run: Run, batch: Batch) -> Tensor:
     """Return the number of trained tokens of the step on all ranks: () fp32 on the device."""
     if run.data.manifest.always_full:
         full = run.config.training.global_batch_size * run.config.data.seq_len
-        return torch.full((), float(full), device=run.device)
-    mine = torch.tensor(float(batch.trained_tokens), device=run.device)
-    return sum_over_ranks(mine)
+        return on(run.device, np.array(full, np.float32))
+    return sum_over_ranks(on(run.device, np.array(batch.trained_tokens, np.float32)))
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
@@ -74,7 +73,9 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the tensors that hide documents from each other. starts: as in `Batch`."""
-    return document_tensors(starts, run.config.data.seq_len, backend(run.built.bare), run.device)
+    built, seq_len = run.built, run.config.data.seq_len
+    compiled = built.compiled != "off"
+    return document_tensors(starts, seq_len, backend(built.bare), run.device, compiled=compiled)
 
 
 def sum_vector(vector: StepVector) -> StepVector:
@@ -82,23 +83,25 @@ def sum_vector(vector: StepVector) -> StepVector:
     return StepVector(sum_over_ranks(vector.data))
 
 
-def flags(run: Run) -> Flags:
-    """Return the requests and the state of the save that this rank reports to the others."""
-    return replace(run.requests.flags(run.signals.reason), **run.checkpoints.flags())
+def flags(run: Run, *, look: bool = True) -> Flags:
+    """Return the requests and the state of the save that this rank reports to the others.
+
+    look: as `Requests.flags` takes it
+    """
+    asked = run.requests.flags(run.signals.reason, look=look)
+    return replace(asked, **run.checkpoints.flags())
 
 
 def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
     """Return this rank's part of the step's vector. loss_sum: () fp64 on the device."""
     squares = run.engine.squares()
-    bad = ~(torch.isfinite(loss_sum) & torch.isfinite(squares))
+    bad = ~torch.isfinite(loss_sum + squares)
     device = torch.stack([loss_sum, squares, bad.double()])
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
-    said = host_part(batch, flags(run), run.ranks.world_size, labels, failed=failed)
-    host = torch.tensor(said, dtype=torch.float64)
-    if run.device.type == "cuda":
-        host = host.pin_memory().to(run.device, non_blocking=True)
-    return StepVector(torch.cat([device, host]))
+    asked = flags(run, look=run.due.anything(run.step + 1))
+    said = host_part(batch, asked, run.ranks.world_size, labels, failed=failed)
+    return StepVector(torch.cat([device, on(run.device, np.array(said))]))
 
 
 def host_part(
@@ -109,7 +112,7 @@ def host_part(
         "data_failed": failed,
         **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},
         "wait_seconds": batch.wait_seconds / world_size,
-        **asdict(flags),  # each has a slot with its name
+        **{name: getattr(flags, name) for name in FLAGS},  # each has a slot with its name
         "padding_only": not batch.sources,
         "ended": batch.ended,
     }

@@ -18,8 +18,11 @@ from helpers.ranks import Server
 from helpers.rings import diagonal
 from helpers.sharded import Job
 from helpers.sharded_models import build
+from helpers.updates import with_loss
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from llmtrain.model.head import Head
 
 TWO_NODES = {"LOCAL_WORLD_SIZE": "2"}
 SHARDED = [(2, "fsdp2"), (4, "hsdp")]
@@ -65,6 +68,18 @@ def test_di_08_uneven_masks_train_as_in_plain_pytorch(
     server: Server, tmp_path: Path, world_size: int, job: Job
 ) -> None:
     same(train(server, tmp_path, world_size, job), plain(job))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("strategy", "sync"), [("ddp", "every"), ("fsdp2", "every"), ("fsdp2", "last")]
+)
+def test_pf_2_the_loss_in_chunks_trains_as_the_logits_of_plain_pytorch(
+    server: Server, tmp_path: Path, strategy: str, sync: str, kind: str
+) -> None:
+    job = Job(strategy, kind, micro=1, sync=sync)  # three micro-batches without synchronisation
+    assert with_loss(build(kind)).head == Head()
+    same(train(server, tmp_path, 2, job), plain(job))
 
 
 @pytest.mark.parametrize(("micro", "sync"), diagonal([4, 2, 1], ["every", "last"], beside="slow"))

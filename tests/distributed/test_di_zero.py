@@ -13,7 +13,10 @@ import pytest
 from helpers import zero
 from helpers.ranks import Server
 from helpers.tiny import tiny_config, write_config
+from helpers.updates import with_loss
 from helpers.zero import Case
+
+from llmtrain.model.head import Head
 
 ZEROS = ("zero1", "zero2", "zero3", "zero3_offload")
 FACTORS = (0.1, 1.0, 0.0, 0.5, 1.0, 0.25)
@@ -105,6 +108,18 @@ def test_di_08_uneven_masks_weigh_by_token_under_zero(pair: Results, strategy: s
     case = PAIR["masks", strategy]
     same(pair["masks", strategy], zero.reference(case))
     assert pair["masks", strategy]["optimizer_steps"] == case.steps
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_pf_2_the_loss_in_chunks_trains_as_the_logits_of_plain_pytorch(
+    pair: Results, four: Results, strategy: str
+) -> None:
+    for found, case in (
+        (pair["micro 1", strategy], PAIR["micro 1", strategy]),  # tied
+        (four["odd", strategy], FOUR["odd", strategy]),  # a head of its own
+    ):
+        assert with_loss(zero.build(case.model)).head == Head()
+        same(found, zero.reference(case))
 
 
 def test_di_08_one_process_is_enough_for_zero(alone: Results) -> None:

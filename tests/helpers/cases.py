@@ -13,7 +13,7 @@ SMALL = """\
 model: {config: {model_type: llama, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 2,
                  intermediate_size: 16}, tokenizer: sample}
 data: {sources: [{path: sample}], seq_len: 16}
-training: {steps: 10, global_batch_size: 6}
+training: {steps: 10, global_batch_size: 6, precision: fp32}
 """
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.model import attention, recompute
+from llmtrain.model.head import Head
 from llmtrain.model.loss import LossModule
 
 
@@ -55,15 +56,20 @@ def live_storage() -> Iterator[LiveStorage]:
 
 
 def peak_of_two_steps(
-    model_config: Any, micro: int, seq_len: int, arithmetic: str, checkpointing: str
+    model_config: Any,
+    micro: int,
+    seq_len: int,
+    arithmetic: str,
+    checkpointing: str,
+    head: Head | None = None,
 ) -> int:
     """The most bytes that two steps of two micro-batches hold on one unwrapped process.
 
-    For models that take our attention.
+    For models that take our attention. head: of the loss in chunks; None = from logits.
     """
     with live_storage() as count:
         model, optimizer = fake_model(model_config, checkpointing)
-        two_steps(model, optimizer, micro, seq_len, arithmetic)
+        two_steps(model, optimizer, micro, seq_len, arithmetic, head=head)
         return count.peak
 
 
@@ -85,9 +91,10 @@ def two_steps(
     seq_len: int,
     arithmetic: str,
     before_forward: Callable[[], None] = lambda: None,
+    head: Head | None = None,
 ) -> None:
     """`TorchEngine`'s loop by hand: gradients add up, are measured, scaled down and applied."""
-    module, parameters = LossModule(model), list(model.parameters())
+    module, parameters = LossModule(model, head), list(model.parameters())
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
     for _ in range(2):
         for _ in range(2):

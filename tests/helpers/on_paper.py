@@ -18,12 +18,15 @@ def llama(
 ) -> ModelShape:
     """Llama without biases, in the order of its parameters."""
     k = h // heads * kv
+
     block = [(h, h), (k, h), (k, h), (h, h), (f, h), (f, h), (h, f), (h,), (h,)]
     outside = [(vocabulary, h)]
-    parameters = [ParameterShape(one, True, False, None) for one in outside]
+    parameters = [ParameterShape(one, True, False, None, used=float(tied)) for one in outside]
     for number in range(layers):
-        parameters += [ParameterShape(one, True, len(one) == 2, number) for one in block]
-    parameters.append(ParameterShape((h,), True, False, None))
+        parameters += [
+            ParameterShape(one, True, len(one) == 2, number, used=len(one) - 1.0) for one in block
+        ]
+    parameters.append(ParameterShape((h,), True, False, None, used=0.0))
     if not tied:
         parameters.append(ParameterShape((vocabulary, h), True, True, None))
     return ModelShape(

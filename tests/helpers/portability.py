@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from helpers import uneven, zero
 from helpers.ranks import Server, free_port
-from helpers.updates import run_of
+from helpers.updates import run_of, with_loss
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +31,6 @@ from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.model import attention
-from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
 
@@ -146,7 +145,7 @@ class Opened:
             bare, OptimizerConfig(learning_rate=uneven.RATE), fused=form.fused
         )
         self.spec = state.spec(bare, optimizer, 1 << 30)
-        prepared = self.launched.engine.prepare(LossModule(bare), bare, optimizer)
+        prepared = self.launched.engine.prepare(with_loss(bare), bare, optimizer)
         self.launched.engine.create_state()
         self.sent: list[Any] = []
         self.fake = run_of(

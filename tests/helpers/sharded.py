@@ -19,7 +19,7 @@ import torch
 from helpers import uneven
 from helpers.ranks import until
 from helpers.sharded_models import build, build_from
-from helpers.updates import run_of
+from helpers.updates import run_of, with_loss
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +32,6 @@ from llmtrain.distributed.engines.accelerator import Launched, close, make_accel
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import UserError
 from llmtrain.model import attention, recompute
-from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.start.trials.isolation import hiding_attention
 from llmtrain.training.step import update
@@ -81,7 +80,7 @@ def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any
         bare.set_attn_implementation(attention.backend(whole))
     optimizer = make_optimizer(bare, OptimizerConfig(name=job.optimizer, learning_rate=uneven.RATE))
     assert launched.sharding is not None
-    module = fsdp.prepare_empty(LossModule(bare), optimizer, launched.sharding)
+    module = fsdp.prepare_empty(with_loss(bare, whole), optimizer, launched.sharding)
     weights.share(bare, whole if launched.ranks.rank == 0 else None, launched.device)
     return bare, launched.engine.prepare(module, bare, optimizer), optimizer
 
@@ -122,7 +121,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     if job.apart:
         bare, prepared, optimizer = apart(job, launched, bare)
     else:
-        prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+        prepared = launched.engine.prepare(with_loss(bare), bare, optimizer)
     launched.engine.create_state()
     data = SimpleNamespace(seq_len=uneven.SEQ_LEN, document_mask=job.hiding)
     hiding_attention(bare, prepared, data, job.precision, launched)  # before any other forward

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from helpers.updates import run_of
+from helpers.updates import run_of, with_loss
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.model import attention
-from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
 from llmtrain.types import Batch
@@ -72,7 +71,7 @@ def train(
     bare = model()
     attention.install(bare, SEQ_LEN)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=RATE))
-    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    prepared = launched.engine.prepare(with_loss(bare), bare, optimizer)
     launched.engine.create_state()
     sent: list[Any] = []
     run = run_of(

@@ -7,9 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.model.head import Head, examine
+from llmtrain.model.loss import LossModule
 from llmtrain.types import Flags, StepVector
+
+
+def with_loss(bare: Any, whole: Any = None) -> LossModule:
+    """The module that a run trains. whole: the model with its weights, if `bare` is on meta."""
+    model = bare if whole is None else whole
+    found = examine(model) if isinstance(model, PreTrainedModel) else ""
+    return LossModule(bare, found if isinstance(found, Head) else None)
 
 
 def run_of(
@@ -31,12 +41,13 @@ def run_of(
         model=prepared,
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
         data=SimpleNamespace(manifest=manifest),
-        built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size),
+        built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size, compiled="off"),
         max_grad_norm=max_grad_norm,
         feed=SimpleNamespace(error=None),
         step=0,
         signals=SimpleNamespace(reason=None),
-        requests=SimpleNamespace(flags=lambda reason: Flags()),
+        requests=SimpleNamespace(flags=lambda reason, look=True: Flags()),
+        due=SimpleNamespace(anything=lambda step: False),
         meter=SimpleNamespace(send=send),
         checkpoints=SimpleNamespace(wait_snapshot=lambda: None, flags=dict),
     )

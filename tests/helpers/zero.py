@@ -18,7 +18,7 @@ import torch
 import xxhash
 from helpers import uneven
 from helpers.ranks import Server, free_port
-from helpers.updates import run_of
+from helpers.updates import run_of, with_loss
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +28,7 @@ from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.model import attention, recompute
-from llmtrain.model.loss import LossModule, made_up_batch
+from llmtrain.model.loss import made_up_batch
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
 from llmtrain.types import Batch, Spec, StepVector
@@ -134,7 +134,7 @@ def train(case: Case) -> dict[str, Any]:
     recompute.apply(bare, case.checkpointing)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE), fused=case.fused)
     spec = state.spec(bare, optimizer, 1 << 30)
-    prepared = engine.prepare(LossModule(bare), bare, optimizer)
+    prepared = engine.prepare(with_loss(bare), bare, optimizer)
     engine.create_state()
     sent: list[Any] = []
     fake = run_of(

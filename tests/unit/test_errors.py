@@ -8,6 +8,7 @@ from llmtrain.errors import (
     RunError,
     UserError,
     exit_code_of,
+    explained,
     first_line,
     harmless,
     precedence,
@@ -71,3 +72,13 @@ def test_a_cause_comes_before_its_consequences():
 )
 def test_an_error_in_one_line_is_never_empty(error, expected):
     assert first_line(error) == expected
+
+
+def test_an_operation_without_a_deterministic_kernel_is_a_mistake_of_the_config():
+    """The words of torch 2.13."""
+    said = "cumsum_cuda_kernel does not have a deterministic implementation, but you set …"
+    found = explained(RuntimeError(said))
+    assert exit_code_of(RuntimeError(said)) == 2
+    assert "training.deterministic" in str(found)
+    assert "cumsum_cuda_kernel" in str(found)
+    assert "Traceback" not in str(found)

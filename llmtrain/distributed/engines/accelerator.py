@@ -28,16 +28,21 @@ from accelerate.utils import (
 )
 
 from llmtrain.agreement import Alone
-from llmtrain.config.schema import DistributedConfig
+from llmtrain.config.schema import DdpConfig, DistributedConfig
 from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
 from llmtrain.distributed.engines.fsdp import Sharding
+from llmtrain.distributed.engines.products import cpu_rates
 from llmtrain.distributed.engines.zero_engine import DeepSpeedEngine
 from llmtrain.distributed.launch.attempts import meet_again
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.keys import is_true
 from llmtrain.distributed.ranks import Group
 from llmtrain.types import Ranks
+
+# With many gradients, few large sums keep the links busy; with few, the first must not wait long.
+_MANY_GRADIENTS = 1_000_000_000  # bytes
+_BUCKET_MB, _LARGE_BUCKET_MB = 25, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +69,17 @@ def on_cpu() -> bool:
 
 
 def resolve_precision(asked: str) -> tuple[str, str]:
-    """Return the precision, bf16 or fp32, that `training.precision` leads to, and the reason."""
+    """Return the precision, bf16 or fp32, that `training.precision` leads to, and the reason.
+
+    For `auto` a CPU is timed, whatever the file of a launch says: most are written for GPUs. Its
+    `mixed_precision: 'no'` asks for nothing, there and on a GPU.
+    """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked != "auto":
         return asked, "asked for"
     if on_cpu():
-        # Without AMX a CPU multiplies bf16 more slowly than fp32 (71 against 110 GFLOP/s a core).
-        amx = torch.cpu._is_amx_tile_supported()
-        return ("bf16", "this CPU has AMX") if amx else ("fp32", "a CPU without AMX")
+        rates = cpu_rates()
+        return rates.faster, f"products on this CPU: {rates}"
     if launched == "bf16":
         return "bf16", "mixed_precision of the accelerate config"
     if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -93,6 +101,7 @@ def make_accelerator(
     *,
     max_grad_norm: float | None = 1.0,
     largest_block: int = 0,
+    gradient_bytes: int = 0,
     fsdp_sync: str = "every",
 ) -> Launched:
     """Join the process group (if there is one) and make the `Accelerator` and the control group.
@@ -100,6 +109,7 @@ def make_accelerator(
     strategy: as `distributed.strategy` names it, never auto.
     precision: bf16 or fp32.
     largest_block: elements of the model's largest block.
+    gradient_bytes: of all gradients, in fp32.
     fsdp_sync: every or last, never auto.
 
     Raises torch's error if the rendezvous fails, and UserError if `hsdp` has no mesh or DeepSpeed
@@ -114,10 +124,13 @@ def make_accelerator(
         "mixed_precision": "bf16" if precision == "bf16" else "no",
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
     }
+    if not common["cpu"]:
+        # For the products that autocast leaves in fp32. A run in fp32 is not to have TF32.
+        torch.set_float32_matmul_precision("high" if precision == "bf16" else "highest")
     sharding: Sharding | None = None
     match family(strategy):
         case "ddp":
-            accelerator = _make_ddp(distributed, timeout, common)
+            accelerator = _make_ddp(distributed.ddp, gradient_bytes, timeout, common)
         case "fsdp":
             sharding = _make_fsdp(strategy, precision, distributed, timeout, fsdp_sync, common)
             accelerator = sharding.accelerator
@@ -134,9 +147,13 @@ def make_accelerator(
 
 
 def _make_ddp(
-    distributed: DistributedConfig, timeout: timedelta, common: dict[str, Any]
+    ddp: DdpConfig, gradient_bytes: int, timeout: timedelta, common: dict[str, Any]
 ) -> Accelerator:
     """Make the `Accelerator` for DDP, or for one process without wrapping."""
+    bucket_mb = ddp.bucket_cap_mb
+    if bucket_mb == "auto":
+        many = gradient_bytes >= _MANY_GRADIENTS and not common["cpu"]
+        bucket_mb = _LARGE_BUCKET_MB if many else _BUCKET_MB
     return Accelerator(
         **common,
         kwargs_handlers=[
@@ -145,8 +162,8 @@ def _make_ddp(
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
-                bucket_cap_mb=distributed.ddp.bucket_cap_mb,
-                find_unused_parameters=distributed.ddp.find_unused_parameters,
+                bucket_cap_mb=bucket_mb,
+                find_unused_parameters=ddp.find_unused_parameters,
             ),
         ],
     )

@@ -8,6 +8,7 @@ every bit on all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -151,7 +152,7 @@ class TorchEngine(Engine):
 
         Not accelerator.backward, which divides by an accumulation count from the environment.
         """
-        (loss_sum * scale).backward()  # type: ignore[no-untyped-call]  # torch has no stub for it
+        loss_sum.backward(scale)  # type: ignore[no-untyped-call]  # torch has no stub for it
 
     def squares(self) -> Tensor:
         """See `Engine.squares`. In fp64 the fp32 norm does not depend on how the sum is split."""
@@ -164,7 +165,7 @@ class TorchEngine(Engine):
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
         if max_norm is not None:
-            factor = (max_norm / (self.norm(sums) + 1e-6)).clamp(max=1.0)
+            factor = (max_norm / (sums.norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(self._gradients(), factor.to(self._updates_on))
 
     def step(self, factor: float, sums: StepVector) -> None:
@@ -191,7 +192,7 @@ class TorchEngine(Engine):
 
     def norm(self, sums: StepVector) -> Tensor:
         """Return () fp32: the square root of the sum of squares over all ranks."""
-        return sums["squares"].sqrt().float()
+        return sums.norm
 
     def create_state(self) -> None:
         """See `Engine.create_state`."""
@@ -237,10 +238,12 @@ class TorchEngine(Engine):
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, which may be empty for a short parameter."""
-        return [state.local(p.grad) for p in self._parameters if p.grad is not None]
+        held = [p.grad for p in self._parameters if p.grad is not None]
+        return [state.local(gradient) for gradient in held] if self._sharding else held
 
 
 def not_finite(sums: StepVector) -> Tensor:
     """Return () bool on the device: whether the update of this step must not be applied."""
-    refused = (sums["not_finite"] > 0) | (sums["data_failed"] > 0) | (sums.tokens == 0)
-    return refused | ~torch.isfinite(sums["squares"].sqrt().float())
+    failed = sums["not_finite"] + sums["data_failed"]
+    # A comparison with NaN is false, so these hold only for a finite norm.
+    return ~((failed == 0) & (sums.tokens > 0) & (sums.norm < math.inf))

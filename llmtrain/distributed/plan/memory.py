@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 
 from llmtrain.distributed.optimizer_state import state_bytes
-from llmtrain.types import ModelShape, ParameterShape, Saved
+from llmtrain.types import Chunk, ModelShape, ParameterShape, Saved
 
 # The arithmetic of a forward, as in `model.count`:
 #     fp32       everything is fp32
@@ -78,6 +78,7 @@ class Work:
 
     most_tokens: the most tokens of a forward if the micro-batch is `auto`.
     wrap_class: as `distributed.wrap_class`.
+    chunk: how the loss is computed where the head is plain; None = from all logits.
     """
 
     seq_len: int
@@ -88,6 +89,7 @@ class Work:
     fsdp_sync: str | None
     most_tokens: int
     wrap_class: str = "auto"
+    chunk: Chunk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,10 @@ def memory(
     """
     states = model_states(shape, layout.strategy, work.precision, hardware)
     micro = layout.micro_batch_size
-    head = head_bytes(shape, work, layout)
-    # Recomputed activations are needed only when the head's memory is free again.
-    again = max(0, micro * saved.recomputed - head)
+    head, gradient = head_bytes(shape, saved, work, layout)
+    # Recomputed activations are needed only when the head's memory is free again; a tied head's
+    # gradient waits for that of the embedding.
+    again = max(0, micro * saved.recomputed - head + (gradient if shape.tied else 0))
     resident = 0 if layout.strategy in OFFLOADS else 1
     parts = {
         "parameters": resident * states.parameters + shape.buffers,
@@ -214,22 +217,48 @@ def persistent_bytes(shape: ModelShape, precision: str) -> int:
     return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
-def head_bytes(shape: ModelShape, work: Work, layout: Layout) -> int:
-    """Return the peak bytes of the logits of one micro-batch and their loss.
+def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> tuple[int, int]:
+    """Return the peak bytes of head and loss of one micro-batch, and the head's gradient in them.
 
-    The peak is in the loss's backward, when the log-probabilities, their gradient and that of the
-    logits are in memory in fp32. With few tokens it is when the gradient of the head's weight is
-    computed while that of earlier micro-batches is in memory.
+    With t tokens, V entries and h hidden, for fp32, bf16 and autocast:
+
+        logits    12tV + 4th,  12tV + 2th,  12tV + 2th
+        chunks    4Vh + 8th + chunk,  4Vh + 6th + max(chunk, 2Vh),  4Vh + 10th + chunk
+
+    Logits need the most in the loss's backward, when the log-probabilities, their gradient and that
+    of the logits are in memory in fp32. With few tokens it is when the gradient of the head's
+    weight is computed while that of earlier micro-batches is in memory. Chunks need the most at the
+    end of the forward, when the gradients of the weight, unless it is frozen, and of the decoder's
+    output are in memory, in fp32.
     """
     arithmetic = arithmetic_of(layout.strategy, work.precision)
     tokens = layout.micro_batch_size * work.seq_len
     logits, inputs = tokens * shape.vocabulary, tokens * shape.hidden
     size = _compute_bytes(work.precision)
+    if work.chunk is not None and saved.plain_head:
+        gradient = 4 * shape.head if shape.head_trained else 0
+        chunk = _chunk_bytes(work.chunk, shape.vocabulary, tokens, size)
+        if size == 2 and not work.chunk.wide:  # each product of the gradient is made narrow first
+            chunk += gradient // 2
+        if arithmetic == "bf16":
+            return gradient + 6 * inputs + max(chunk, gradient // 2), gradient
+        return gradient + (8 if arithmetic == "fp32" else 10) * inputs + chunk, gradient
     # Rows of a head that are trained are put into a copy of it, whose gradient is made whole.
     copied = 2 * size * shape.head if shape.token_rows else 0
     if arithmetic == "autocast":
-        return copied + max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs)
-    return copied + max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
+        return copied + max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs), 0
+    whole = max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
+    return copied + whole, 0
+
+
+def _chunk_bytes(chunk: Chunk, vocabulary: int, tokens: int, operand: int) -> int:
+    """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
+    rows, piece = min(chunk.rows(vocabulary), tokens), min(chunk.piece, tokens)
+    if operand == 4:  # the gradient takes the place of the logits
+        return vocabulary * (4 * rows + 4 * piece)
+    if chunk.wide:
+        return vocabulary * ((4 + operand) * rows + 4 * piece)
+    return vocabulary * (operand * rows + 8 * piece)
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:

@@ -94,7 +94,7 @@ def _scale(saved: Saved, share: float) -> Saved:
     They grow linearly with the tokens, because attention keeps no matrix of T × T elements.
     """
     one, two, three = (int(share * n) for n in (saved.blocks, saved.once, saved.recomputed))
-    return Saved(one, two, three, saved.casts)
+    return replace(saved, blocks=one, once=two, recomputed=three)
 
 
 def _more_devices(work: Work, layout: Layout, hardware: Hardware) -> Iterator[tuple[str, Hardware]]:

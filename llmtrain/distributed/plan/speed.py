@@ -107,8 +107,10 @@ def step_time(
 ) -> StepTime:
     """Estimate the time of a step of `work` in this layout."""
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len
-    compute = flops(shape, layout.activation_checkpointing, work.seq_len) * tokens
-    compute /= (machine.peak_fp32 if work.precision == "fp32" else machine.peak) * machine.hfu
+    used = sum(one.used * math.prod(one.shape) for one in shape.parameters)
+    again = _FORWARDS_AGAIN[layout.activation_checkpointing] * used
+    compute = (flops(shape, work.seq_len) + again) * tokens
+    compute /= _peak(work, machine) * machine.hfu
     links = _links(shape, work, layout, hardware, machine)
     moved = _offload_seconds(shape, layout, hardware, machine)
     growth = 1 + PER_DOUBLING * math.log2(hardware.nodes)
@@ -116,10 +118,51 @@ def step_time(
     return StepTime(compute, links + moved, seconds, tokens * hardware.devices)
 
 
-def flops(shape: ModelShape, checkpointing: str, seq_len: int) -> float:
-    """Return the operations per training token. Frozen weights have no gradient of their own."""
-    of_all = 4 + _FORWARDS_AGAIN[checkpointing]  # forward, gradients of inputs, recomputed forward
-    return of_all * shape.count + 2 * shape.trainable + 12 * shape.attention * seq_len
+def flops(shape: ModelShape, seq_len: int) -> float:
+    """Return the operations per token of a training step in which nothing is recomputed.
+
+    That is 6 for each parameter in a product, and 12 · attention · seq_len: forward, gradient of
+    the input, gradient of the weight. A frozen weight has no third part, and what lies below all
+    trained ones no second. Attention counts in full, as if it were not causal: so do published
+    numbers (PaLM, appendix B).
+    """
+    lowest = _lowest_trained(shape)
+    above = 1 - max(lowest, 0) / max(shape.blocks, 1)  # share of the blocks with gradients
+    total = (4 + 8 * above) * shape.attention * seq_len
+    for one in shape.parameters:
+        through = lowest < shape.blocks if one.block is None else lowest <= one.block
+        total += (2 + 2 * through + 2 * one.trainable) * one.used * math.prod(one.shape)
+    return total
+
+
+def _lowest_trained(shape: ModelShape) -> int:
+    """Return the number of the lowest block with a trained parameter.
+
+    It is −1 if something before the blocks is trained, and `blocks` if nothing below the head is.
+    """
+    for one in shape.parameters:  # in the order of the forward
+        if one.trainable:
+            return -1 if one.block is None else one.block
+        if one.block is not None:
+            break
+    numbers = [one.block for one in shape.parameters if one.trainable and one.block is not None]
+    return min(numbers, default=shape.blocks)
+
+
+def seconds_at_peak(shape: ModelShape, work: Work, hardware: Hardware) -> float | None:
+    """Return the seconds of a step at the peak of all devices; None if the peak is not known.
+
+    Recomputation does not count, so that the share of the peak, `mfu`, can be compared.
+    """
+    machine = None if hardware.cpu else machine_of(hardware.device)
+    if machine is None:
+        return None
+    operations = flops(shape, work.seq_len) * work.seq_len * work.global_batch_size
+    return operations / (_peak(work, machine) * hardware.devices)
+
+
+def _peak(work: Work, machine: Machine) -> float:
+    return machine.peak_fp32 if work.precision == "fp32" else machine.peak
 
 
 def _links(

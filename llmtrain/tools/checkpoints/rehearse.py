@@ -33,6 +33,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
+from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.launch import has_gpu, launch, launch_problems
 
@@ -142,6 +143,8 @@ def rehearse(
         start = partial(_start, later, config_file)
         told(f"{kill_at + 2} steps straight, {_words(world_size)}")
         start("straight", straight, shared, world_size, {})
+        # A CPU is timed, and twice may be answered otherwise.
+        shared.append(f"training.precision={Auto(straight, '').run['precision']}")
         told(f"the same, killed in step {kill_at}")
         start("killed", killed, shared, world_size, fault)
         told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")

@@ -31,8 +31,7 @@ from llmtrain.tools.launch.launch import has_gpu
 if TYPE_CHECKING:
     import torch
 
-# Rows of the matrices that are multiplied. A CPU without bf16 takes 2.4 s for 1024 rows.
-_PRODUCT = {"cpu": 512, "cuda": 4096}
+_ROWS = 4096  # of the matrices that a GPU multiplies
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_LIMIT = 1024  # open files, processes
@@ -50,6 +49,8 @@ def devices(case: Case) -> Verdict:
     """Check the GPUs and their memory, or the CPU, by a matrix product in fp32 and in bf16."""
     import torch
 
+    from llmtrain.distributed.engines.products import cpu_rates
+
     if count := gpus(case):
         looked = [attempt(functools.partial(_gpu, index)) for index in range(count)]
         broken = [
@@ -59,7 +60,8 @@ def devices(case: Case) -> Verdict:
         ]
         return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], case), *broken])
     cores = processes.cores()
-    found = f"{cores} CPU core{'s' * (cores != 1)}, {_speeds(torch.device('cpu'))}"
+    rates = cpu_rates()
+    found = f"{cores} CPU core{'s' * (cores != 1)}, {rates}: precision auto is {rates.faster}"
     if has_gpu(case.env):
         built = torch.version.cuda or torch.version.hip or "without any"
         unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
@@ -140,10 +142,9 @@ def _speeds(device: torch.device) -> str:
 
     parts = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        n = _PRODUCT[device.type]
-        matrix = torch.ones(n, n, device=device, dtype=dtype)
+        matrix = torch.ones(_ROWS, _ROWS, device=device, dtype=dtype)
         seconds = min(_seconds(matrix) for _ in range(3))
-        parts.append(f"{name} {2 * n**3 / seconds / 1e9:,.0f}")
+        parts.append(f"{name} {2 * _ROWS**3 / seconds / 1e9:,.0f}")
     return f"{' and '.join(parts)} GFLOP/s"
 
 

@@ -24,13 +24,15 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
+from llmtrain.model.head import Head, examine
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
 from llmtrain.tools.use.load import Opened
-from llmtrain.training.evaluate import by_source, result
+from llmtrain.training.evaluate import by_source, result, totals
+from llmtrain.training.start.kernel import FROZEN
 from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
-from llmtrain.types import NOT_TRAINED, Evaluation
+from llmtrain.types import Evaluation
 
 if TYPE_CHECKING:
     import torch
@@ -109,17 +111,20 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
             forward = bare_forward(opened.model, opened.device, measured.precision)
             kind = (opened.device, measured.precision, measured.seq_len)
             check_documents_apart(opened.model, forward, *kind)
+        module = _loss(opened, measured.run_dir)
         for rank in range(measured.world_size):
-            scored += _score_rank(opened, measured, rank, told)
+            scored += _score_rank(opened, module, measured, rank, told)
     return replace(result(scored.tolist(), measured.held), seconds=time.perf_counter() - start)
 
 
-def _score_rank(opened: Opened, measured: HeldOutOfRun, rank: int, told: Told) -> torch.Tensor:
+def _score_rank(
+    opened: Opened, module: LossModule, measured: HeldOutOfRun, rank: int, told: Told
+) -> torch.Tensor:
     """Return Σ nll and tokens of one rank's blocks, (1 + sources, 2) fp64."""
     import numpy as np
     import torch
 
-    module, device, size = LossModule(opened.model), opened.device, measured.micro_batch_size
+    device, size = opened.device, measured.micro_batch_size
     held, seq_len, sources = measured.held, measured.seq_len, measured.sources
     scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=device)
     count, at_once = held.num_blocks(seq_len), measured.world_size * size
@@ -134,14 +139,20 @@ def _score_rank(opened: Opened, measured: HeldOutOfRun, rank: int, told: Told) -
         if measured.document_mask:
             hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
-            if sources:
-                owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
-                logits = module(inputs, all_logits=True, **hidden)
-                scored += by_source(logits, targets, owners, sources)
-                continue
-            nll = module(inputs, targets, **hidden)
-        scored[0] += torch.stack([nll.double(), (targets != NOT_TRAINED).sum().double()])
+            each = module(inputs, targets, each=True, **hidden)
+        if sources:
+            owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
+            scored += by_source(each, targets, owners, sources)
+        else:
+            scored += totals(each, targets)
     return scored
+
+
+def _loss(opened: Opened, run_dir: Path) -> LossModule:
+    """Return the module that computes the loss as the run does."""
+    kernel = Auto(run_dir, "").run.get(FROZEN, "logits")
+    found = "" if kernel == "logits" else examine(opened.model)
+    return LossModule(opened.model, found if isinstance(found, Head) else None, kernel=kernel)
 
 
 def _layout(run_dir: Path, step: int | None) -> tuple[int, int]:

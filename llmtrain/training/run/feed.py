@@ -55,9 +55,7 @@ class Feed:
 
     def begin(self, step: int) -> None:
         """Keep the state to restore if the data of `step` fails."""
-        counts = {label: Counter(met) for label, met in self.counts.items()}
-        state = Before(step, dict(self.cursors), counts, rng.capture(self.device))
-        self.before.append(state)
+        self.before.append(Before(step, self.cursors, self.counts, rng.capture(self.device)))
 
     def next_batch(self) -> Batch:
         """Return this rank's blocks of the next step.
@@ -76,11 +74,16 @@ class Feed:
         return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
 
     def advance(self, step: int, batch: Batch) -> None:
-        """Count the blocks of a finished step as consumed."""
+        """Count the blocks of a finished step as consumed.
+
+        The dicts are replaced, not changed: `before` has the earlier ones.
+        """
         self.step = step
-        self.cursors.update(batch.cursors)
+        self.cursors = {**self.cursors, **batch.cursors}
         for label, met in batch.counts.items():
-            self.counts.setdefault(label, Counter()).update(met)
+            counted = Counter(self.counts.get(label, {}))
+            counted.update(met)
+            self.counts = {**self.counts, label: counted}
 
     def put_back(self, step: int) -> None:
         """Restore the state before `step`, whose data failed.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -42,7 +43,7 @@ class Guards:
     config: TrainingConfig
     skipped_in_a_row: int
     tell: Tell
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _losses: Window = field(default_factory=lambda: Window(_WINDOW))
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _spiking: bool = False
 
@@ -74,20 +75,50 @@ class Guards:
 
     def _look_for_a_spike(self, numbers: Numbers) -> None:
         """Report a loss far above those before it; while it stays high, it is reported once."""
-        usual, sigma = _spread(self._losses) if len(self._losses) >= _ENOUGH else (math.inf, 0.0)
-        above = numbers.loss > usual + _DEVIATIONS * sigma
-        if above and not self._spiking:
-            values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
-            self.tell("loss_spike", numbers.step, **values)
+        usual = self._losses.median() if len(self._losses) >= _ENOUGH else math.inf
+        above = numbers.loss > usual + _DEVIATIONS * _LEAST_DEVIATION  # else the rest is not needed
+        if above:
+            sigma = _deviation(self._losses, usual)
+            above = numbers.loss > usual + _DEVIATIONS * sigma
+            if above and not self._spiking:
+                values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
+                self.tell("loss_spike", numbers.step, **values)
         self._spiking = above
         self._losses.append(numbers.loss)
 
 
-def _spread(losses: Sequence[float]) -> tuple[float, float]:
-    """Return median and estimated standard deviation; a minority of outliers affects neither."""
-    middle = median(losses)
+class Window:
+    """The last losses, which are also kept in order, so that their median costs nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._last: deque[float] = deque(maxlen=size)
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._last)
+
+    def append(self, loss: float) -> None:
+        """Add a loss; the oldest one leaves a full window. loss: not NaN"""
+        if len(self._last) == self._last.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._last[0])]
+        self._last.append(loss)
+        insort(self._sorted, loss)
+
+    def median(self) -> float:
+        """Return the median, as `statistics.median` does."""
+        half = len(self._sorted) // 2
+        if len(self._sorted) % 2:
+            return self._sorted[half]
+        return (self._sorted[half - 1] + self._sorted[half]) / 2
+
+
+def _deviation(losses: Iterable[float], middle: float) -> float:
+    """Return the estimated standard deviation, which a minority of outliers does not affect."""
     distance = median(abs(loss - middle) for loss in losses)
-    return middle, max(_NORMAL * distance, _LEAST_DEVIATION)
+    return max(_NORMAL * distance, _LEAST_DEVIATION)
 
 
 def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:

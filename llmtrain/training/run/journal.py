@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.progress import Progress
 from llmtrain.metrics.trackers import Name, Trackers, open_trackers
+from llmtrain.model.compile import graphs
 from llmtrain.rundir import contents
 from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
@@ -35,6 +36,7 @@ from llmtrain.types import Evaluation, Numbers, Sample
 _log = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 1.0
+_WARM_AFTER = 1  # steps: when this one's numbers arrive, the next has run too
 _COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was allocated once
 
 
@@ -195,6 +197,7 @@ class RunLog:
 
     planned: planned memory of the device, None if it was not planned
     held_before: bytes that were in use before there was a model
+    seconds_at_peak: of a step, if all devices reached their peak; None if that is not known
     """
 
     journal: Journal
@@ -203,9 +206,12 @@ class RunLog:
     last_evaluation: dict[str, Any] | None
     planned: MemoryPlan | None
     held_before: int
+    seconds_at_peak: float | None = None
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
     _reported_end: bool = False
+    _evaluated: bool = False
+    _graphs: int = field(default_factory=graphs)  # compiled when this was last looked at
 
     def training(self, numbers: Numbers) -> None:
         """Log a step's numbers: a line if one is due, an event if the update was skipped.
@@ -229,6 +235,7 @@ class RunLog:
             )
         if numbers.step == self.due.first + _COMPARE_AFTER:
             self._compare_memory(numbers.step)
+        self._report_graphs(numbers.step, expected=numbers.step <= self.due.first + _WARM_AFTER)
         line = self.due.line(numbers.step) or (numbers.skipped and not over)
         held = memory_gb(self.device) if line else None
         self.journal.progress.training(numbers, line=line, memory_gb=held)
@@ -236,6 +243,12 @@ class RunLog:
             self.journal.write("train", numbers.step, **self._fields(numbers, held))
             self.journal.report_progress(numbers.step)
             self._span_seconds = self._span_wait = 0.0
+
+    def _report_graphs(self, step: int, *, expected: bool) -> None:
+        """Report graphs that were compiled since the last call, unless they were expected."""
+        before, self._graphs = self._graphs, graphs()
+        if self._graphs > before and not expected:
+            self.journal.event("compiled_again", step, graphs=self._graphs - before)
 
     def _compare_memory(self, step: int) -> None:
         """Report rank 0's peak memory since the model was built, and the plan without reserve."""
@@ -266,6 +279,8 @@ class RunLog:
         if found is None:
             self.journal.event("evaluation_cut_off", step)
             return
+        self._report_graphs(step, expected=not self._evaluated)
+        self._evaluated = True
         loss = found.loss if math.isfinite(found.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
         lower = loss is not None and (before is None or loss < before)
@@ -285,6 +300,12 @@ class RunLog:
             self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
             self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
 
+    def _share_of_peak(self, seconds: float) -> float | None:
+        """Return the `mfu` of a step; None if the peak is not known, as on a CPU."""
+        if self.seconds_at_peak is None or seconds <= 0:
+            return None
+        return self.seconds_at_peak / seconds
+
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         return {
             "loss": numbers.loss,
@@ -299,7 +320,7 @@ class RunLog:
             "skipped": numbers.skipped,
             "sources": dict(numbers.sources),
             "memory_gb": memory,
-            "mfu": None,
+            "mfu": self._share_of_peak(numbers.seconds),
             "span_seconds": self._span_seconds,
             "span_wait_seconds": self._span_wait,
         }

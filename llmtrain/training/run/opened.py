@@ -19,7 +19,7 @@ from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
 from llmtrain.model.base import Base
 from llmtrain.rundir.auto import Auto
-from llmtrain.types import ModelShape, Spec
+from llmtrain.types import Compiled, ModelShape, Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,6 +99,7 @@ class ModelSide:
     spec: the tensors of its checkpoints
     held_before: bytes in use on the device, on a CPU by the process, before there was a model
     adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
+    compiled: what of the model torch compiles
     """
 
     bare: PreTrainedModel
@@ -107,3 +108,4 @@ class ModelSide:
     micro_batch_size: int
     held_before: int
     adapter: Mapping[str, bytes]
+    compiled: Compiled = "off"

@@ -21,6 +21,7 @@ from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
+from llmtrain.distributed.plan.speed import seconds_at_peak
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.rundir import contents, failures
@@ -31,12 +32,13 @@ from llmtrain.training.run.guards import Guards
 from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.run.opened import DataSide, ModelSide, Processes
 from llmtrain.training.run.run import Run
-from llmtrain.training.saving import open_saves
+from llmtrain.training.saving import open_saves, reserve
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
+from llmtrain.training.start.planning import work
 from llmtrain.training.start.processes import start_processes
 from llmtrain.training.start.weights import build_model
 from llmtrain.training.step import flags
@@ -86,6 +88,7 @@ def start_run(config: Config) -> Iterator[Run]:
             announce(run, time.perf_counter() - started)
             report_changes(run, here.place, same_randomness=same)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
+            reserve(run)
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here
@@ -156,7 +159,6 @@ def _assemble(
         without_gain=saved.get("patience") or 0,
     )
     rows = config.training.global_batch_size // launched.ranks.world_size
-    planned = processes.planned.memory
     started = here.signals.started
     return Run(
         config=config,
@@ -168,13 +170,27 @@ def _assemble(
         feed=Feed(data.stream, launched.device, first, rows, config.data.seq_len),
         meter=_meter(config, processes, data, saved.get("sources", {})),
         journal=journal,
-        log=RunLog(journal, due, launched.device, evaluation, planned, model.held_before),
+        log=RunLog(
+            journal,
+            due,
+            launched.device,
+            evaluation,
+            processes.planned.memory,
+            model.held_before,
+            _seconds_at_peak(config, processes),
+        ),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
         requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
         checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
     )
+
+
+def _seconds_at_peak(config: Config, processes: Processes) -> float | None:
+    planned = processes.planned
+    asked = work(config, processes.auto.run["precision"], cpu=planned.hardware.cpu)
+    return seconds_at_peak(planned.shape, asked, planned.hardware)
 
 
 def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:

@@ -44,6 +44,7 @@ from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
+from llmtrain.model.cross_entropy import chunk_of
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.model.trainable import quantized
@@ -54,6 +55,7 @@ from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.opened import Planned
 from llmtrain.training.start.adapters import resolve_adapter, trained_tokens
 from llmtrain.training.start.base import find_base
+from llmtrain.training.start.kernel import asked_kernel
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
@@ -154,9 +156,14 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
     return Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
 
 
-def work(config: Config, precision: str, *, cpu: bool) -> Work:
-    """Return what a step of the config computes. precision: bf16 or fp32."""
-    training = config.training
+def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = None) -> Work:
+    """Return what a step of the config computes.
+
+    precision: bf16 or fp32
+    run_dir: where a run has begun there, its loss is computed as it began
+    """
+    training, device = config.training, "cpu" if cpu else "cuda"
+    in_chunks = asked_kernel(training, run_dir) in ("auto", "chunked")
     recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
     return Work(
         seq_len=config.data.seq_len,
@@ -165,8 +172,9 @@ def work(config: Config, precision: str, *, cpu: bool) -> Work:
         precision=precision,
         activation_checkpointing=None if recompute == "auto" else recompute,
         fsdp_sync=None if sync == "auto" else sync,
-        most_tokens=MOST_TOKENS["cpu" if cpu else "cuda"],
+        most_tokens=MOST_TOKENS[device],
         wrap_class=config.distributed.wrap_class,
+        chunk=chunk_of(device) if in_chunks else None,
     )
 
 
@@ -181,7 +189,7 @@ def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None 
     hardware = this_machine(config, os.environ)
     raise_any(quantized.missing(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ())
     model = describe(config, hardware, run_dir, base)
-    asked = work(config, precision, cpu=hardware.cpu)
+    asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
     allowed, without = _possible(strategies_for(config, os.environ), cpu=hardware.cpu)
     resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:

@@ -30,6 +30,13 @@ from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.shared_directory import check_shared
 from llmtrain.training.run.opened import Planned, Processes
 from llmtrain.training.start.base import decide_base, keep_base
+from llmtrain.training.start.by_device import (
+    Kernels,
+    check_kernels,
+    decide_kernels,
+    keep_kernels,
+    using,
+)
 from llmtrain.training.start.claim import Place
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
 from llmtrain.training.start.trials.preflight import check_start
@@ -53,19 +60,16 @@ def start_processes(
     alone: context for the time before there is a group, see `Signals.alone`
     """
     heartbeat.beat("joining the other processes")
-    # All ranks read it before the group exists; rank 0 writes it only afterwards.
-    frozen = Auto(config.run_dir, "").run.get("precision")
-    asked = config.training.precision
-    if frozen and asked == "auto":
-        precision, why = frozen, "as this run began"
-    else:
-        precision, why = launching.resolve_precision(asked)
+    kernels = decide_kernels(config)
+    stack.enter_context(using(kernels))
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         on_rank_zero(meeting, lambda: check_start(config, meeting.world_size))
+        precision, why = decide_precision(config, meeting)
         base = decide_base(config.model, config.run_dir, meeting)
-        planned = agreed(meeting, lambda: _plan_here(config, precision, base, meeting.rank))
+        rank = meeting.rank
+        planned = agreed(meeting, lambda: _plan_here(config, precision, kernels, base, rank))
         _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
@@ -79,6 +83,7 @@ def start_processes(
     for key in FROZEN if planned.decided_again else ():
         auto.launch.pop(key, None)
     auto.run["precision"] = precision
+    keep_kernels(auto, kernels)
     if base:
         keep_base(auto, config.model, base)
     layout = asdict(planned.layout)
@@ -91,6 +96,24 @@ def start_processes(
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
     return Processes(bound, launched, planned, base, run_id, auto, versions, again)
+
+
+def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:
+    """Return the precision of the run, bf16 or fp32, and the reason. Collective.
+
+    On a CPU rank 0 answers for all: products are timed there, and ranks that differed by noise
+    would be refused. A GPU answers for itself, since an older one must be refused.
+    """
+
+    def here() -> tuple[str, str]:
+        # All ranks read it before the group exists; rank 0 writes it only afterwards.
+        frozen = Auto(config.run_dir, "").run.get("precision")
+        if frozen and config.training.precision == "auto":
+            return frozen, "as this run began"
+        return launching.resolve_precision(config.training.precision)
+
+    told = from_rank_zero(ranks, lambda: here() if launching.on_cpu() else None)
+    return (told[0], told[1]) if told else here()
 
 
 def _verify(asked: str, launched: Launched) -> None:
@@ -107,13 +130,17 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
         config.distributed,
         max_grad_norm=config.training.max_grad_norm,
         largest_block=largest_block(planned.shape),
+        gradient_bytes=4 * planned.shape.trainable,
         fsdp_sync=layout.fsdp_sync,
     )
 
 
-def _plan_here(config: Config, precision: str, base: Base | None, rank: int) -> Planned:
+def _plan_here(
+    config: Config, precision: str, kernels: Kernels, base: Base | None, rank: int
+) -> Planned:
     """Plan for this rank's machine: machines may differ in memory, or lack DeepSpeed."""
     try:
+        check_kernels(kernels)
         planned = plan_start(config, config.run_dir, precision, base)
         strategy = planned.layout.strategy
         if family(strategy) == "zero":

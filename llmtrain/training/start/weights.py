@@ -26,11 +26,12 @@ from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines import fsdp, weights
 from llmtrain.distributed.engines import state as tensors
-from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, recompute
 from llmtrain.model.base import Base
+from llmtrain.model.compile import compile_blocks
+from llmtrain.model.head import Head, examine, head_from_json, head_to_json, why_wrapped
 from llmtrain.model.loss import LossModule
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
@@ -39,6 +40,9 @@ from llmtrain.training.run import rng
 from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.start.adapters import adapter_files, attach, check_base
 from llmtrain.training.start.base import check_unchanged
+from llmtrain.training.start.by_device import decide_compile
+from llmtrain.training.start.kernel import FROZEN as KERNEL
+from llmtrain.training.start.kernel import asked_kernel, choose_kernel
 from llmtrain.training.start.trials.isolation import hiding_attention
 from llmtrain.training.start.trials.trial_pass import Trial, discarded_pass, fitting_micro_batch
 from llmtrain.types import Spec
@@ -58,11 +62,13 @@ class Built:
     bare: the model that is trained
     apart: whether `bare` is on the meta device, and its weights are only in rank 0's `whole`
     whole: the model with its weights, if `apart` and on rank 0
+    head: the head whose loss is computed from its input; None = from logits
     """
 
     bare: PreTrainedModel
     apart: bool
     whole: PreTrainedModel | None
+    head: Head | None
 
 
 def build_model(
@@ -75,27 +81,31 @@ def build_model(
     heartbeat.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
+    compiled = decide_compile(config, processes, document_mask=data.document_mask)
     built = _build(config, processes, found)
     if processes.base is not None:
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
     if data.chat is not None and data.chat.end_of_turn is not None:
         end_turns(built.bare, data.chat.end_of_turn["id"])
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
+    if count := compile_blocks(built.bare, compiled):
+        _log.info("compiling %s (%d modules) at their first forward", compiled, count)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(launched.ranks, lambda: _check_room(config, spec, processes.run_id))
-    prepared = _prepare(built, launched, optimizer)
+    prepared = _prepare(built, processes, optimizer, config.training.z_loss)
     rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
     hiding = hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
-    trial = Trial(prepared, launched, config.data.seq_len, vocabulary, hiding)
+    seq_len, is_compiled = config.data.seq_len, compiled != "off"
+    trial = Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
     beside = adapter_files(config, processes, built.bare, spec)
-    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside)
+    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside, compiled)
 
 
 def end_turns(model: PreTrainedModel, token: int) -> None:
@@ -129,7 +139,8 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
     A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
-    built or read, and for weights that are not those that the run was planned with.
+    built or read, for weights that are not those that the run was planned with, and for a kernel
+    that cannot compute the model's loss.
     """
     launched, base = processes.launched, processes.base
     ranks, adapted = launched.ranks, config.adapter.kind != "none"
@@ -137,8 +148,9 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
         on_rank_zero(ranks, lambda: check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
+    asked = asked_kernel(config.training, config.run_dir)
 
-    def load() -> PreTrainedModel:
+    def load() -> tuple[PreTrainedModel, Head | str]:
         mine = copy.deepcopy(described)
         if base is None or (found and not adapted):  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
@@ -147,27 +159,41 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
             _log.info("loading the weights of %s", base)
             model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
+        head = "logits are asked for" if asked == "logits" else examine(model)
         attach(config, processes, model, meta=False)
-        return model
+        return model, why_wrapped(model) or head
 
     if launched.sharding is None or ranks.world_size == 1:
-        return Built(agreed(ranks, load), False, None)
-    whole = agreed(ranks, lambda: load() if ranks.rank == 0 else None)
+        model, head = agreed(ranks, load)
+        return Built(model, False, None, _choose(config, processes, asked, head))
+    whole, head = agreed(ranks, lambda: load() if ranks.rank == 0 else (None, ""))
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
+    head = head_from_json(from_rank_zero(ranks, lambda: head_to_json(head)))
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
     attach(config, processes, bare, meta=True)
     if whole:
         bare.generation_config = whole.generation_config
-    return Built(bare, True, whole)
+    return Built(bare, True, whole, _choose(config, processes, asked, head))
 
 
-def _prepare(model: Built, launched: Launched, optimizer: torch.optim.Optimizer) -> nn.Module:
+def _choose(config: Config, processes: Processes, asked: str, head: Head | str) -> Head | None:
+    """Freeze the kernel of the loss, and return the head that it is for. Collective."""
+    frozen, ranks = processes.auto.run, processes.launched.ranks
+    kind = (frozen["precision"], config.training.z_loss)
+    frozen[KERNEL], chosen = agreed(ranks, lambda: choose_kernel(asked, head, *kind))
+    return chosen
+
+
+def _prepare(
+    model: Built, processes: Processes, optimizer: torch.optim.Optimizer, z_loss: float
+) -> nn.Module:
     """Return the module whose forward is called, prepared by the engine. Collective.
 
     Its weights are loaded. Afterwards `model.whole` is on the meta device too.
     """
-    module: nn.Module = LossModule(model.bare)
+    launched, kernel = processes.launched, processes.auto.run[KERNEL]
+    module: nn.Module = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
     if model.apart:
         assert launched.sharding is not None
         module = fsdp.prepare_empty(module, optimizer, launched.sharding)

@@ -4,8 +4,9 @@
     RUN/STOP, `checkpoint.stop_after`      reported by rank 0 alone: end with a checkpoint
     RUN/SAVE, `checkpoint.every_minutes`   reported by rank 0 alone: save and continue
 
-Each call looks for each file once. A file is deleted when its request is served. If it cannot be
-deleted, it is ignored from then on, so that it is served only once.
+To look for a file costs as much as some operations of a small model, so a step looks only if the
+last look is 0.2 s old, or if its numbers decide at once. A file is deleted when its request is
+served. If it cannot be deleted, it is ignored from then on, so that it is served only once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.config import duration
@@ -23,6 +23,8 @@ from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.types import Flags
 
 _log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.2  # between two looks for the files
 
 
 def asked(reason: str | None) -> Flags:
@@ -52,6 +54,8 @@ class Requests:
         self._every = 60 * (checkpoint.every_minutes or math.inf)
         self._begun = clock()
         self._longest_save = 0.0
+        self._there: frozenset[str] = frozenset()  # the files that the last look found
+        self._looked = -math.inf
         self._served: set[str] = set()
         self._unseen: set[str] = set()
         if self._decides and self._is_there(STOP):
@@ -60,18 +64,27 @@ class Requests:
                 run_dir / STOP,
             )
 
-    def flags(self, reason: str | None) -> Flags:
-        """Return the requests that this rank reports now. reason: from `Signals`."""
+    def flags(self, reason: str | None, *, look: bool = True) -> Flags:
+        """Return the requests that this rank reports now.
+
+        reason: from `Signals`
+        look: whether to look for the files in any case, even if that was done a moment ago
+        """
         if not self._decides:
             return asked(reason)
         now = self._clock()
-        return replace(
-            asked(reason),
-            stop_file=self._is_there(STOP),
+        if look or now - self._looked >= _LOOK_SECONDS:
+            self._there = frozenset(name for name in (STOP, SAVE) if self._is_there(name))
+            self._looked = now
+        own = asked(reason)
+        return Flags(
+            signal=own.signal,
+            launcher_lost=own.launcher_lost,
+            stop_file=STOP in self._there,
             # Leaves twice the time of the longest save so far, since the last one may be slower.
             stop_after=now - self._started >= self._stop_after - 2 * self._longest_save,
             minutes_due=now - self._begun >= self._every,
-            save_file=self._is_there(SAVE),
+            save_file=SAVE in self._there,
         )
 
     def begin_save(self) -> None:
@@ -104,6 +117,7 @@ class Requests:
         return there and name not in self._served
 
     def _delete(self, name: str) -> None:
+        self._looked = -math.inf  # what was found is out of date
         try:
             (self._run_dir / name).unlink(missing_ok=True)
         except OSError as error:

@@ -1,6 +1,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -171,3 +172,50 @@ def test_a_disk_that_does_not_answer_does_not_hold_up_the_caller(tmp_path, monke
     answer.set()
     assert writer.finish()[0] is None
     assert writer.state == "ready"
+
+
+def test_memory_that_was_reserved_is_that_of_the_first_save(tmp_path, monkeypatch):
+    """Pinning is faked: there is no device here."""
+    asked, go_on = [], threading.Event()
+
+    def memory(*, pinned):
+        asked.append((threading.current_thread().name, pinned))
+        go_on.wait(30)
+        return torch.empty(background.CHUNK_BYTES, dtype=torch.uint8)
+
+    monkeypatch.setattr(background, "_host_memory", memory)
+    monkeypatch.setattr(background, "CHUNK_BYTES", 1 << 14)
+    writer = Writer()
+    writer.reserve(2 * background.CHUNK_BYTES - 5)  # returns at once, although memory waits
+    assert writer.state == "idle"
+    go_on.set()
+    done = saved(writer, tmp_path, 4, tensors(LARGE), LARGE)
+    assert asked == [("pinned memory", True)] * 2
+    assert read.verify(tmp_path / done.name) == []
+
+
+def test_memory_that_cannot_be_reserved_is_asked_for_again_by_the_save(tmp_path, monkeypatch):
+    usual = background._host_memory
+    monkeypatch.setattr(background, "_host_memory", lambda *, pinned: [][0])
+    writer = Writer()
+    writer.reserve(5)
+    assert isinstance(writer._reserved.exception(), IndexError)
+    monkeypatch.setattr(background, "_host_memory", usual)
+    assert isinstance(saved(writer, tmp_path, 4, tensors(SPEC, 4)), write.Committed)
+
+
+def test_a_save_waits_for_memory_that_is_still_being_reserved(tmp_path, monkeypatch):
+    usual = background._host_memory
+
+    def slow(*, pinned):
+        time.sleep(0.3)
+        return usual(pinned=False)
+
+    monkeypatch.setattr(background, "_host_memory", slow)
+    writer = Writer()
+    writer.reserve(5)
+    begun = write.begin(tmp_path, 4, SPEC, {"config.json": b"{}"}, Alone(), RUN)
+    writer.submit(begun, whole(SPEC, tensors(SPEC, 4)), frozenset())
+    assert len(writer._chunks) == 1
+    assert writer.finish()[0] is None
+    assert writer.release() > 0.1

@@ -264,3 +264,17 @@ def test_qlora_that_would_be_split_is_refused_with_what_to_do(tmp_path):
     assert "distributed.strategy = zero2" in said
     assert "not split" in said
     assert "adapter.kind=lora" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fine"),
+    [
+        (["training.compile=model", "data.document_mask=true"], False),
+        (["training.compile=model", "data.document_mask=false"], True),
+        (["training.compile=blocks", "data.document_mask=true"], True),
+    ],
+)
+def test_bad_input_a_whole_model_is_not_compiled_with_a_document_mask(tmp_path, overrides, fine):
+    found = problems(tmp_path, *overrides)
+    assert [*found] == ([] if fine else ["training.compile"])
+    assert fine or "training.compile=blocks" in found["training.compile"]

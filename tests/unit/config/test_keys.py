@@ -49,7 +49,10 @@ def test_only_what_the_design_calls_expert_is():
         "distributed.fsdp_sync",
         "distributed.wrap_class",
         "model.pad_vocab_to",
+        "training.loss_kernel",
+        "training.deterministic",
         "training.max_skipped_in_a_row",
+        "training.z_loss",
     }
 
 

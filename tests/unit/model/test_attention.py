@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.model import attention
+from llmtrain.model import attention, recompute
 from llmtrain.model.attention import NAME, OtherAttentionError, install
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
@@ -476,3 +477,93 @@ def test_half_precision_on_a_gpu_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> 
         )
         assert called == ["varlen"]
         assert (out.shape, out.device.type, out.dtype) == ((2, 16, 4, 8), "cuda", torch.bfloat16)
+
+
+def block_diagonal(starts: list[np.ndarray]) -> Tensor:
+    """(B, 1, T, T): whether a position sees another, which is earlier in the same document."""
+    seen = torch.zeros(len(starts), 1, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+    for row, part in documents(starts):
+        size = part.stop - part.start
+        seen[row, 0, part, part] = torch.ones(size, size, dtype=torch.bool).tril()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-gqa", "qwen3", "gpt2"])
+def test_pf_4_hidden_documents_are_a_block_diagonal_mask(kind: str, ids: Tensor) -> None:
+    """The mask of transformers' own attention is ours to give, and has nothing of our code."""
+    model = build(kind, "sdpa")
+    positions = hidden(model)["position_ids"]
+    mask = block_diagonal(STARTS)
+    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert install(model, SEQ_LEN) == NAME
+    assert torch.allclose(logits(model, ids, STARTS), expected, rtol=0, atol=2e-6)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations that run in the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2"])
+def test_pf_4_a_step_reads_no_tensor_and_gets_no_mask(
+    kind: str, ids: Tensor, masks: list[Tensor | None]
+) -> None:
+    """`bool(tensor)` and `tensor.item()` are the same operation."""
+    model = build(kind).train()
+    assert install(model, SEQ_LEN) == NAME
+    masks.clear()
+    with Operations() as seen:
+        LossModule(model)(ids, ids).backward()
+    assert "_local_scalar_dense" not in seen.names
+    assert masks == [None, None]
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "transformers'"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_kernel_is_chosen_for_what_is_computed_again_too(
+    checkpointing: str, own: bool, ids: Tensor
+) -> None:
+    model = build("llama", "sdpa").train()
+    if own:
+        install(model, SEQ_LEN)
+    recompute.apply(model, checkpointing)
+    forwards = 2 if checkpointing == "none" else 4  # two layers, each once or twice
+    module = LossModule(model)
+    with attention.kernels("math"), Operations() as seen:
+        module(ids, ids).backward()
+    assert FLASH not in seen.names
+    with attention.kernels("auto"), Operations() as seen:
+        module(ids, ids).backward()
+    assert seen.names.count(FLASH) == forwards, "math was for the context alone"
+    with attention.kernels("flash"), Operations() as seen:
+        module(ids, ids).backward()
+    assert seen.names.count(FLASH) == forwards
+
+
+def test_without_flash_attention_documents_are_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_has_flash", lambda _: True)
+    heads = torch.device("cuda"), torch.bfloat16, 64, 64, 0.0
+    assert attention.takes_varlen(*heads)
+    with attention.kernels("math"):
+        assert not attention.takes_varlen(*heads)
+    with attention.kernels("cudnn"):
+        assert attention.takes_varlen(*heads), "the next one where cuDNN has none"
+
+
+@pytest.mark.parametrize("asked", ["auto", "flash", "cudnn", "math"])
+def test_only_kernels_of_cuda_need_cuda(asked: str) -> None:
+    assert not list(attention.kernel_problems(asked, cpu=False))
+    refused = [problem.value for problem in attention.kernel_problems(asked, cpu=True)]
+    assert refused == ([asked] if asked in ("flash", "cudnn") else [])

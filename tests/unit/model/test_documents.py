@@ -48,6 +48,23 @@ def test_max_length_takes_few_values_and_covers_the_longest_document() -> None:
     assert tensors(NAME)["max_length"] == 5
 
 
+def test_a_compiled_model_gets_few_shapes_and_one_length() -> None:
+    """Empty documents at the end fill the borders up to a power of two."""
+    found = {}
+    for count in range(1, 16):
+        starts = [np.arange(count), np.array([0])]
+        given = document_tensors(starts, 16, NAME, CPU, compiled=True)
+        plain = document_tensors(starts, 16, NAME, CPU)
+        borders = given["cu_seq_lens"]
+        real = len(plain["cu_seq_lens"])
+        assert torch.equal(borders[:real], plain["cu_seq_lens"])
+        assert (borders[real:] == 2 * 16).all()
+        assert torch.equal(given["position_ids"], plain["position_ids"])
+        found[len(borders)] = given["max_length"]
+    assert all(size & (size - 1) == 0 for size in found)
+    assert set(found.values()) == {16}
+
+
 def test_only_our_attention_is_told_the_borders() -> None:
     assert tensors(NAME).keys() == {"position_ids", "cu_seq_lens", "max_length"}
     for own in ("sdpa", "eager"):

@@ -3,6 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llmtrain.model.head import Head
 from llmtrain.model.loss import LossModule, made_up_batch
 
 SHAPES = {
@@ -89,3 +90,31 @@ def test_a_made_up_batch_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert ids.shape == (4, 7)
     assert 0 <= int(ids.min()) <= int(ids.max()) < 11
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "torch"])
+def test_each_kernel_computes_what_the_logits_give(kernel: str) -> None:
+    model = build("llama")
+    ids = made_up_batch(3, 9, 64, torch.device("cpu"))
+    labels = ids.clone()
+    labels[1, 4:] = -100
+    from_logits, ours = LossModule(model), LossModule(model, Head(), kernel=kernel)
+    assert ours(ids, labels).item() == pytest.approx(from_logits(ids, labels).item(), rel=1e-6)
+    with torch.no_grad():
+        each, right = (module(ids, labels, each=True) for module in (ours, from_logits))
+    torch.testing.assert_close(each, right)
+    assert each.shape == labels.shape
+    assert not each[1, 4:].any()
+
+
+@pytest.mark.parametrize("head", [None, Head()], ids=["logits", "chunked"])
+def test_z_loss_adds_its_gradient_and_not_its_value(head: Head | None) -> None:
+    model = build("llama")
+    ids = made_up_batch(2, 9, 64, torch.device("cpu"))
+    plain, more = LossModule(model, head)(ids, ids), LossModule(model, head, z_loss=0.01)(ids, ids)
+    assert more.item() == plain.item()
+    weight = model.lm_head.weight
+    logits = model(ids).logits.flatten(0, 1)
+    added = 0.01 * logits.logsumexp(-1).square().sum()
+    found, without, right = (torch.autograd.grad(one, weight)[0] for one in (more, plain, added))
+    torch.testing.assert_close(found - without, right, rtol=1e-4, atol=1e-5)

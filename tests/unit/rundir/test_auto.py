@@ -21,8 +21,28 @@ def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_p
     }
 
 
+def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path: Path) -> None:
+    one = Auto(tmp_path, "ddp/cuda/2")
+    assert not one.has_run_here()
+    one.device["compile"] = "blocks"
+    one.launch["threads"] = 4
+    one.save()
+    same, other = Auto(tmp_path, "fsdp2/cuda/16"), Auto(tmp_path, "ddp/cpu/2")
+    assert (same.device, same.has_run_here()) == ({"compile": "blocks"}, True)
+    assert (other.device, other.has_run_here()) == ({}, False)
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "3", '{"run": 3}', '{"launches": []}', '{"launches": {"ddp/cpu/1": null}}']
+    "text",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"run": 3}',
+        '{"devices": {"cpu": 1}}',
+        '{"launches": []}',
+        '{"launches": {"ddp/cpu/1": null}}',
+    ],
 )
 def test_a_damaged_auto_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "auto.json").write_text(text)

@@ -6,6 +6,9 @@ import pytest
 from helpers.config import loaded
 
 import llmtrain
+from llmtrain.cli.plan_view import plan_lines
+from llmtrain.distributed.engines import accelerator
+from llmtrain.distributed.engines.products import Rates
 from llmtrain.distributed.plan.memory import PARTS
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
@@ -19,7 +22,7 @@ model:
            num_attention_heads: 4, max_position_embeddings: 4096}
   tokenizer: sample
 data: {sources: [{path: sample}], seq_len: 128}
-training: {steps: 100, global_batch_size: 64}
+training: {steps: 100, global_batch_size: 64, precision: bf16}
 """
 # Head and activations of 8,192 tokens and 8 B parameters: nobody allocates any of it here.
 LARGE = SMALL.replace("hidden_size: 64", "hidden_size: 4096").replace(
@@ -67,7 +70,7 @@ def test_the_public_name_is_this_function():
 def test_a_cpu_is_planned_as_a_rehearsal(tmp_path):
     found = plan(small(tmp_path), devices=2)
     assert found.hardware.cpu
-    assert found.work.precision in ("fp32", "bf16")  # bf16 where the CPU has AMX
+    assert (found.work.precision, found.precision_why) == ("bf16", "asked for")
     assert found.chosen.layout.strategy == "ddp"
     assert found.chosen.memory.parts["reserve"] == 0
     assert found.chosen.tokens_per_second is None
@@ -75,8 +78,16 @@ def test_a_cpu_is_planned_as_a_rehearsal(tmp_path):
     assert found.hardware.device_bytes == found.hardware.host_bytes // 2
 
 
+def test_a_cpu_is_timed_for_a_plan_and_both_rates_are_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(accelerator, "cpu_rates", lambda: Rates(80.0, 9.0))
+    found = plan(small(tmp_path, "training.precision=auto"), devices=2)
+    why = "products on this CPU: fp32 80 and bf16 9 GFLOP/s"
+    assert (found.work.precision, found.precision_why) == ("fp32", why)
+    assert f"a step, fp32 ({why})" in " ".join(" ".join(plan_lines(found)).split())
+
+
 def test_devices_that_are_not_here_are_named_after_their_memory(tmp_path):
-    found = plan(small(tmp_path), devices=4, device_memory_gb=80)
+    found = plan(small(tmp_path, "training.precision=auto"), devices=4, device_memory_gb=80)
     assert (found.hardware.device, found.assumed, found.hardware.cpu) == ("H100", True, False)
     assert found.hardware.host_bytes is None
     assert found.work.precision == "bf16"

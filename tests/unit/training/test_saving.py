@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+import torch
 from helpers.checkpoints import RUN, save
 from helpers.tiny import tiny_config
 
+from llmtrain.agreement import Alone
 from llmtrain.checkpoint import retention
 from llmtrain.config.schema import Config
-from llmtrain.training.saving import Saves, _retain, short_of_memory
+from llmtrain.training.saving import Saves, _retain, reserve, short_of_memory
 
 
 def rank(host: str, needed: int, free: int) -> dict:
@@ -81,3 +84,20 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> No
     )
     _retain(run, 8, "step-00000008")
     assert events == [("retention_failed", 8)]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", [24])])
+def test_memory_is_pinned_ahead_on_cuda_alone(device: str, expected: list[int]) -> None:
+    asked: list[int] = []
+    data = SimpleNamespace(nbytes=12, is_cuda=True)
+    run = SimpleNamespace(
+        device=torch.device(device),
+        step=0,
+        ranks=Alone(),
+        due=SimpleNamespace(stop=lambda step: False),
+        built=SimpleNamespace(spec={}),
+        engine=SimpleNamespace(pieces=lambda *_, **__: [SimpleNamespace(data=data)] * 2),
+        checkpoints=Saves(None, SimpleNamespace(reserve=asked.append), sent=False, dealt=False),
+    )
+    reserve(run)
+    assert asked == expected

@@ -27,6 +27,7 @@ class Trial:
     """A prepared model, and what is needed to run it on made-up tokens.
 
     hiding: the attention that hides documents, None if they are not hidden
+    compiled: whether the model is compiled
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class Trial:
     seq_len: int
     vocabulary: int
     hiding: str | None = None
+    compiled: bool = False
 
 
 def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
@@ -81,7 +83,10 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
     engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
     ids = made_up_batch(rows, seq_len, trial.vocabulary, device)
     halves = [np.array([0, seq_len // 2])] * rows
-    documents = document_tensors(halves, seq_len, trial.hiding, device) if trial.hiding else {}
+    documents = {}
+    if trial.hiding:
+        name, compiled = trial.hiding, trial.compiled
+        documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
     with engine.micro(last=last):
         loss = trial.model(input_ids=ids, labels=ids, **documents)
         engine.backward(loss, torch.ones((), device=device))

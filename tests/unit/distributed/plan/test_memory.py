@@ -16,6 +16,7 @@ from llmtrain.distributed.plan.memory import (
     memory,
     model_states,
 )
+from llmtrain.model.cross_entropy import chunk_of
 from llmtrain.types import ModelShape, ParameterShape, Saved
 
 EIGHT = llama(4096, 14336, 32, 32, 8, 128_256)
@@ -147,7 +148,32 @@ def test_the_reserve_is_the_context_the_groups_of_ranks_and_a_share_of_the_rest(
 )
 def test_head_and_loss_take_what_the_loss_module_takes(strategy, precision, tokens, expected):
     layout = Layout(strategy, "none", 1, 1, "every")
-    assert head_bytes(EIGHT, work(tokens, 1, precision=precision), layout) == expected
+    found = head_bytes(EIGHT, NOTHING, work(tokens, 1, precision=precision), layout)
+    assert found == (expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "expected"),
+    [
+        ("ddp", "fp32", 8 * 8192 * 4096 + 4 * (256 + 64) * 128_256),
+        ("ddp", "bf16", 10 * 8192 * 4096 + (2 * 256 + 8 * 64) * 128_256 + 2 * 128_256 * 4096),
+        ("fsdp2", "bf16", 6 * 8192 * 4096 + (2 * 256 + 8 * 64) * 128_256 + 2 * 128_256 * 4096),
+    ],
+)
+def test_pf_9_chunks_take_the_gradient_of_the_head_and_two_of_its_input(
+    strategy, precision, expected
+):
+    layout = Layout(strategy, "none", 1, 1, "every")
+    plain = replace(NOTHING, plain_head=True)
+    asked = work(8192, 1, precision=precision, chunk=chunk_of("cpu"))
+    gradient = 4 * 128_256 * 4096
+    assert head_bytes(EIGHT, plain, asked, layout) == (expected + gradient, gradient)
+    frozen = head_bytes(replace(EIGHT, head_trained=False), plain, asked, layout)
+    products = 2 * 128_256 * 4096 if precision == "bf16" else 0
+    assert frozen == (expected - products, 0)
+    # on a GPU narrow operands are multiplied into fp32, and the gradient has no second copy
+    there = head_bytes(EIGHT, plain, replace(asked, chunk=chunk_of("cuda")), layout)[0]
+    assert there < head_bytes(EIGHT, NOTHING, asked, layout)[0]
 
 
 def test_activations_grow_with_the_micro_batch_and_casts_do_not():
@@ -274,5 +300,6 @@ def test_a_checkpoint_of_adapters_holds_what_is_trained():
 def test_trained_rows_of_a_head_need_a_copy_of_it_and_the_gradient_of_that():
     layout = Layout("ddp", "none", 1, 1, "every")
     plain, rows = (replace(EIGHT, adapted=True, token_rows=n) for n in (0, 2))
-    more = [head_bytes(one, work(128, 8, precision="bf16"), layout) for one in (plain, rows)]
+    asked = work(128, 8, precision="bf16")
+    more = [head_bytes(one, NOTHING, asked, layout)[0] for one in (plain, rows)]
     assert more[1] - more[0] == 2 * 2 * EIGHT.head

@@ -1,3 +1,5 @@
+import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -143,3 +145,29 @@ def test_the_usual_length_of_a_step_is_the_median_of_the_last() -> None:
     for step in range(128):
         guards.check(replace(numbers(step), seconds=4.0))
     assert guards.median_seconds() == 4.0
+
+
+def spikes_by_definition(losses: list[float]) -> list[tuple[int, dict[str, float]]]:
+    """As `spikes`, from sorted copies of the window at every step."""
+    found, spiking = [], False
+    for step, loss in enumerate(losses, 1):
+        window = losses[max(0, step - 129) : step - 1]
+        usual = statistics.median(window) if len(window) >= 64 else math.inf
+        distance = statistics.median([abs(one - usual) for one in window] or [0.0])
+        sigma = max(1.4826 * distance, 0.01)
+        above = loss > usual + 6 * sigma
+        if above and not spiking:
+            found.append((step, {"loss": loss, "median": usual, "sigma": sigma}))
+        spiking = above
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.005, 0.3])
+def test_random_losses_have_the_spikes_of_the_definition(noise: float) -> None:
+    draw = np.random.default_rng(7)
+    losses = 3 + 5 * np.exp(-np.arange(600) / 90) + noise * draw.standard_normal(600)
+    losses += np.where(draw.random(600) < 0.05, draw.choice([0.0599, 0.0601, 0.5, 4.0], 600), 0)
+    rounded = np.round(losses, 3).tolist()  # so that equal ones are in the window
+    found = spikes(rounded)
+    assert found == spikes_by_definition(rounded)
+    assert found

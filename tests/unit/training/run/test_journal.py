@@ -72,6 +72,19 @@ def test_without_a_plan_there_is_no_difference(tmp_path, caplog, monkeypatch, de
     assert detail == {"planned_gb": None, "measured_gb": 1.25, "difference": None}
 
 
+@pytest.mark.parametrize(("at_peak", "share"), [(0.1, 0.25), (None, None)])
+def test_a_line_says_which_share_of_the_peak_a_step_reached_where_it_is_known(
+    tmp_path, at_peak, share
+):
+    due: Any = SimpleNamespace(first=0, line=lambda step: True)
+    with closing(Journal(tmp_path, 0)) as journal:
+        log = RunLog(journal, due, torch.device("cpu"), None, None, 0, at_peak)
+        log.training(runs.numbers(2, seconds=0.4))
+        journal.sync()
+    (line,) = lines(tmp_path, "train")
+    assert line["mfu"] == (None if share is None else pytest.approx(share))
+
+
 def test_a_status_that_the_disk_refuses_is_an_event_and_told_later(tmp_path, monkeypatch):
     journal = Journal(tmp_path, 0)
     with closing(journal):
@@ -234,3 +247,32 @@ def test_each_source_has_a_line_of_its_own(tmp_path):
 
 def _accept(step: int, *, lower: bool) -> None:
     assert lower
+
+
+def test_pf_5_a_graph_after_the_first_evaluation_is_an_event(tmp_path, monkeypatch):
+    """Graphs of the first steps and of the first evaluation are what a start needs."""
+    count = 3  # compiled while the run was opened
+    monkeypatch.setattr("llmtrain.training.run.journal.graphs", lambda: count)
+    due: Any = SimpleNamespace(
+        first=4, line=lambda step: False, record_evaluation=lambda step, lower: None
+    )
+    found = Evaluation(2.0, 7.4, 1.0, 10, 10, 1, 0.1)
+    with closing(Journal(tmp_path, 0)) as journal:
+        log = RunLog(journal, due, torch.device("cpu"), None, None, 0)
+        count = 4
+        log.training(runs.numbers(5))
+        log.training(runs.numbers(6))
+        count = 5
+        log.evaluation(6, found)
+        log.training(runs.numbers(7))
+        count = 7
+        log.training(runs.numbers(8))
+        count = 8
+        log.evaluation(8, found)
+        log.training(runs.numbers(9))
+        journal.sync()
+    events = [line for line in lines(tmp_path, "event") if line["event"] == "compiled_again"]
+    assert [(one["step"], one["detail"]) for one in events] == [
+        (8, {"graphs": 2}),
+        (8, {"graphs": 1}),
+    ]

@@ -2,6 +2,7 @@ import json
 import random  # noqa: TID251  # the state that is kept
 
 import numpy as np
+import pytest
 import torch
 
 from llmtrain.training.run import rng
@@ -29,3 +30,56 @@ def test_ranks_and_resumed_steps_draw_other_numbers() -> None:
         rng.seed_rank(42, rank, step)
         found.add(draw())
     assert len(found) == 4
+
+
+def kept_numpy() -> list[object]:
+    """numpy's state as `capture` tells it."""
+    return json.loads(json.dumps(rng.capture(CPU).to_json()))["numpy"]
+
+
+def told_by_numpy() -> list[object]:
+    """numpy's state as numpy tells it, in the same form."""
+    states = rng.States(random.getstate(), np.random.get_state(), torch.get_rng_state(), None)
+    return json.loads(json.dumps(states.to_json()))["numpy"]
+
+
+def test_numpys_state_is_the_one_that_numpy_tells_whoever_draws() -> None:
+    rng.seed_rank(3, 0)
+    draws = [
+        lambda: None,
+        np.random.random,
+        np.random.standard_normal,  # draws two and keeps the second one
+        np.random.standard_normal,  # hands it out, and moves no word
+        lambda: np.random.permutation(9),
+        lambda: np.random.seed(3),  # BigBird does that in each forward
+        lambda: np.random.random(624),  # as many as there are words
+        lambda: rng.seed_rank(3, 0),
+    ]
+    choose = np.random.default_rng(0)
+    for which in choose.integers(0, len(draws), 300):
+        draws[which]()
+        assert kept_numpy() == told_by_numpy()
+
+
+def test_a_restored_state_is_known_even_if_only_its_kept_number_differs() -> None:
+    rng.seed_rank(3, 0)
+    np.random.standard_normal()
+    one_left = rng.capture(CPU)
+    np.random.standard_normal()  # no word has moved since
+    none_left = rng.capture(CPU)
+    assert np.array_equal(one_left.numpy[1], none_left.numpy[1])
+    for states in (one_left, none_left, one_left):
+        rng.restore(states, CPU)
+        assert rng.capture(CPU).numpy[3:] == states.numpy[3:]
+
+
+def test_numpy_is_asked_once_while_nobody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng.seed_rank(3, 0)
+    rng.capture(CPU)
+    monkeypatch.setattr(np.random, "get_state", pytest.fail)
+    rng.capture(CPU)
+
+
+def test_a_generator_of_another_kind_is_asked_each_time() -> None:
+    assert rng._words(np.random.PCG64()) is None
+    assert rng._words(np.random.MT19937(1)).shape == (625,)

@@ -158,3 +158,28 @@ def test_a_file_system_that_does_not_answer_asks_for_nothing_and_is_said_once(
     said = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2  # STOP and SAVE
     assert asked.flags(None) == Flags(stop_file=True)
+
+
+def test_steps_look_for_the_files_at_most_every_fifth_of_a_second(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = requests(tmp_path, clock)
+    assert asked.flags(None, look=False) == Flags()  # the first one looks
+    (tmp_path / "STOP").touch()
+    clock.now += 0.19
+    assert asked.flags(None, look=False) == Flags()
+    clock.now += 0.02
+    assert asked.flags(None, look=False) == Flags(stop_file=True)
+    (tmp_path / "SAVE").touch()
+    assert asked.flags(None, look=False) == Flags(stop_file=True)
+    assert asked.flags(None) == Flags(stop_file=True, save_file=True)  # a step that decides at once
+
+
+def test_a_served_request_is_not_reported_again_by_the_next_step(tmp_path: Path) -> None:
+    asked = requests(tmp_path)
+    (tmp_path / "SAVE").touch()
+    (tmp_path / "STOP").touch()
+    assert asked.flags(None, look=False) == Flags(save_file=True, stop_file=True)
+    asked.begin_save()
+    assert asked.flags(None, look=False) == Flags(stop_file=True)
+    asked.end_stop()
+    assert asked.flags(None, look=False) == Flags()

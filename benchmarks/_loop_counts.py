@@ -1,0 +1,117 @@
+"""Counts of a step that do not depend on the machine's load, for `loop.py` and its test."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import _loop_contenders as contenders
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import llmtrain
+
+FIRST, EACH = 100, 20  # steps: those before, and those of each of the two counts
+STEPS = FIRST + 2 * EACH + 1
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Operations(TorchDispatchMode):
+    """Counts aten operations, those of the backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count one."""
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reads(found: list[str]) -> Iterator[None]:
+    """Append to `found` each read of a tensor by the host: the file of the code that asks for it.
+
+    Python methods that call each other count once.
+    """
+    kept = {name: getattr(torch.Tensor, name) for name in READS}
+    inside = False
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*given: Any, **more: Any) -> Any:
+            nonlocal inside
+            outermost, inside = not inside, True
+            if outermost:
+                found.append(sys._getframe(1).f_code.co_filename)
+            try:
+                return original(*given, **more)
+            finally:
+                inside = inside and not outermost
+
+        return read
+
+    for name, original in kept.items():
+        setattr(torch.Tensor, name, watched(original))
+    try:
+        yield
+    finally:
+        for name, original in kept.items():
+            setattr(torch.Tensor, name, original)
+
+
+class Counter:
+    """Counts in two windows of steps: operations and reads, then calls; `turn` begins a step."""
+
+    def __init__(self) -> None:
+        self._step, self._calls = -1, 0
+        self._found: list[str] = []
+        self._operations = Operations()
+        self._reading = reads(self._found)
+
+    def turn(self) -> None:
+        """A step begins, or the last one is over."""
+        self._step += 1
+        if self._step == FIRST:
+            self._operations.__enter__()
+            self._reading.__enter__()
+        if self._step == FIRST + EACH:
+            self._reading.__exit__(None, None, None)
+            self._operations.__exit__(None, None, None)
+            gc.collect()
+            gc.disable()  # a finalizer is a call
+            sys.setprofile(self._called)
+        if self._step == FIRST + 2 * EACH:
+            sys.setprofile(None)
+            gc.enable()
+
+    def counts(self) -> dict[str, float]:
+        """The numbers of one step."""
+        return {
+            "aten_operations": self._operations.count / EACH,
+            "host_reads": len(self._found) / EACH,
+            "python_calls": self._calls / EACH,
+        }
+
+    def _called(self, _frame: Any, event: str, _argument: Any) -> None:
+        self._calls += event == "call"
+
+
+def row(config: Any) -> dict[str, Any]:
+    """The counts of llmtrain and of the tuned loop, as a row of the table."""
+    with llmtrain.open_stream(config) as stream:
+        made = [torch.from_numpy(next(stream).ids).long() for _ in range(STEPS)]
+    own, tuned = Counter(), Counter()
+    contenders.tuned(tuned.turn, iter(made))
+    contenders.ours(own.turn, config, lambda: None)
+    return {
+        "bench": "loop",
+        "counts": {"llmtrain": own.counts(), "bare_tuned": tuned.counts()},
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+    }

@@ -1,0 +1,301 @@
+"""The cross-entropy of a linear head, a chunk of rows at a time, without the logits of a batch.
+
+The logits of a micro-batch are often its largest tensors: with 16 k tokens and 128 k entries they,
+their copy in fp32 and its gradient take 25 GB. Here each chunk's logits are made, turned into
+their gradient and used up, before the next chunk:
+
+    forward, for each chunk    z = x·Wᵀ    loss += −log softmax(z)[y]
+                               dz = softmax(z) − onehot(y)    dx = dz·W    dW += dzᵀ·x
+    backward                   dx and dW times the gradient of the sum
+
+The gradients are made in the forward, because the logits would otherwise be made twice. Products
+take the compute dtype, as in `F.linear` under autocast. Softmax, loss, dx and the sum of dW are
+fp32.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from llmtrain.types import NOT_TRAINED, Chunk
+
+_CHUNKS = {
+    # So many rows that the sum of dW is seldom read and written; its pieces stay in the cache.
+    "cpu": Chunk(least_rows=256, logits_bytes=0, piece=64, wide=False),
+    # Fewer rows starve the products, and the traffic of dW outweighs that of the logits.
+    "cuda": Chunk(least_rows=2048, logits_bytes=512 * 2**20, piece=512, wide=True),
+}
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return the summed cross-entropy of `softcap(scale · (hidden·weightᵀ + bias))`: () fp32, nats.
+
+    hidden: (…, h), fp32 or the dtype of autocast.
+    weight: (V, h).
+    labels: (…) int64; `NOT_TRAINED` where a position has no loss.
+    bias: (V,).
+    token_weights: (…) fp32, factors of the positions' losses.
+    softcap: c of c · tanh(z / c).
+    z_loss: adds the gradient of z_loss · logsumexp², but nothing to the result.
+    chunk_rows: rows whose logits are in memory at once; None = chosen by device and V.
+
+    The result has one backward, which fails if it is called again. From fp64 it is fp64.
+    """
+    settings = _Settings(scale, softcap, z_loss, chunk_rows)
+    if torch.is_grad_enabled():
+        return _sum(hidden, weight, bias, labels, token_weights, settings)
+    rows = _Rows.of(hidden, weight, bias, labels, token_weights, settings)
+    return _losses(rows, _Wanted()).sum()
+
+
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the loss of each position in nats, fp32 in the shape of `labels`; no gradient.
+
+    It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`.
+    """
+    rows = _Rows.of(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
+    with torch.no_grad():
+        return _losses(rows, _Wanted()).view(labels.shape)
+
+
+def chunk_of(device_type: str) -> Chunk:
+    """Return how much of the loss is in memory at once on a kind of device."""
+    return _CHUNKS["cuda" if device_type == "cuda" else "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    scale: float
+    softcap: float | None
+    z_loss: float
+    chunk_rows: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The positions in a row, and the head, in the dtype of the products.
+
+    hidden: (N, h); weight: (V, h); bias: (V,); labels: (N,); factors: (N,)
+    wide: the dtype of everything but the products: fp32, or fp64 as hidden
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    factors: Tensor
+    wide: torch.dtype
+    settings: _Settings
+
+    @staticmethod
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        token_weights: Tensor | None,
+        settings: _Settings,
+    ) -> _Rows:
+        if isinstance(weight, DTensor):
+            raise TypeError("the head's weight is sharded: it must be gathered before its loss")
+        dtype = _compute_dtype(hidden)
+        wide = torch.promote_types(dtype, torch.float32)
+        flat = labels.flatten()
+        factors = (flat != NOT_TRAINED).to(wide)
+        if token_weights is not None:
+            factors = factors * token_weights.flatten()
+        return _Rows(
+            hidden.detach().flatten(0, -2).to(dtype),
+            weight.detach().to(dtype),
+            None if bias is None else bias.detach().to(wide),
+            flat.clamp(min=0),
+            factors,
+            wide,
+            settings,
+        )
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """The gradients that are made with the loss; None = it is not wanted."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def anything(self) -> bool:
+        return any(one is not None for one in (self.hidden, self.weight, self.bias))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        token_weights: Tensor | None,
+        settings: _Settings,
+    ) -> Tensor:
+        rows = _Rows.of(hidden, weight, bias, labels, token_weights, settings)
+        inputs = (rows.hidden, rows.weight, rows.bias)
+        made = _Wanted(
+            *(
+                torch.empty_like(one, dtype=rows.wide) if one is not None and wanted else None
+                for one, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
+            )
+        )
+        ctx.made = made
+        ctx.like = [
+            None if one is None else (one.shape, one.dtype) for one in (hidden, weight, bias)
+        ]
+        return _losses(rows, made).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.made is None:
+            raise RuntimeError("linear_cross_entropy has one backward: its gradients were used up")
+        made, ctx.made = ctx.made, None
+        found = [
+            None if one is None else one.mul_(gradient).view(like[0]).to(like[1])
+            for one, like in zip((made.hidden, made.weight, made.bias), ctx.like, strict=True)
+        ]
+        return (*found, None, None, None)
+
+
+def _sum(*arguments: Any) -> Tensor:
+    result: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype that `F.linear` would compute in."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if _casts(device) else hidden.dtype
+
+
+def _casts(device: str) -> bool:
+    """Whether autocast is on."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _losses(rows: _Rows, made: _Wanted) -> Tensor:
+    """Return the loss of each row, times its factor: (N,) fp32; add up the gradients in `made`."""
+    device = rows.hidden.device.type
+    with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
+        size = rows.settings.chunk_rows or chunk_of(device).rows(len(rows.weight))
+        count = len(rows.labels)
+        losses = rows.factors.new_empty(count)
+        buffer = rows.hidden.new_empty(min(size, count), len(rows.weight), dtype=_made_in(rows))
+        for first in range(0, max(1, count), size):
+            part = slice(first, min(first + size, count))
+            z = buffer[: part.stop - part.start]
+            _product(rows.hidden[part], rows.weight.t(), z)
+            dz = _chunk(rows, part, z, losses, gradient=made.anything)
+            if made.hidden is not None:
+                _product(dz, rows.weight, made.hidden[part])
+            if made.weight is not None:
+                add = _add_product if first else _product
+                add(dz.t(), rows.hidden[part], made.weight)
+            if made.bias is not None:
+                summed = dz.sum(0, dtype=rows.wide)
+                made.bias.copy_(made.bias + summed if first else summed)
+        return losses
+
+
+def _chunk(rows: _Rows, part: slice, z: Tensor, losses: Tensor, *, gradient: bool) -> Tensor:
+    """Write the losses of a chunk, and return the gradient of its products, in their dtype.
+
+    z: the products, (n, V); used up
+    """
+    narrow = rows.hidden.dtype
+    dz = z if z.dtype == narrow or not gradient else torch.empty_like(z, dtype=narrow)
+    piece = chunk_of(z.device.type).piece
+    scratch = torch.empty_like(z[:piece], dtype=rows.wide)
+    for begin in range(0, len(z), piece):
+        end = min(begin + piece, len(z))
+        own = slice(part.start + begin, part.start + end)
+        into = dz[begin:end] if gradient else None
+        losses[own] = _piece(rows, own, z[begin:end], scratch[: end - begin], into)
+    return dz
+
+
+def _piece(rows: _Rows, own: slice, z: Tensor, scratch: Tensor, dz: Tensor | None) -> Tensor:
+    """Return the losses of a few rows; write the gradient of their products into `dz`, if any."""
+    settings, factors = rows.settings, rows.factors[own]
+    logits = z.to(rows.wide)
+    if rows.bias is not None:
+        logits += rows.bias
+    if settings.scale != 1.0:
+        logits *= settings.scale
+    if settings.softcap is not None:
+        logits.div_(settings.softcap).tanh_()
+        slope = 1.0 - logits.square()
+        logits *= settings.softcap
+    target = rows.labels[own, None]
+    torch.log_softmax(logits, -1, out=scratch)
+    nll = -scratch.gather(1, target)
+    if dz is not None:
+        norm = logits.gather(1, target) + nll if settings.z_loss else None  # logsumexp
+        scratch.exp_()
+        if norm is not None:
+            scratch *= 1.0 + 2.0 * settings.z_loss * norm
+        scratch.scatter_add_(1, target, torch.full_like(nll, -1.0))
+        if settings.softcap is not None:
+            scratch *= slope
+        torch.mul(scratch, (factors * settings.scale)[:, None], out=dz)
+    return nll[:, 0] * factors
+
+
+def _made_in(rows: _Rows) -> torch.dtype:
+    """Return the dtype in which products are made: fp32, if there is a kernel for it."""
+    return rows.wide if rows.hidden.is_cuda else rows.hidden.dtype
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a·b. No kernel of a CPU multiplies narrow tensors into fp32."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+    """Add a·b to a sum in fp32, without a second tensor of its size where a kernel can."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b

@@ -1,0 +1,66 @@
+"""What is told to torch and accelerate on a GPU, on a machine that only seems to have one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from llmtrain.config.schema import DdpConfig, DistributedConfig
+from llmtrain.distributed.engines import accelerator
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    close()
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU as far as llmtrain can see; accelerate is left the CPU."""
+    monkeypatch.setattr(accelerator, "on_cpu", lambda: False)
+    made = Accelerator
+    monkeypatch.setattr(accelerator, "Accelerator", lambda **own: made(**(own | {"cpu": True})))
+
+
+def bucket(gradient_bytes: int, **asked: Any) -> int:
+    distributed = DistributedConfig(timeout_minutes=1.0, ddp=DdpConfig(**asked))
+    launched = make_accelerator("ddp", "fp32", distributed, gradient_bytes=gradient_bytes)
+    return launched.accelerator.ddp_handler.bucket_cap_mb
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", "high"), ("fp32", "highest")])
+def test_on_a_gpu_products_in_fp32_have_tf32_where_precision_is_mixed(
+    on_a_gpu: None, precision: str, expected: str
+) -> None:
+    torch.set_float32_matmul_precision("medium")
+    make_accelerator("ddp", precision, DistributedConfig(timeout_minutes=1.0))
+    assert torch.get_float32_matmul_precision() == expected
+
+
+def test_on_a_cpu_they_are_left_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    make_accelerator("ddp", "bf16", DistributedConfig(timeout_minutes=1.0))
+    assert torch.get_float32_matmul_precision() == before == "highest"
+
+
+@pytest.mark.parametrize(("gradient_bytes", "expected"), [(999_999_999, 25), (1_000_000_000, 100)])
+def test_many_gradients_are_reduced_in_larger_buckets(
+    on_a_gpu: None, gradient_bytes: int, expected: int
+) -> None:
+    assert bucket(gradient_bytes) == expected
+
+
+def test_a_bucket_that_was_asked_for_stays(on_a_gpu: None) -> None:
+    assert bucket(2_000_000_000, bucket_cap_mb=25) == 25
+
+
+def test_on_a_cpu_buckets_are_torchs_own() -> None:
+    assert bucket(2_000_000_000) == 25

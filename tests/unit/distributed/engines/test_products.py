@@ -1,0 +1,52 @@
+"""Which precision a CPU is faster in, by products whose times are made up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmtrain.distributed.engines import products
+from llmtrain.distributed.engines.products import cpu_rates
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, ratio: float) -> list[tuple[torch.dtype, int]]:
+    """Products in bf16 are this many times as fast as in fp32; the ones that were tried."""
+    tried: list[tuple[torch.dtype, int]] = []
+
+    def product(dtype: torch.dtype, rows: int) -> float:
+        tried.append((dtype, rows))
+        return 80.0 if dtype is torch.float32 else 80.0 * ratio
+
+    monkeypatch.setattr(products, "_timed", product)
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(0.6, "fp32"), (1.2, "fp32"), (1.3, "bf16"), (4.0, "bf16")]
+)
+def test_pf_8_bf16_is_taken_where_it_is_a_third_faster(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, expected: str
+) -> None:
+    timed(monkeypatch, ratio)
+    found = cpu_rates()
+    assert found.faster == expected
+    assert str(found) == f"fp32 80 and bf16 {80 * ratio:,.0f} GFLOP/s"
+
+
+def test_pf_8_a_cpu_that_emulates_bf16_is_asked_for_no_large_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = timed(monkeypatch, 1 / 70)
+    assert cpu_rates().faster == "fp32"
+    assert {rows for dtype, rows in tried if dtype is torch.float32} == {64, 1024}
+    assert {rows for dtype, rows in tried if dtype is torch.bfloat16} == {64}
+
+
+def test_the_fastest_of_several_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 60.0, 2.0, 70.0, 80.0, 3.0, 75.0, 60.0, 1.0, 1.0])
+    monkeypatch.setattr(products, "_timed", lambda _dtype, _rows: next(times))
+    assert cpu_rates() == products.Rates(80.0, 1.0)
+
+
+def test_a_real_product_takes_a_time() -> None:
+    assert 0 < products._timed(torch.float32, 64) < 1e5

@@ -1,0 +1,27 @@
+"""What torch is told by variables before it is imported."""
+
+import pytest
+
+import llmtrain
+
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": EXPANDABLE}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+    ],
+)
+def test_the_allocator_grows_its_segments_unless_it_was_told_otherwise(there, expected):
+    env = dict(there)
+    llmtrain._set_variables_of_torch(env)
+    assert env == {**expected, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def test_threads_that_wait_do_as_the_user_says():
+    env = {"OMP_WAIT_POLICY": "ACTIVE"}
+    llmtrain._set_variables_of_torch(env)
+    assert env["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -1,0 +1,139 @@
+"""What a step costs beside the model: it waits for nothing, and makes no more calls than before."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import platform
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import lines, tiny_config, write_config
+
+import llmtrain
+from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
+from llmtrain.training import loop
+from llmtrain.training.run.journal import RunLog
+from llmtrain.training.run.run import Run
+
+ROOT = Path(__file__).parents[3]
+RECORDED = ROOT / "benchmarks" / "results" / "loop.json"
+STEPS = 8
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The counters of benchmarks/loop.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("_loop_counts")
+
+
+@pytest.fixture(params=[None, 50], ids=["always full", "summed"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A run whose blocks are always full, and one whose trained tokens are summed."""
+    changes = {"training__steps": STEPS, "training__global_batch_size": 4}
+    values = tiny_config(tmp_path / "run", **changes)
+    source = {"path": "sample", "max_epochs": request.param}
+    values["data"] |= {"sources": [source], "heldout": 0.0}
+    return llmtrain.load_config(write_config(tmp_path, values))
+
+
+def each_step(monkeypatch: pytest.MonkeyPatch, begins: Any) -> None:
+    """Call `begins(run, step)` where a step begins, and with None when the last one is over."""
+    begin, finish = loop.begin, loop.finish
+    monkeypatch.setattr(loop, "begin", lambda run, step: (begins(run, step), begin(run, step)))
+    monkeypatch.setattr(loop, "finish", lambda run: (begins(run, None), finish(run))[1])
+
+
+def test_pf_6_a_step_reads_nothing_from_the_device(
+    config: Any, monkeypatch: pytest.MonkeyPatch, counting: ModuleType
+) -> None:
+    """The last step is left out, behind which the run is saved."""
+    found: list[str] = []
+    sent_up: list[object] = []
+    made, reading = torch.tensor, counting.reads(found)
+
+    def tensor(*given: Any, **more: Any) -> torch.Tensor:
+        sent_up.extend(more.keys() & {"device"})
+        return made(*given, **more)
+
+    def begins(_run: Run, step: int | None) -> None:
+        if step == 2:
+            reading.__enter__()
+            monkeypatch.setattr(torch, "tensor", tensor)
+        if step == STEPS:
+            reading.__exit__(None, None, None)
+            monkeypatch.setattr(torch, "tensor", made)
+
+    each_step(monkeypatch, begins)
+    llmtrain.train(config)
+    assert {Path(name).name for name in found} == {"meter.py"}
+    assert len(found) == STEPS - 2  # one vector a step
+    assert sent_up == []
+
+
+@pytest.mark.parametrize("config", [50], indirect=True, ids=["summed"])
+def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right: equal to the loss that the model itself computes on the step's rows."""
+    own: list[float] = []
+    received: list[tuple[int, int]] = []
+    update, training = loop.update, RunLog.training
+
+    def updated(run: Run, batch: Any, factor: float) -> None:
+        ids, labels = torch.from_numpy(batch.ids[:, :-1]).long(), torch.from_numpy(batch.labels)
+        with torch.no_grad():
+            logits = run.built.bare(ids, use_cache=False).logits.flatten(0, 1)
+        own.append(float(torch.nn.functional.cross_entropy(logits, labels.flatten())))
+        update(run, batch, factor)
+
+    def told(log: RunLog, numbers: Any) -> None:
+        received.append((len(own), numbers.step))
+        training(log, numbers)
+
+    monkeypatch.setattr(loop, "update", updated)
+    monkeypatch.setattr(RunLog, "training", told)
+    llmtrain.train(config)
+    assert received == [*((step + 1, step) for step in range(1, STEPS)), (STEPS, STEPS)]
+    losses = [line["loss"] for line in lines(config.run_dir, "train")]
+    assert losses == pytest.approx(own, rel=1e-5)
+
+
+def test_pf_6_a_step_makes_as_many_calls_as_were_recorded(
+    tmp_path: Path, counting: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]
+    if (platform.python_version(), torch.__version__) != (recorded["python"], recorded["torch"]):
+        pytest.skip(f"recorded with torch {recorded['torch']} and Python {recorded['python']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = importlib.import_module("loop").settings(tmp_path / "run", counting.STEPS)
+    found = counting.row(llmtrain.load_config(write_config(tmp_path, settings)))
+    assert found["counts"]["llmtrain"] == pytest.approx(recorded["counts"]["llmtrain"], rel=0.02)
+
+
+@pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])
+def test_pf_7_a_step_searches_no_packages(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def begins(_run: Run, step: int | None) -> None:
+        if step == 2:
+            monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: searched.append(name))
+        if step is None:
+            monkeypatch.undo()
+
+    each_step(monkeypatch, begins)
+    llmtrain.train(config)
+    assert searched == []
+
+
+def test_pf_7_ddp_gets_no_static_graph() -> None:
+    """A first backward inside `no_sync` would die of it."""
+    launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
+    try:
+        assert launched.accelerator.ddp_handler.to_kwargs().get("static_graph", False) is False
+    finally:
+        close()
