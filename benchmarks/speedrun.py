@@ -146,7 +146,7 @@ def summary(found: Sequence[tuple[dict[str, Any], Sequence[float]]]) -> dict[str
 
 def lines(name: str, found: dict[str, Any]) -> str:
     """Return the result as text."""
-    times = found["times_fewer"]
+    times = found["times_fewer"] if found["level_reached"] else 0.0
     goals = {"floor": FLOOR, "target": TARGET, "stretch": STRETCH}
     met = [
         f"{word} {goal} ×: {'met' if times >= goal else 'not met'}" for word, goal in goals.items()
@@ -158,7 +158,7 @@ def lines(name: str, found: dict[str, Any]) -> str:
             f"level         {found['bits_per_byte']:.4f} bits per byte; {LEVEL} is {reached}",
             f"CPU seconds   {found['cpu_seconds']:.1f}",
             f"baseline      {found['baseline_cpu_seconds']:.0f} CPU seconds",
-            f"times fewer   {times:.1f} ({', '.join(met)})",
+            f"times fewer   {found['times_fewer']:.1f} ({', '.join(met)})",
             f"load          {found['load'][0]:.1f} before, {found['load'][1]:.1f} after",
         ]
     )

@@ -49,6 +49,14 @@ def test_the_mean_of_the_seeds_has_to_reach_the_level(
     assert found["level_reached"] is reached
 
 
+@pytest.mark.parametrize(("level", "met"), [(2.28, True), (2.29, False)])
+def test_no_goal_is_met_below_the_level(level: float, met: bool) -> None:
+    found = SPEEDRUN["summary"]([(run(level, 0.0, 60.0), [0.0, 1.0, 2.0, 4.0, 5.0])])
+    said = SPEEDRUN["lines"]("any", {**found, "seeds": [42], "load": [0.5, 0.5]})
+    assert ("floor 8 ×: met" in said) is met
+    assert "target 12 ×: not met" in said
+
+
 def test_each_record_of_the_page_is_a_config_that_loads() -> None:
     names = SPEEDRUN["records"](PAGE)
     folder = ROOT / "benchmarks" / "speedruns"
