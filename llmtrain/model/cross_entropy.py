@@ -15,8 +15,10 @@ fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def linear_cross_entropy(
     settings = _Settings(scale, softcap, z_loss, chunk_rows)
     if torch.is_grad_enabled():
         return _sum(hidden, weight, bias, labels, token_weights, settings)
-    rows = _Rows.of(hidden, weight, bias, labels, token_weights, settings)
+    rows = _in_rows(hidden, weight, bias, labels, token_weights, settings)
     return _losses(rows, _Wanted()).sum()
 
 
@@ -79,7 +81,7 @@ def token_losses(
 
     It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`.
     """
-    rows = _Rows.of(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
+    rows = _in_rows(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
     with torch.no_grad():
         return _losses(rows, _Wanted()).view(labels.shape)
 
@@ -101,7 +103,7 @@ class _Settings:
 class _Rows:
     """The positions in a row, and the head, in the dtype of the products.
 
-    hidden: (N, h); weight: (V, h); bias: (V,); labels: (N,); factors: (N,)
+    hidden: (N, h); weight: (V, h); bias: (V,); labels, factors: (N, 1)
     wide: the dtype of everything but the products: fp32, or fp64 as hidden
     """
 
@@ -113,32 +115,32 @@ class _Rows:
     wide: torch.dtype
     settings: _Settings
 
-    @staticmethod
-    def of(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        token_weights: Tensor | None,
-        settings: _Settings,
-    ) -> _Rows:
-        if isinstance(weight, DTensor):
-            raise TypeError("the head's weight is sharded: it must be gathered before its loss")
-        dtype = _compute_dtype(hidden)
-        wide = torch.promote_types(dtype, torch.float32)
-        flat = labels.flatten()
-        factors = (flat != NOT_TRAINED).to(wide)
-        if token_weights is not None:
-            factors = factors * token_weights.flatten()
-        return _Rows(
-            hidden.detach().flatten(0, -2).to(dtype),
-            weight.detach().to(dtype),
-            None if bias is None else bias.detach().to(wide),
-            flat.clamp(min=0),
-            factors,
-            wide,
-            settings,
-        )
+
+def _in_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    token_weights: Tensor | None,
+    settings: _Settings,
+) -> _Rows:
+    if isinstance(weight, DTensor):
+        raise TypeError("the head's weight is sharded: it must be gathered before its loss")
+    dtype = _compute_dtype(hidden)
+    wide = torch.promote_types(dtype, torch.float32)
+    column = labels.view(-1, 1)
+    factors = (column != NOT_TRAINED).to(wide)
+    if token_weights is not None:
+        factors = factors * token_weights.view(-1, 1)
+    return _Rows(
+        hidden.detach().flatten(0, -2).to(dtype),
+        weight.detach().to(dtype),
+        None if bias is None else bias.detach().to(wide),
+        column.clamp(min=0),
+        factors,
+        wide,
+        settings,
+    )
 
 
 @dataclass(slots=True)
@@ -161,11 +163,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
-        token_weights: Tensor | None,
-        settings: _Settings,
+        *others: Any,  # labels, token_weights, settings
     ) -> Tensor:
-        rows = _Rows.of(hidden, weight, bias, labels, token_weights, settings)
+        rows = _in_rows(hidden, weight, bias, *others)
         inputs = (rows.hidden, rows.weight, rows.bias)
         made = _Wanted(
             *(
@@ -209,49 +209,58 @@ def _casts(device: str) -> bool:
 
 
 def _losses(rows: _Rows, made: _Wanted) -> Tensor:
-    """Return the loss of each row, times its factor: (N,) fp32; add up the gradients in `made`."""
+    """Return the loss of each row, times its factor: (N, 1) fp32; add up the gradients in `made`.
+
+    Not many rows are one chunk, and then one piece, without views of parts: a small model's step
+    would pay for these.
+    """
     device = rows.hidden.device.type
+    most = chunk_of(device)
     with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
-        size = rows.settings.chunk_rows or chunk_of(device).rows(len(rows.weight))
-        count = len(rows.labels)
-        losses = rows.factors.new_empty(count)
-        buffer = rows.hidden.new_empty(min(size, count), len(rows.weight), dtype=_made_in(rows))
-        for first in range(0, max(1, count), size):
-            part = slice(first, min(first + size, count))
-            z = buffer[: part.stop - part.start]
-            _product(rows.hidden[part], rows.weight.t(), z)
-            dz = _chunk(rows, part, z, losses, gradient=made.anything)
-            if made.hidden is not None:
-                _product(dz, rows.weight, made.hidden[part])
+        size = min(len(rows.labels), rows.settings.chunk_rows or most.rows(len(rows.weight)))
+        logits = rows.hidden.new_empty(size, len(rows.weight), dtype=_made_in(rows))
+        scratch = torch.empty_like(logits[: most.piece], dtype=rows.wide)
+        losses: list[Tensor] = []
+        parts = _split(size, rows.hidden, rows.labels, rows.factors, made.hidden)
+        for number, (x, labels, factors, dx) in enumerate(parts):
+            z = _first(logits, len(x))
+            _product(x, rows.weight.t(), z)
+            narrow = z.dtype != x.dtype and made.anything
+            dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
+            pieces = _split(most.piece, z, labels, factors, dz if made.anything else None)
+            losses += (_piece(rows, scratch, *piece) for piece in pieces)
+            if dx is not None:
+                _product(dz, rows.weight, dx)
             if made.weight is not None:
-                add = _add_product if first else _product
-                add(dz.t(), rows.hidden[part], made.weight)
+                add = _add_product if number else _product
+                add(dz.t(), x, made.weight)
             if made.bias is not None:
                 summed = dz.sum(0, dtype=rows.wide)
-                made.bias.copy_(made.bias + summed if first else summed)
-        return losses
+                made.bias.copy_(made.bias + summed if number else summed)
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
 
 
-def _chunk(rows: _Rows, part: slice, z: Tensor, losses: Tensor, *, gradient: bool) -> Tensor:
-    """Write the losses of a chunk, and return the gradient of its products, in their dtype.
+def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield so many rows of each tensor at a time; of None, None."""
+    if len(tensors[0]) <= size:
+        yield tensors
+        return
+    yield from zip(*(repeat(None) if one is None else one.split(size) for one in tensors))
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Return the first rows."""
+    return tensor if len(tensor) == count else tensor[:count]
+
+
+def _piece(
+    rows: _Rows, scratch: Tensor, z: Tensor, labels: Tensor, factors: Tensor, dz: Tensor | None
+) -> Tensor:
+    """Return the losses of n rows, (n, 1); write the gradient of their products into `dz`, if any.
 
     z: the products, (n, V); used up
     """
-    narrow = rows.hidden.dtype
-    dz = z if z.dtype == narrow or not gradient else torch.empty_like(z, dtype=narrow)
-    piece = chunk_of(z.device.type).piece
-    scratch = torch.empty_like(z[:piece], dtype=rows.wide)
-    for begin in range(0, len(z), piece):
-        end = min(begin + piece, len(z))
-        own = slice(part.start + begin, part.start + end)
-        into = dz[begin:end] if gradient else None
-        losses[own] = _piece(rows, own, z[begin:end], scratch[: end - begin], into)
-    return dz
-
-
-def _piece(rows: _Rows, own: slice, z: Tensor, scratch: Tensor, dz: Tensor | None) -> Tensor:
-    """Return the losses of a few rows; write the gradient of their products into `dz`, if any."""
-    settings, factors = rows.settings, rows.factors[own]
+    settings = rows.settings
     logits = z.to(rows.wide)
     if rows.bias is not None:
         logits += rows.bias
@@ -261,19 +270,19 @@ def _piece(rows: _Rows, own: slice, z: Tensor, scratch: Tensor, dz: Tensor | Non
         logits.div_(settings.softcap).tanh_()
         slope = 1.0 - logits.square()
         logits *= settings.softcap
-    target = rows.labels[own, None]
-    torch.log_softmax(logits, -1, out=scratch)
-    nll = -scratch.gather(1, target)
+    logs = torch.log_softmax(logits, -1, out=_first(scratch, len(z)))
+    nll = -logs.gather(1, labels)
     if dz is not None:
-        norm = logits.gather(1, target) + nll if settings.z_loss else None  # logsumexp
-        scratch.exp_()
+        norm = logits.gather(1, labels) + nll if settings.z_loss else None  # logsumexp
+        logs.exp_()
         if norm is not None:
-            scratch *= 1.0 + 2.0 * settings.z_loss * norm
-        scratch.scatter_add_(1, target, torch.full_like(nll, -1.0))
+            logs *= 1.0 + 2.0 * settings.z_loss * norm
+        logs.scatter_add_(1, labels, torch.full_like(nll, -1.0))
         if settings.softcap is not None:
-            scratch *= slope
-        torch.mul(scratch, (factors * settings.scale)[:, None], out=dz)
-    return nll[:, 0] * factors
+            logs *= slope
+        scaled = factors if settings.scale == 1.0 else factors * settings.scale
+        torch.mul(logs, scaled, out=dz)
+    return nll * factors
 
 
 def _made_in(rows: _Rows) -> torch.dtype:
