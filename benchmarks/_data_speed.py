@@ -7,10 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 from _data_bench import BLOCKS, SEQ_LEN, Bench, opened
+from _group_texts import articles, group_texts
 
 
 @contextmanager
@@ -117,28 +117,12 @@ def beside(
 
 def with_datasets(bench: Bench) -> tuple[int, float]:
     """(tokens, CPU seconds) of what transformers' example for language models does, streaming."""
-    import datasets
     from torch.utils.data import DataLoader
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bench.tokenizer)
-    tokenizer.model_max_length = 1 << 30  # longer documents are meant
-
-    def group(columns: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = {name: list(chain(*lists)) for name, lists in columns.items()}
-        end = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
-        result = {
-            name: [ids[i : i + SEQ_LEN] for i in range(0, end, SEQ_LEN)]
-            for name, ids in joined.items()
-        }
-        return {**result, "labels": result["input_ids"].copy()}
-
-    files = sorted(str(path) for path in bench.data.glob("*.parquet"))
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-    names = rows.column_names
-    rows = rows.take(bench.sizes.documents)
-    tokens = rows.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=names)
-    grouped = tokens.map(group, batched=True).with_format("torch")
+    rows = articles(bench.data).take(bench.sizes.documents)
+    grouped = group_texts(rows, tokenizer, SEQ_LEN).with_format("torch")
     began = time.process_time()
     found = sum(batch["input_ids"].numel() for batch in DataLoader(grouped, batch_size=BLOCKS))
     return found, time.process_time() - began

@@ -12,10 +12,10 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from _group_texts import articles, group_texts
 from _rows import cpu_seconds, peak_mb
 
 SHAPE = {
@@ -106,35 +106,14 @@ def with_trainer(asked: dict[str, Any]) -> dict[str, Any]:
     return clock.found(warm) | {"settings": trainer_settings(arguments), "mean_loss": loss}
 
 
-def articles(asked: dict[str, Any]) -> Any:
-    """Return the articles as a stream of `datasets`."""
-    import datasets
-
-    files = sorted(str(path) for path in Path(asked["data"]).glob("*.parquet"))
-    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-
-
 def grouped(
     tokenizer: Any, asked: dict[str, Any], steps: int, lengths: list[int]
 ) -> tuple[Any, Callable[..., Any]]:
     """Return what transformers' example for language models does: tokenize, join, cut."""
     from transformers import default_data_collator
 
-    tokenizer.model_max_length = 1 << 30  # longer documents are meant
-
-    def group(columns: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = {name: list(chain(*lists)) for name, lists in columns.items()}
-        end = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
-        result = {
-            name: [ids[i : i + SEQ_LEN] for i in range(0, end, SEQ_LEN)]
-            for name, ids in joined.items()
-        }
-        return {**result, "labels": result["input_ids"].copy()}
-
-    rows = articles(asked)
-    names = rows.column_names
-    tokens = rows.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=names)
-    return tokens.map(group, batched=True), default_data_collator
+    rows = articles(Path(asked["data"]))
+    return group_texts(rows, tokenizer, SEQ_LEN), default_data_collator
 
 
 def padded(
@@ -153,7 +132,7 @@ def padded(
         lengths.extend(sum(mask) - 1 for mask in made["attention_mask"])
         return made
 
-    rows = articles(asked)
+    rows = articles(Path(asked["data"]))
     rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)
     return rows, DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
@@ -169,7 +148,11 @@ def by_length(
     from transformers import DataCollatorForLanguageModeling
 
     tokenizer.pad_token = tokenizer.eos_token
-    some = articles(asked).shuffle(seed=42, buffer_size=2000).take(4 * ROWS * (steps - 1))
+    some = (
+        articles(Path(asked["data"]))
+        .shuffle(seed=42, buffer_size=2000)
+        .take(4 * ROWS * (steps - 1))
+    )
     rows = datasets.Dataset.from_list(list(some))
     rows = rows.map(
         lambda batch: tokenizer(batch["text"], truncation=True, max_length=PADDED),

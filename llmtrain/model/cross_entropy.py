@@ -245,7 +245,8 @@ def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:
     if len(tensors[0]) <= size:
         yield tensors
         return
-    yield from zip(*(repeat(None) if one is None else one.split(size) for one in tensors))
+    split = (repeat(None) if one is None else one.split(size) for one in tensors)
+    yield from zip(*split, strict=False)  # None is repeated without an end
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:

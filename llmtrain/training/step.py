@@ -95,8 +95,9 @@ def flags(run: Run, *, look: bool = True) -> Flags:
 def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
     """Return this rank's part of the step's vector. loss_sum: () fp64 on the device."""
     squares = run.engine.squares()
-    bad = ~torch.isfinite(loss_sum + squares)
-    device = torch.stack([loss_sum, squares, bad.double()])
+    both = loss_sum + squares
+    bad = both - both != 0  # inf − inf and NaN − NaN are NaN; `isfinite` takes twice the operations
+    device = torch.stack([loss_sum, squares, bad])
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
     asked = flags(run, look=run.due.anything(run.step + 1))

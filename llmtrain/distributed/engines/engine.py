@@ -9,7 +9,7 @@ every bit on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -21,6 +21,8 @@ from llmtrain.distributed.engines import fsdp, replicas, state
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
 from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.types import Piece, Spec, StepVector
+
+_SMALL = 1 << 15  # elements; a larger tensor's own work is longer than a call
 
 
 class Engine(Protocol):
@@ -159,8 +161,7 @@ class TorchEngine(Engine):
         gradients = self._gradients() if self._counts else []
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
-        norms = torch._foreach_norm(gradients, 2, torch.float64)
-        return torch.stack(norms).square().sum().to(self._accelerator.device)
+        return _squares(gradients).to(self._accelerator.device)
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
@@ -240,6 +241,20 @@ class TorchEngine(Engine):
         """Return this rank's part of each gradient, which may be empty for a short parameter."""
         held = [p.grad for p in self._parameters if p.grad is not None]
         return [state.local(gradient) for gradient in held] if self._sharding else held
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Return Σ g² of some tensors, () fp64.
+
+    On a CPU an operation for each tensor costs more than the work on a small one, so small ones are
+    joined. CUDA has one kernel for all.
+    """
+    at_once = _SMALL if gradients[0].is_cpu else 0
+    large = [g for g in gradients if g.numel() > at_once]
+    norms = list(torch._foreach_norm(large, 2, torch.float64)) if large else []
+    if small := [g.flatten() for g in gradients if g.numel() <= at_once]:
+        norms.append(torch.cat(small).double().norm())
+    return torch.stack(norms).square().sum()
 
 
 def not_finite(sums: StepVector) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import platform
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,16 +102,23 @@ def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.M
     assert losses == pytest.approx(own, rel=1e-5)
 
 
-def test_pf_6_a_step_makes_as_many_calls_as_were_recorded(
+def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     tmp_path: Path, counting: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The tuned loop is counted beside it, as torch and Python have their own numbers of calls."""
     recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]
-    if (platform.python_version(), torch.__version__) != (recorded["python"], recorded["torch"]):
-        pytest.skip(f"recorded with torch {recorded['torch']} and Python {recorded['python']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = importlib.import_module("loop").settings(tmp_path / "run", counting.STEPS)
-    found = counting.row(llmtrain.load_config(write_config(tmp_path, settings)))
-    assert found["counts"]["llmtrain"] == pytest.approx(recorded["counts"]["llmtrain"], rel=0.02)
+    found = added(counting.row(llmtrain.load_config(write_config(tmp_path, settings))))
+    most = added(recorded)
+    assert set(found) == {"aten_operations", "host_reads", "python_calls"}
+    assert {name for name, count in found.items() if count > 1.15 * most[name]} == set()
+
+
+def added(row: dict[str, Any]) -> dict[str, float]:
+    """The counts of llmtrain's step less those of the tuned loop's."""
+    own, tuned = row["counts"]["llmtrain"], row["counts"]["bare_tuned"]
+    return {name: count - tuned[name] for name, count in own.items()}
 
 
 @pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])
