@@ -249,7 +249,7 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     On a CPU an operation for each tensor costs more than the work on a small one, so small ones are
     joined. CUDA has one kernel for all.
     """
-    at_once = _SMALL if gradients[0].is_cpu else 0
+    at_once = _SMALL if gradients[0].is_cpu else -1
     large = [g for g in gradients if g.numel() > at_once]
     norms = list(torch._foreach_norm(large, 2, torch.float64)) if large else []
     if small := [g.flatten() for g in gradients if g.numel() <= at_once]:
