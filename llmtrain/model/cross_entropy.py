@@ -128,10 +128,10 @@ def _in_rows(
         raise TypeError("the head's weight is sharded: it must be gathered before its loss")
     dtype = _compute_dtype(hidden)
     wide = torch.promote_types(dtype, torch.float32)
-    column = labels.view(-1, 1)
+    column = labels.reshape(-1, 1)
     factors = (column != NOT_TRAINED).to(wide)
     if token_weights is not None:
-        factors = factors * token_weights.view(-1, 1)
+        factors = factors * token_weights.reshape(-1, 1)
     return _Rows(
         hidden.detach().flatten(0, -2).to(dtype),
         weight.detach().to(dtype),
