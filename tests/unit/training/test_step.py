@@ -105,18 +105,13 @@ def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.M
 def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     tmp_path: Path, counting: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tuned loop is counted beside it, as torch and Python have their own numbers of calls.
-
-    Some calls come by the clock: a look for files, the status.
-    """
+    """The tuned loop is counted beside it, as torch and Python have their own numbers of calls."""
     recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = importlib.import_module("loop").settings(tmp_path / "run", counting.STEPS)
     found = added(counting.row(llmtrain.load_config(write_config(tmp_path, settings))))
     most = added(recorded)
-    assert found["aten_operations"] <= 1.1 * most["aten_operations"]
-    assert found["host_reads"] <= most["host_reads"]
-    assert found["python_calls"] <= 2 * most["python_calls"]
+    assert {name for name, count in found.items() if count > 1.1 * most[name]} == set()
 
 
 def added(row: dict[str, Any]) -> dict[str, float]:
