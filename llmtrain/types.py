@@ -323,14 +323,9 @@ class StepVector:
         return self.data[SLOTS.index(slot)]
 
     @cached_property
-    def norm(self) -> torch.Tensor:
-        """The root of `squares`, () fp32, which is the gradient norm once all ranks are summed."""
-        return self["squares"].sqrt().float()
-
-    @cached_property
-    def tokens(self) -> torch.Tensor:
-        """Trained tokens of the step, as a tensor of shape ()."""
-        return self.data[len(SLOTS) :].sum()
+    def values(self) -> list[float]:
+        """The numbers on the host. Waits for the device."""
+        return self.data.tolist()
 
 
 @dataclass(frozen=True, slots=True)

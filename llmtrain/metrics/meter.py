@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -39,7 +40,7 @@ class Decides(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Sent:
     step: int
-    host: Tensor
+    values: Callable[[], list[float]]
     seconds: float
     started: torch.cuda.Event | None = None
     arrived: torch.cuda.Event | None = None
@@ -81,16 +82,23 @@ class Meter:
         self._start = time.perf_counter()
         self._started = self._mark() if self._cuda else None
 
-    def send(self, sums: StepVector, norm: Tensor) -> None:
-        """Queue the copy of a step's numbers to the host. norm: () fp32, before clipping."""
-        packed = torch.cat([sums.data, norm.double().reshape(1)])
+    def send(self, sums: StepVector, norm: Tensor | float) -> None:
+        """Queue the copy of a step's numbers to the host.
+
+        norm: before clipping, () fp32 on the device or a number
+        """
         arrived = None
-        if self._cuda:
-            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            packed, arrived = host, self._mark()
+        if isinstance(norm, Tensor):
+            packed = torch.cat([sums.data, norm.double().reshape(1)])
+            if self._cuda:
+                host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+                host.copy_(packed, non_blocking=True)
+                packed, arrived = host, self._mark()
+            values = packed.tolist
+        else:
+            values = partial(list, (*sums.values, norm))
         seconds = time.perf_counter() - self._start
-        self._pending.append(_Sent(self._step, packed, seconds, self._started, arrived))
+        self._pending.append(_Sent(self._step, values, seconds, self._started, arrived))
 
     def receive(self, step: int, due: Decides) -> Iterator[Numbers]:
         """Yield the numbers of the previous step, and those of `step` if anything is due at it.
@@ -110,7 +118,7 @@ class Meter:
             sent.arrived.synchronize()
             seconds = sent.started.elapsed_time(sent.arrived) / 1000
         self.step_seconds = seconds
-        values = sent.host.tolist()
+        values = sent.values()
         slots = dict(zip(SLOTS, values, strict=False))
         tokens = [round(value) for value in values[len(SLOTS) : -1]]
         norm = values[-1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmtrain import faults, heartbeat
+from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
@@ -32,9 +35,8 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     The gradient is that of the mean loss over all trained tokens of the step on all ranks, however
     the blocks are distributed. DDP averages gradients over ranks, hence the factor `world_size`.
     """
-    tokens = trained_tokens(run, batch)  # () on the device; constant where all blocks are full
-    scale = run.ranks.world_size / tokens.clamp(min=1)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    scale = gradient_scale(run, batch)  # () on the device
+    losses: list[Tensor] = []  # each () fp32
     forwards = micro_batches(run, batch)  # device tensors, each (B, T)
     for index, micro_batch in enumerate(forwards):
         faults.hit("loop.micro")
@@ -42,21 +44,24 @@ def update(run: Run, batch: Batch, factor: float) -> None:
         with run.engine.micro(last=index == len(forwards) - 1):  # the last reduces gradients
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)
-        loss_sum += loss.detach()
+        losses.append(loss.detach())
     heartbeat.beat("the reduction of a step")
-    sums = sum_vector(step_vector(run, batch, loss_sum))  # fp64; all numbers in one reduction
-    run.engine.clip(sums, run.max_grad_norm)  # on the device, as is the skip below
+    sums = sum_vector(step_vector(run, batch, losses))  # fp64; all numbers in one reduction
+    run.engine.clip(sums, run.max_grad_norm)  # decided on the device, as is the skip below
     run.checkpoints.wait_snapshot()  # a background save may still be copying these weights
     run.engine.step(factor, sums)  # a non-finite update is never applied
     run.meter.send(sums, run.engine.norm(sums))  # received at the next boundary
 
 
-def trained_tokens(run: Run, batch: Batch) -> Tensor:
-    """Return the number of trained tokens of the step on all ranks: () fp32 on the device."""
-    if run.data.manifest.always_full:
-        full = run.config.training.global_batch_size * run.config.data.seq_len
-        return on(run.device, np.array(full, np.float32))
-    return sum_over_ranks(on(run.device, np.array(batch.trained_tokens, np.float32)))
+def gradient_scale(run: Run, batch: Batch) -> Tensor:
+    """Return ranks / the step's trained tokens on all of them: () fp32 on the device.
+
+    Tokens are added up over the ranks only where these may have different numbers of them.
+    """
+    ranks, own = run.ranks.world_size, batch.trained_tokens
+    if ranks == 1 or run.data.manifest.always_full:
+        return on(run.device, np.array(np.float32(1 / max(ranks * own, 1)) * ranks, np.float32))
+    return ranks / sum_over_ranks(on(run.device, np.array(own, np.float32))).clamp(min=1)
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
@@ -88,20 +93,24 @@ def flags(run: Run, *, look: bool = True) -> Flags:
 
     look: as `Requests.flags` takes it
     """
-    asked = run.requests.flags(run.signals.reason, look=look)
-    return replace(asked, **run.checkpoints.flags())
+    asked, writer = run.requests.flags(run.signals.reason, look=look), run.checkpoints.flags()
+    return replace(asked, **writer) if any(writer.values()) else asked
 
 
-def step_vector(run: Run, batch: Batch, loss_sum: Tensor) -> StepVector:
-    """Return this rank's part of the step's vector. loss_sum: () fp64 on the device."""
+def step_vector(run: Run, batch: Batch, losses: Sequence[Tensor]) -> StepVector:
+    """Return this rank's part of the step's vector. losses: of the micro-batches, () fp32 each."""
     squares = run.engine.squares()
-    both = loss_sum + squares
-    bad = both - both != 0  # inf − inf and NaN − NaN are NaN; `isfinite` takes twice the operations
-    device = torch.stack([loss_sum, squares, bad])
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
     asked = flags(run, look=run.due.anything(run.step + 1))
     said = host_part(batch, asked, run.ranks.world_size, labels, failed=failed)
+    if not clipping.queues(run.device):
+        loss_sum, own = sum(loss.item() for loss in losses), squares.item()
+        bad = not math.isfinite(loss_sum + own)
+        return StepVector(torch.tensor([loss_sum, own, bad, *said], dtype=torch.float64))
+    total = reduce(torch.add, losses[1:], losses[0].double())  # in order, as `sum` above
+    both = total + squares
+    device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
     return StepVector(torch.cat([device, on(run.device, np.array(said))]))
 
 

@@ -1,14 +1,12 @@
 """The engine of a strategy: how it runs a micro-batch, and clips and applies the gradients.
 
 `TorchEngine` drives DDP, FSDP2, HSDP and a single process. A step does not wait for the device,
-except with offloaded shards, which are updated on the host. The norm, clipping and the decision to
-skip a bad update are computed on the device from the step's reduced vector, so they are equal in
-every bit on all ranks.
+except with offloaded shards, which are updated on the host. How far to clip and whether to skip a
+bad update is decided from the step's reduced vector (clipping.py), so equally on all ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -17,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llmtrain.distributed.engines import fsdp, replicas, state
+from llmtrain.distributed.engines import clipping, fsdp, replicas, state
 from llmtrain.distributed.engines.batch_norm import with_common_statistics
 from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.types import Piece, Spec, StepVector
@@ -58,8 +56,8 @@ class Engine(Protocol):
     def step(self, factor: float, sums: StepVector) -> None:
         """Update the weights at each group's rate times `factor`, unless `sums` forbids it."""
 
-    def norm(self, sums: StepVector) -> Tensor:
-        """Return () fp32: the gradient norm before clipping."""
+    def norm(self, sums: StepVector) -> Tensor | float:
+        """Return the gradient norm before clipping: () fp32 on CUDA, else a number."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -165,9 +163,14 @@ class TorchEngine(Engine):
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
-        if max_norm is not None:
-            factor = (max_norm / (sums.norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(self._gradients(), factor.to(self._updates_on))
+        if max_norm is None:
+            return
+        factor = clipping.clip_factor(self._here(sums), max_norm)
+        if isinstance(factor, float):
+            if factor == 1.0:
+                return
+            factor = torch.tensor(factor)  # torch would make one for each gradient
+        torch._foreach_mul_(self._gradients(), factor)
 
     def step(self, factor: float, sums: StepVector) -> None:
         """See `Engine.step`.
@@ -176,13 +179,13 @@ class TorchEngine(Engine):
         counts. Other kernels have no such flag, so for them this waits for the device.
         """
         self._set_rates(factor)
-        refused = not_finite(sums)
-        if self._fused:
+        refused = clipping.refused(self._here(sums))
+        if self._fused and isinstance(refused, Tensor):
             # Must be 0 or 1: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
-            found_inf = refused.float().to(self._updates_on)
-            self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # of fused kernels
+            self._optimizer.found_inf = refused.float()  # type: ignore[attr-defined]  # of fused kernels
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # ditto
-        if self._fused or not bool(refused):
+            self._optimizer.step()
+        elif not refused:
             self._optimizer.step()
         self.clear()
 
@@ -191,9 +194,9 @@ class TorchEngine(Engine):
         for parameter in self._parameters:
             parameter.grad = None
 
-    def norm(self, sums: StepVector) -> Tensor:
-        """Return () fp32: the square root of the sum of squares over all ranks."""
-        return sums.norm
+    def norm(self, sums: StepVector) -> Tensor | float:
+        """See `Engine.norm`. It is the square root of the sum of squares over all ranks."""
+        return clipping.norm(sums)
 
     def create_state(self) -> None:
         """See `Engine.create_state`."""
@@ -232,10 +235,10 @@ class TorchEngine(Engine):
         named = dict(self._bare.named_parameters()) if base else state.named_parameters(self._bare)
         return replicas.unequal(list(named), [state.local(p) for p in named.values()], count)
 
-    @property
-    def _updates_on(self) -> torch.device:
+    def _here(self, sums: StepVector) -> StepVector:
+        """Return the vector where updates are made: on the host if the shards are offloaded."""
         offload = self._sharding is not None and self._sharding.offload
-        return torch.device("cpu") if offload else self._accelerator.device
+        return StepVector(sums.data.cpu()) if offload else sums
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, which may be empty for a short parameter."""
@@ -255,10 +258,3 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     if small := [g.flatten() for g in gradients if g.numel() <= at_once]:
         norms.append(torch.cat(small).double().norm())
     return torch.stack(norms).square().sum()
-
-
-def not_finite(sums: StepVector) -> Tensor:
-    """Return () bool on the device: whether the update of this step must not be applied."""
-    failed = sums["not_finite"] + sums["data_failed"]
-    # A comparison with NaN is false, so these hold only for a finite norm.
-    return ~((failed == 0) & (sums.tokens > 0) & (sums.norm < math.inf))

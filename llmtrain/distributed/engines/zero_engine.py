@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from llmtrain.distributed.engines import state, zero_state
-from llmtrain.distributed.engines.engine import Engine, not_finite
+from llmtrain.distributed.engines.clipping import refused
+from llmtrain.distributed.engines.engine import Engine
 from llmtrain.types import Piece, Spec, StepVector
 
 
@@ -67,7 +68,7 @@ class DeepSpeedEngine(Engine):
     def step(self, factor: float, sums: StepVector) -> None:
         """See `Engine.step`. The host decides whether to step, so this waits for the device."""
         self._set_rates(factor)
-        forbidden = bool(not_finite(sums))
+        forbidden = bool(refused(sums))
         with overflowing(self._zero) if forbidden else nullcontext():
             self._model.step()
 
