@@ -30,8 +30,8 @@ def batch_of(
     for row, block in enumerate(blocks):
         ids[row] = block.ids
     labels = ids[:, 1:].astype(np.int64)
-    _leave_out(labels, blocks, document_mask=manifest.document_mask)
-    trained = np.count_nonzero(labels != NOT_TRAINED, axis=1).tolist()
+    names = manifest.labels
+    trained = _leave_out(labels, blocks, document_mask=manifest.document_mask)
     return Batch(
         ids=ids,
         labels=labels,
@@ -40,20 +40,27 @@ def batch_of(
         cursors={g % manifest.lanes: block.cursors for g, block in numbered},
         digest=_digest([g for g, _ in numbered], ids, labels, trained),
         first_block=first_block,
-        sources=_tokens(blocks, trained, manifest.labels),
-        counts=_counts(blocks, manifest.labels),
+        sources=_tokens(blocks, trained, names),
+        counts=_counts(blocks, names),
         wait_seconds=wait_seconds,
         ended=ended,
     )
 
 
-def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> None:
-    """Set a label to −100 where it belongs to the next document, or is not trained."""
+def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> list[int]:
+    """Set a label to −100 where it belongs to the next document, or is not trained.
+
+    Return how many of each row are trained.
+    """
+    if not document_mask and all(block.trained is None for block in blocks):
+        return [labels.shape[1]] * len(blocks)
     for row, block in enumerate(blocks):
         if document_mask:
             labels[row, block.starts[1:] - 1] = NOT_TRAINED
         if block.trained is not None:
             labels[row, ~block.trained] = NOT_TRAINED
+    trained: list[int] = np.count_nonzero(labels != NOT_TRAINED, axis=1).tolist()
+    return trained
 
 
 def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
@@ -82,11 +89,12 @@ def _digest(
 def _tokens(
     blocks: Sequence[Block], trained: Sequence[int], labels: tuple[str, ...]
 ) -> dict[str, int]:
-    tokens: Counter[str] = Counter()
+    tokens: dict[str, int] = {}
     for block, count in zip(blocks, trained, strict=True):
         if block.source >= 0:
-            tokens[labels[block.source]] += count
-    return dict(tokens)
+            label = labels[block.source]
+            tokens[label] = tokens.get(label, 0) + count
+    return tokens
 
 
 def _counts(blocks: Sequence[Block], labels: tuple[str, ...]) -> Mapping[str, Mapping[str, int]]:

@@ -81,8 +81,8 @@ def token_losses(
 
     It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`.
     """
-    rows = _in_rows(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
     with torch.no_grad():
+        rows = _in_rows(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
         return _losses(rows, _Wanted()).view(labels.shape)
 
 
@@ -133,9 +133,9 @@ def _in_rows(
     if token_weights is not None:
         factors = factors * token_weights.reshape(-1, 1)
     return _Rows(
-        hidden.detach().flatten(0, -2).to(dtype),
-        weight.detach().to(dtype),
-        None if bias is None else bias.detach().to(wide),
+        hidden.flatten(0, -2).to(dtype),
+        weight.to(dtype),
+        None if bias is None else bias.to(wide),
         column.clamp(min=0),
         factors,
         wide,
@@ -278,7 +278,7 @@ def _piece(
         logs.exp_()
         if norm is not None:
             logs *= 1.0 + 2.0 * settings.z_loss * norm
-        logs.scatter_add_(1, labels, torch.full_like(nll, -1.0))
+        logs.scatter_(1, labels, -1.0, reduce="add")
         if settings.softcap is not None:
             logs *= slope
         scaled = factors if settings.scale == 1.0 else factors * settings.scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.training.run.run import Run
-from llmtrain.types import FLAGS, SLOTS, Batch, Flags, StepVector
+from llmtrain.types import FLAGS, Batch, Flags, StepVector
 
 
 def begin(run: Run, step: int) -> None:
@@ -60,8 +60,14 @@ def gradient_scale(run: Run, batch: Batch) -> Tensor:
     """
     ranks, own = run.ranks.world_size, batch.trained_tokens
     if ranks == 1 or run.data.manifest.always_full:
-        return on(run.device, np.array(np.float32(1 / max(ranks * own, 1)) * ranks, np.float32))
+        return _scale(ranks, max(ranks * own, 1), run.device)
     return ranks / sum_over_ranks(on(run.device, np.array(own, np.float32))).clamp(min=1)
+
+
+@lru_cache(maxsize=1)
+def _scale(ranks: int, tokens: int, device: torch.device) -> Tensor:
+    """Return ranks / tokens; in most runs every step has as many. torch has the reciprocal too."""
+    return on(device, np.array(np.float32(1 / tokens) * ranks, np.float32))
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
@@ -70,7 +76,10 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     labels = on(run.device, batch.labels)
     size = run.built.micro_batch_size
     parts = [slice(first, first + size) for first in range(0, len(ids), size)]
-    rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
+    if len(parts) == 1:
+        rows: list[dict[str, Any]] = [{"input_ids": ids, "labels": labels}]
+    else:
+        rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
     if batch.starts is None:  # documents may attend to each other
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
@@ -117,15 +126,11 @@ def step_vector(run: Run, batch: Batch, losses: Sequence[Tensor]) -> StepVector:
 def host_part(
     batch: Batch, flags: Flags, world_size: int, labels: tuple[str, ...], *, failed: bool
 ) -> list[float]:
-    """Return the slots of `StepVector` after the first three, then each source's trained tokens."""
-    said = {
-        "data_failed": failed,
-        **{f"digest_{k}": (batch.digest >> (16 * k)) & 0xFFFF for k in range(4)},
-        "wait_seconds": batch.wait_seconds / world_size,
-        **{name: getattr(flags, name) for name in FLAGS},  # each has a slot with its name
-        "padding_only": not batch.sources,
-        "ended": batch.ended,
-    }
-    return [float(said[slot]) for slot in SLOTS[3:]] + [
+    """Return `SLOTS` after the first three, in their order, then each source's trained tokens."""
+    limbs = [(batch.digest >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]
+    said = [getattr(flags, name) for name in FLAGS]  # each has a slot with its name
+    padding_only = not batch.sources
+    values = [failed, *limbs, batch.wait_seconds / world_size, *said, padding_only, batch.ended]
+    return [float(value) for value in values] + [
         float(batch.sources.get(label, 0)) for label in labels
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny import lines, tiny_config, write_config
@@ -20,6 +21,8 @@ from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.training import loop
 from llmtrain.training.run.journal import RunLog
 from llmtrain.training.run.run import Run
+from llmtrain.training.step import host_part
+from llmtrain.types import FLAGS, SLOTS, Batch, Flags
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results" / "loop.json"
@@ -120,6 +123,19 @@ def added(row: dict[str, Any]) -> dict[str, float]:
     """The counts of llmtrain's step less those of the tuned loop's."""
     own, tuned = row["counts"]["llmtrain"], row["counts"]["bare_tuned"]
     return {name: count - tuned[name] for name, count in own.items()}
+
+
+def test_each_number_of_the_host_is_in_its_slot() -> None:
+    ids = np.zeros((1, 2), np.int32)
+    batch = Batch(ids, ids, 5, None, {}, 0x4444333322221111, 0, {"b": 5}, {}, 3.0, ended=True)
+    for flag in FLAGS:
+        said = host_part(batch, Flags(**{flag: True}), 2, ("a", "b"), failed=True)
+        named = dict(zip(SLOTS[3:], said, strict=False))
+        assert {name for name in FLAGS if named[name]} == {flag}
+        assert [named[f"digest_{k}"] for k in range(4)] == [0x1111, 0x2222, 0x3333, 0x4444]
+        assert (named["data_failed"], named["wait_seconds"], named["ended"]) == (1.0, 1.5, 1.0)
+        assert named["padding_only"] == 0.0
+        assert said[len(SLOTS) - 3 :] == [0.0, 5.0]
 
 
 @pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])
