@@ -322,6 +322,10 @@ class StepVector:
     def __getitem__(self, slot: str) -> torch.Tensor:
         return self.data[SLOTS.index(slot)]
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.data[len(SLOTS) :].sum()
+
     @cached_property
     def values(self) -> list[float]:
         """The numbers on the host. Waits for the device."""

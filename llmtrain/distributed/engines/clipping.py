@@ -45,9 +45,8 @@ def refused(sums: StepVector) -> Tensor | bool:
     before = norm(sums)
     if isinstance(before, Tensor):
         failed = sums["not_finite"] + sums["data_failed"]
-        tokens = sums.data[len(SLOTS) :].sum()
         # A comparison with NaN is false, so these hold only for a finite norm.
-        return ~((failed == 0) & (tokens > 0) & (before < math.inf))
+        return ~((failed == 0) & (sums.tokens > 0) & (before < math.inf))
     failed_on = _value(sums, "not_finite") + _value(sums, "data_failed")
     return failed_on > 0 or not any(sums.values[len(SLOTS) :]) or not math.isfinite(before)
 
