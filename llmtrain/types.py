@@ -324,6 +324,7 @@ class StepVector:
 
     @property
     def tokens(self) -> torch.Tensor:
+        """Return the number of trained tokens of all sources: () fp64."""
         return self.data[len(SLOTS) :].sum()
 
     @cached_property
