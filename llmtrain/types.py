@@ -356,10 +356,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt and the text that follows it."""
+    """A prompt and the text that follows it, which took `seconds` to write."""
 
     prompt: str
     text: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.checks import Rule
 from llmtrain.config.keys import Key, all_keys, general_name, sections
-from llmtrain.config.schema import Config, Section
+from llmtrain.config.schema import Config, Origin, Section
 from llmtrain.config.suggestions import guess, near_section
 from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 
@@ -44,16 +44,29 @@ def load_config(
     """
     document = yaml12.parse(_text(Path(path)))
     tree = _tree(document, str(path))
+    origins = _origins(tree)
     for override in overrides:
         try:
-            _override(tree, override, document.source)
+            origins[_override(tree, override, document.source)] = "command line"
         except UserError as error:
             document.problems += error.problems
     config, found = _validate(tree, document.source, rules)
     problems = secrets.clear([*document.problems, *found], secrets.in_config(tree))
     if problems or config is None:
         raise UserError(*problems, where=str(path))
-    return _complete(config, Path(path).stem)
+    complete = _complete(config, Path(path).stem)
+    complete._origins.update(origins)
+    return complete
+
+
+def _origins(tree: Tree) -> dict[str, Origin]:
+    """Return the origin of each key that a file sets."""
+    return {
+        f"{section}.{key}": "file"
+        for section, keys in tree.items()
+        if isinstance(keys, dict)
+        for key in keys
+    }
 
 
 def _complete(config: Config, name: str) -> Config:
@@ -109,8 +122,11 @@ def _tree(document: yaml12.Document, path: str) -> Tree:
 # --- overrides
 
 
-def _override(tree: Tree, override: str, source: dict[yaml12.Path, str]) -> None:
-    """Put one `section.key=value` into the tree. Raises UserError if that is not possible."""
+def _override(tree: Tree, override: str, source: dict[yaml12.Path, str]) -> str:
+    """Put one `section.key=value` into the tree, and return the key.
+
+    Raises UserError if that is not possible.
+    """
     name, equals, text = override.partition("=")
     parts, shown = name.split("."), secrets.hide_unparsed(override)
     if not equals or not all(parts):
@@ -126,6 +142,7 @@ def _override(tree: Tree, override: str, source: dict[yaml12.Path, str]) -> None
     for old in [old for old in source if old[: len(path)] == path]:
         del source[old]
     source |= {(*path, *inner): raw for inner, raw in value.source.items()}
+    return name
 
 
 def _place(tree: Tree, parts: list[str], value: object) -> yaml12.Path:

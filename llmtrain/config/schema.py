@@ -7,16 +7,18 @@ the reference page show.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from llmtrain.types import Algorithm
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
+Origin = Literal["file", "command line"]
 AboveZero = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -367,6 +369,20 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Who set each key that is not at its default: dotted key → origin."""
+        return self._origins
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal, whoever has set them."""
+        return isinstance(other, Config) and dict(self) == dict(other)
+
+    def __hash__(self) -> int:
+        """Hash the values."""
+        return hash(tuple(dict(self).values()))
 
     @property
     def run_dir(self) -> Path:

@@ -1,28 +1,197 @@
-"""The share of a run's wall time that was spent on steps that were not redone."""
+"""Where the time of a run went, from `metrics.jsonl` alone.
+
+Each second has one owner. The record is cut into stretches, from one `train` line to the next:
+
+    born ── start ──── train 10 ──────── train 20 ─── (killed)        born ── start ─ …
+    └─ starting ┴ training ┴ training, saving ┴ other  ┴──── down ────┴─ starting ┴ …
+
+A `train` line says how long its steps took and how long they waited for data; an `eval`, `sample`
+or `checkpoint` line says how long it held up the loop. The trap: numbers arrive a step late, so
+that a line's seconds may lie partly in a neighbouring stretch. What does not fit into a stretch is
+carried to the next one, not cut off.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from llmtrain.rundir import record
 
+OWNERS = (
+    "training", "waiting", "evaluating", "saving", "starting", "redone", "down", "other"
+)  # fmt: skip
+
+_Line = Mapping[str, Any]
+_Seconds = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a run's time.
+
+    begin, end: Unix seconds
+    seconds: owner → its seconds, which add up to end − begin; owners without time are missing
+    """
+
+    begin: float
+    end: float
+    seconds: Mapping[str, float]
+
 
 def goodput(run_dir: Path) -> float | None:
-    """Return the seconds of steps that were not redone, divided by the run's wall seconds.
+    """Return the share of a run's time in which steps ran that were not redone.
 
-    The wall time begins with the first start and includes the time between starts. Only
-    `metrics.jsonl` is read. Returns None before the first step.
+    The time begins when the first start was launched, lasts until now, and includes the time
+    between starts. Returns None before the first step.
     """
     lines = record.record(run_dir)
-    final: dict[int, float] = {}
-    for line in lines:
-        if line["kind"] == "start":  # steps after the one that it resumes from are redone
-            final = {step: seconds for step, seconds in final.items() if step <= line["step"]}
-        elif line["kind"] == "train" and "span_seconds" in line:
-            final[line["step"]] = line["span_seconds"]
-    if not final:
+    if not any(line["kind"] == "train" for line in lines):
         return None
     now = time.time()  # noqa: TID251  # compared with time stamps of earlier processes
-    wall = now - min(line["time"] for line in lines)
-    return min(1.0, sum(final.values()) / wall) if wall > 0 else None
+    return share_of_steps(totals(stretches(lines, until=now)))
+
+
+def share_of_steps(seconds: Mapping[str, float]) -> float | None:
+    """Return the goodput for the seconds of each owner; None if there are none."""
+    wall = sum(seconds.values())
+    steps = seconds.get("training", 0.0) + seconds.get("waiting", 0.0)
+    return steps / wall if wall > 0 else None
+
+
+def totals(found: Iterable[Stretch]) -> dict[str, float]:
+    """Return the seconds of every owner, in the order of OWNERS; 0 for those without any."""
+    total = dict.fromkeys(OWNERS, 0.0)
+    for stretch in found:
+        for owner, seconds in stretch.seconds.items():
+            total[owner] += seconds
+    return total
+
+
+def stretches(lines: Sequence[_Line], *, until: float = 0.0) -> list[Stretch]:
+    """Divide the time of a run among OWNERS.
+
+    lines: the record, oldest first. A clock that goes back makes no negative time.
+    until: Unix seconds at which the last stretch ends, if that is later than the last line
+
+    Lines of older versions may lack fields; their seconds are then "other".
+    """
+    redone = _redone(lines)
+    found: list[Stretch] = []
+    now = 0.0
+    for first, after in _starts(lines):
+        own, begin = lines[first:after], _born(lines[first])
+        if found and begin > now:
+            found.append(Stretch(now, begin, {"down": begin - now}))
+        now = max(now, begin)
+        last = until if after == len(lines) else 0.0
+        found += _of_start(own, redone[first:after], now, last)
+        now = found[-1].end if found else now
+    return found
+
+
+def _starts(lines: Sequence[_Line]) -> Iterable[tuple[int, int]]:
+    """Yield the range of lines of each start; lines before the first one are a range, too."""
+    edges = [0, *(n for n, line in enumerate(lines) if line["kind"] == "start" and n), len(lines)]
+    return [(one, other) for one, other in pairwise(edges) if one < other]
+
+
+def _born(line: _Line) -> float:
+    """Return when the process of a start began; in older records, when it wrote its first line."""
+    born = _positive(line.get("born"))
+    return min(born, float(line["time"])) if born else float(line["time"])
+
+
+def _redone(lines: Sequence[_Line]) -> list[bool]:
+    """Whether each line is of a step that a later start went back behind."""
+    found, resumed = [], float("inf")
+    for line in reversed(lines):
+        found.append(line["step"] > resumed)
+        if line["kind"] == "start":
+            resumed = min(resumed, line["step"])
+    return found[::-1]
+
+
+def _of_start(
+    lines: Sequence[_Line], redone: Sequence[bool], begin: float, until: float
+) -> list[Stretch]:
+    """Return the stretches of one start, whose time begins at `begin`."""
+    edges: list[float] = [begin]
+    claims: list[_Seconds] = [{}]
+    rest = "starting"  # who owns what nobody claims
+    rests = []
+    for line, again in zip(lines, redone, strict=True):
+        edge = max(edges[-1], float(line["time"]))
+        for owner, claimed in _claims(line, again=again).items():
+            claims[-1][owner] = claims[-1].get(owner, 0.0) + claimed
+        if line["kind"] == "train":
+            edges.append(edge)
+            claims.append({})
+            rests.append(rest)
+            rest = "other"
+    edges.append(max(edges[-1], until, float(lines[-1]["time"])))
+    rests.append(rest)
+    lengths = [end - start for start, end in pairwise(edges)]
+    given = _pour(claims, lengths)
+    found = []
+    for start, length, seconds, owner in zip(edges, lengths, given, rests, strict=False):
+        left = max(0.0, length - sum(seconds.values()))
+        if length > 0:
+            own = seconds | {owner: seconds.get(owner, 0.0) + left}
+            found.append(Stretch(start, start + length, own))
+    return found
+
+
+def _claims(line: _Line, *, again: bool) -> _Seconds:
+    """Return the seconds that a line gives to owners."""
+    kind = line["kind"]
+    if kind == "train":
+        span = _positive(line.get("span_seconds"))
+        wait = min(span, _positive(line.get("span_wait_seconds")))
+        return {"redone": span} if again else {"training": span - wait, "waiting": wait}
+    if kind in ("eval", "sample"):
+        return {"evaluating": _positive(line.get("seconds"))}
+    if kind == "checkpoint":
+        return {"saving": _positive(line.get("blocked_seconds"))}
+    return {}
+
+
+def _pour(claims: Sequence[_Seconds], lengths: Sequence[float]) -> list[_Seconds]:
+    """Fit the claims into stretches of these lengths, each as near to its own as there is room.
+
+    What does not fit is carried to later stretches, then to earlier ones. If all claims together
+    are longer than the start, which only a changed clock can cause, the rest is dropped.
+    """
+    given: list[_Seconds] = [{} for _ in lengths]
+    carried: _Seconds = {}
+    for own, length, into in zip(claims, lengths, given, strict=True):
+        for owner, seconds in own.items():
+            carried[owner] = carried.get(owner, 0.0) + seconds
+        _move(carried, into, length)
+    for length, into in zip(reversed(lengths), reversed(given), strict=True):
+        if not carried:
+            break
+        _move(carried, into, length)
+    return given
+
+
+def _move(carried: _Seconds, into: _Seconds, length: float) -> None:
+    """Move as many seconds as there is room for, a like part of each owner's."""
+    wanted, room = sum(carried.values()), length - sum(into.values())
+    if wanted <= 0 or room <= 0:
+        return
+    part = min(1.0, room / wanted)
+    for owner in list(carried):
+        into[owner] = into.get(owner, 0.0) + carried[owner] * part
+        carried[owner] *= 1 - part
+    if part == 1.0:
+        carried.clear()
+
+
+def _positive(value: object) -> float:
+    """Return a number of seconds; 0 for what is none."""
+    return float(value) if isinstance(value, int | float) and value > 0 else 0.0

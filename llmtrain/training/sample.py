@@ -6,6 +6,8 @@ the same forwards together, so that sampling also works where each holds a part 
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,13 @@ def sample(run: Run) -> list[Sample]:
     if run.due.stop_reason is not None:
         return []
     with run.engine.evaluating(), uncompiled():  # each token is another shape
-        return [Sample(prompt, _continue(run, prompt)) for prompt in run.config.evaluation.prompts]
+        return [_sample(run, prompt) for prompt in run.config.evaluation.prompts]
+
+
+def _sample(run: Run, prompt: str) -> Sample:
+    start = time.perf_counter()
+    text = _continue(run, prompt)
+    return Sample(prompt, text, time.perf_counter() - start)
 
 
 def _prompt(run: Run, prompt: str) -> tuple[list[int], set[int]]:

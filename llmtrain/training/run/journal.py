@@ -297,7 +297,7 @@ class RunLog:
     def samples(self, step: int, samples: list[Sample]) -> None:
         """Log the texts that the model wrote."""
         for sample in samples:
-            self.journal.write("sample", step, prompt=sample.prompt, text=sample.text)
+            self.journal.write("sample", step, **asdict(sample))
             self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
 
     def _share_of_peak(self, seconds: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
+import socket
 
 import torch
 
@@ -46,10 +47,21 @@ def announce(run: Run, seconds: float) -> None:
         steps=run.steps,
         versions=processes.versions,
         plan=processes.planned.to_json(),
+        host=socket.gethostname(),
+        born=_born(),
+        vocabulary=run.data.tokenizer.length,
+        set=dict(run.config.origins),
     )
     journal.status(step=first, checkpoint=resumed_from, strategy=strategy)
     for line in _summary(run, trainable, seconds):
         _log.info(line)
+
+
+def _born() -> float:
+    """Return when this process began, in Unix seconds."""
+    import psutil
+
+    return float(psutil.Process().create_time())
 
 
 def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:

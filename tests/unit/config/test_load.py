@@ -279,3 +279,15 @@ def test_accept_changes_takes_names_of_keys_and_sections(tmp_path):
 )
 def test_of_a_file_that_is_no_mapping_of_sections_only_that_is_reported(tmp_path, text, key):
     assert list(problems(tmp_path, "training.steps=", "nonsense=3", text=text)) == [key]
+
+
+def test_a_config_knows_who_set_each_key_and_is_equal_whoever_did(tmp_path):
+    given = loaded(tmp_path, "training.steps=10", "data.sources.0.weight=0.7")
+    assert given.origins["training.steps"] == "command line"
+    assert given.origins["data.sources.0.weight"] == "command line"
+    assert given.origins["data.sources"] == "file"
+    assert "training.precision" not in given.origins
+    plain = loaded(tmp_path)
+    assert plain.origins["training.steps"] == "file"
+    same = loaded(tmp_path, "training.steps=10")
+    assert same == plain

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.rundir.goodput import goodput
+from llmtrain.rundir.goodput import goodput, stretches, totals
 
 NOW = 1_800_000_000.0
 
@@ -18,7 +18,7 @@ def write(run_dir: Path, *lines: dict) -> None:
     (run_dir / "metrics.jsonl").write_text(text)
 
 
-def train(step: int, ago: float, seconds: float) -> dict:
+def train(step: int, ago: float, seconds: float | None) -> dict:
     return {"kind": "train", "time": NOW - ago, "step": step, "span_seconds": seconds}
 
 
@@ -48,3 +48,60 @@ def test_redone_steps_and_gaps_are_lost_time(tmp_path: Path) -> None:
         train(20, 100, 50.0),
     )
     assert goodput(tmp_path) == pytest.approx(0.3)
+
+
+def test_every_second_has_one_owner_from_the_birth_of_the_first_process(tmp_path: Path) -> None:
+    lines = [
+        start(0, 980) | {"born": NOW - 1000},
+        train(10, 880, 60.0) | {"span_wait_seconds": 10.0},  # 100 s after the start line
+        {"kind": "eval", "time": NOW - 860, "step": 10, "seconds": 15.0},
+        {"kind": "sample", "time": NOW - 858, "step": 10, "seconds": 2.0},
+        {"kind": "checkpoint", "time": NOW - 855, "step": 10, "blocked_seconds": 3.0},
+        train(20, 800, 50.0) | {"span_wait_seconds": 1.0},
+        start(10, 700) | {"born": NOW - 720},
+        train(15, 650, 40.0),
+    ]
+    write(tmp_path, *lines)
+    found = stretches(lines)
+    assert totals(found) == pytest.approx({
+        "training": 50.0 + 40.0,
+        "waiting": 10.0,
+        "redone": 50.0,
+        "evaluating": 17.0,
+        "saving": 3.0,
+        "starting": (120.0 - 60.0) + (70.0 - 40.0),
+        "down": 80.0,
+        "other": 80.0 - 15.0 - 2.0 - 3.0 - 50.0,
+    })  # fmt: skip
+    assert sum(totals(found).values()) == pytest.approx(350.0)
+    assert goodput(tmp_path) == pytest.approx(100.0 / 1000.0)
+
+
+def test_seconds_that_overlap_into_the_next_line_are_not_lost() -> None:
+    """Numbers arrive a step late, so the second line is written within the span of the third."""
+    lines = [start(0, 100), train(1, 90, 10.0), train(2, 85, 9.0), train(3, 75, 6.0)]
+    found = stretches(lines)
+    assert totals(found)["training"] == pytest.approx(25.0)
+    for stretch in found:
+        assert sum(stretch.seconds.values()) == pytest.approx(stretch.end - stretch.begin)
+
+
+def test_a_clock_that_goes_back_makes_no_negative_time_and_no_share_above_one() -> None:
+    lines = [
+        start(0, 100) | {"born": NOW - 50},  # after its own line
+        train(1, 90, 500.0),  # longer than the run
+        train(2, 300, None) | {"span_wait_seconds": "much"},
+        {"kind": "eval", "time": NOW - 80, "step": 2, "seconds": -3.0},
+        start(2, 200),
+        train(3, 70, 1.0),
+    ]
+    found = stretches(lines)
+    assert all(second >= 0 for stretch in found for second in stretch.seconds.values())
+    assert sum(totals(found).values()) == pytest.approx(30.0)
+
+
+def test_lines_without_a_start_or_without_a_step_have_stretches_too() -> None:
+    assert stretches([]) == []
+    only = [train(1, 90, 1.0), train(2, 80, 8.0)]
+    assert totals(stretches(only))["training"] == pytest.approx(9.0)
+    assert totals(stretches([start(0, 100)], until=NOW))["starting"] == pytest.approx(100.0)
