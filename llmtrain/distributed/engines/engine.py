@@ -136,6 +136,7 @@ class TorchEngine(Engine):
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
         self._fused = all(group.get("fused") for group in groups)
+        self._scale: Tensor | None = None  # by which the optimizer divides the gradients
         return self._model
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
@@ -162,7 +163,10 @@ class TorchEngine(Engine):
         return _squares(gradients).to(self._accelerator.device)
 
     def clip(self, sums: StepVector, max_norm: float | None) -> None:
-        """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
+        """Multiply by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does.
+
+        The fused kernel on a CPU does this in `step`, with a difference in the last bit.
+        """
         if max_norm is None:
             return
         factor = clipping.clip_factor(self._here(sums), max_norm)
@@ -170,6 +174,9 @@ class TorchEngine(Engine):
             if factor == 1.0:
                 return
             factor = torch.tensor(factor)  # torch would make one for each gradient
+            if self._fused and not self._sharding:  # the kernel does it: one pass less
+                self._scale = factor.reciprocal()
+                return
         torch._foreach_mul_(self._gradients(), factor)
 
     def step(self, factor: float, sums: StepVector) -> None:
@@ -186,7 +193,11 @@ class TorchEngine(Engine):
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # ditto
             self._optimizer.step()
         elif not refused:
+            if self._scale is not None:
+                self._optimizer.grad_scale = self._scale  # type: ignore[attr-defined]  # ditto
             self._optimizer.step()
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # ditto
+        self._scale = None
         self.clear()
 
     def clear(self) -> None:
@@ -253,8 +264,10 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     joined. CUDA has one kernel for all.
     """
     at_once = _SMALL if gradients[0].is_cpu else -1
-    large = [g for g in gradients if g.numel() > at_once]
-    norms = list(torch._foreach_norm(large, 2, torch.float64)) if large else []
-    if small := [g.flatten() for g in gradients if g.numel() <= at_once]:
-        norms.append(torch.cat(small).double().norm())
-    return torch.stack(norms).square().sum()
+    small = [g for g in gradients if g.numel() <= at_once]
+    large = [g for g in gradients if g.numel() > at_once] if len(small) < len(gradients) else []
+    sums = [norm.square() for norm in torch._foreach_norm(large, 2, torch.float64)] if large else []
+    if small:
+        joined = torch._C._nn.flatten_dense_tensors(small).double()
+        sums.append(torch.dot(joined, joined))
+    return torch.stack(sums).sum() if large else sums[0]

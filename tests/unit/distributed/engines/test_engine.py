@@ -50,17 +50,40 @@ def backward(launched: Launched, model: LlamaForCausalLM) -> None:
     launched.engine.backward(LossModule(model)(ids[:, :-1], ids[:, 1:]), torch.tensor(1.0))
 
 
-def test_clipping_is_torchs_own(launched: Launched) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_clipping_is_torchs_own(launched: Launched, fused: bool) -> None:
     ours, theirs = tiny(), tiny()
-    prepared(launched, ours)
+    optimizer = prepared(launched, ours, fused=fused)
     backward(launched, ours)
     backward(launched, theirs)
     sums = vector(float(launched.engine.squares()))
     launched.engine.clip(sums, 0.5)
+    launched.engine.step(1.0, sums)
     norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
     assert float(launched.engine.norm(sums)) == pytest.approx(float(norm), rel=1e-6)
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-8)
+        first = optimizer.state[one]["exp_avg"] / (1 - OptimizerConfig().betas[0])
+        torch.testing.assert_close(first, other.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("then", ["a small step", "a refused step"])
+def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str) -> None:
+    ours, alone = tiny(), tiny()
+    optimizer = prepared(launched, ours)
+    backward(launched, ours)
+    refused = {"not_finite": 1.0} if then == "a refused step" else {}
+    sums = vector(float(launched.engine.squares()), **refused)
+    launched.engine.clip(sums, 1e-3)
+    launched.engine.step(0.0, sums)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    backward(launched, ours)
+    launched.engine.clip(vector(1.0), 2.0)  # no need to clip
+    launched.engine.step(0.0, vector(1.0))
+    backward(launched, alone)
+    for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
+        first = optimizer.state[one]["exp_avg"] / (1 - OptimizerConfig().betas[0])
+        torch.testing.assert_close(first, other.grad, rtol=1e-5, atol=1e-8)
 
 
 def test_no_limit_leaves_gradients_alone(launched: Launched) -> None:
