@@ -166,15 +166,23 @@ def supervise(
 
 @app.command(rich_help_panel="Train", help="write report.html")
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write the report of a run and print its path."""
+    """Write the report of a run, or compare several, and print the path of the page."""
+    from llmtrain.errors import Problem, UserError
+    from llmtrain.report.compare import write_comparison
     from llmtrain.report.page import write_report
 
-    print(write_report(run, out))
+    if len(runs) == 1:
+        print(write_report(runs[0], out))
+    elif out is None:
+        expected = "a file for the comparison, as it belongs to none of the runs"
+        raise UserError(Problem("--out", None, expected, "--out comparison.html"))
+    else:
+        print(write_comparison(runs, out))
 
 
 for _command, _help in (

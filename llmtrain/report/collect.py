@@ -9,13 +9,16 @@ lines of steps that were lost. Each start line has the step that the run went ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config import yaml12
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
+from llmtrain.rundir.goodput import Stretch, stretches
 
 Line = Mapping[str, Any]
 
@@ -32,6 +35,12 @@ class Tables:
     evaluations: those of all held-out documents, without those of single sources
     checkpoints: each with one field more, `kept`: whether it is still in the run directory
     end: the `end` line of the last start; None while it runs
+    redone: ranges of steps that were done again after a start went back
+    stretches: where the time went
+    unread: number of whole lines of the record that could not be read
+    settings: values of the config by dotted key; {} if it cannot be read
+    auto: what was decided automatically, by key
+    profile: operators of the profiled steps, as `metrics/profile.py` writes them; {} without
     """
 
     name: str
@@ -45,7 +54,22 @@ class Tables:
     checkpoints: tuple[Line, ...]
     events: tuple[Line, ...]
     end: Line | None
-    wall_seconds: float
+    redone: tuple[tuple[int, int], ...]
+    stretches: tuple[Stretch, ...]
+    unread: int
+    settings: Mapping[str, object]
+    auto: Mapping[str, Any]
+    profile: Mapping[str, Any]
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds from the beginning of the first start to the last line."""
+        return self.stretches[-1].end - self.stretches[0].begin if self.stretches else 0.0
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """The step from which each later start went on."""
+        return tuple(start["step"] for start in self.starts[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +113,12 @@ def collect(run_dir: Path) -> Tables:
         ),
         events=tuple(event for event in _of("event", lines) if not _is_of_resident_memory(event)),
         end=_end(lines),
-        wall_seconds=lines[-1]["time"] - lines[0]["time"] if lines else 0.0,
+        redone=_redone(lines),
+        stretches=tuple(stretches(lines)),
+        unread=record.count_unread(run_dir, len(lines)),
+        settings=_settings(config),
+        auto=_json(run_dir / contents.AUTO),
+        profile=_json(run_dir / "profile" / "operators.json"),
     )
 
 
@@ -112,7 +141,11 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
 def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
     """Return (step, value) of the lines whose field `name` is a number."""
     values = ((line["step"], line.get(name)) for line in lines)
-    return [(step, float(value)) for step, value in values if isinstance(value, (int, float))]
+    return [
+        (step, float(value))
+        for step, value in values
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    ]
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
@@ -127,6 +160,38 @@ def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Cur
         high=tuple(max(group) for group in values),
         thinned=size > 1,
     )
+
+
+def _settings(text: str) -> dict[str, object]:
+    """Return the values of a config by `section.key`; {} for a text that is no config."""
+    tree = yaml12.parse(text).value
+    if not isinstance(tree, dict):
+        return {}
+    return {
+        f"{section}.{key}": value
+        for section, keys in tree.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; {} if there is none."""
+    return (record.parse(path.read_bytes()) or {}) if path.is_file() else {}
+
+
+def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:
+    """Return the first and last step of each range that a start went back behind."""
+    found: list[tuple[int, int]] = []
+    last = 0
+    for line in lines:
+        if line["kind"] == "start":
+            if last > line["step"]:
+                found.append((line["step"] + 1, last))
+            last = line["step"]
+        elif line["kind"] == "train":
+            last = max(last, line["step"])
+    return tuple(found)
 
 
 def _what(line: Line) -> tuple[object, ...]:

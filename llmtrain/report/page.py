@@ -1,43 +1,42 @@
 """Writes `report.html`: one file that opens anywhere, without a network, light or dark.
 
-Everything that a run wrote is text in the page: Jinja escapes it. The figures' numbers are in a
-JSON block, and the content security policy allows only our two scripts, by their hashes.
+Everything that a run wrote is text in the page: Jinja escapes it, and `svg.py` escapes the names in
+figures. The content security policy allows one script, by its hash; without it, only hovering and
+zooming are missing.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import math
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from llmtrain import durable
+from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
-from llmtrain.metrics.progress import duration
-from llmtrain.report.collect import Line, Tables, collect, column, thin
-from llmtrain.report.figures import Plan, draw, plan_figures
+from llmtrain.report import verdict, words
+from llmtrain.report.collect import Curve, Line, Tables, collect, column, thin
+from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
+from llmtrain.rundir.events import in_words
 
-_HELD_OUT = {"held-out loss": "loss", "bits per byte": "bits_per_byte", "perplexity": "perplexity"}
-_TABLE_ROWS = 60
-_SAMPLES = 40
-_EVENTS = 200
-_TEXT_CHARACTERS = 4000
-_CONFIG_CHARACTERS = 100_000
-
-# Bokeh's set_log_level is not used: it writes a line to the console itself, and so does level info.
-_START = """
-"use strict";
-Bokeh.logger.set_level("error");
-const figures = JSON.parse(document.getElementById("figures").textContent);
-Bokeh.embed.embed_items({figures: figures.document}, [
-  {docid: "figures", roots: figures.roots, root_ids: Object.keys(figures.roots)},
-]);
-"""
+_ROWS = 60
+_TEXT = 4000
+_CONFIG = 100_000
+_OWNERS = {
+    "training": "training",
+    "waiting": "waiting for data",
+    "evaluating": "evaluating",
+    "saving": "saving",
+    "starting": "starting",
+    "redone": "steps that were done again",
+    "down": "not running",
+    "other": "other",
+}
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -45,10 +44,13 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises UserError if the directory has no run or the file cannot be written.
     """
-    path = out or run_dir / contents.REPORT
-    page = render(collect(run_dir))
+    return write(render(collect(run_dir)), out or run_dir / contents.REPORT)
+
+
+def write(page: str, path: Path) -> Path:
+    """Write a page, or raise UserError that names the file."""
     try:
-        durable.write(path, page.encode(), sync=False)
+        durable.write(path, page.encode(errors="replace"), sync=False)
     except OSError as error:
         expected = f"a file that can be written ({error.strerror})"
         raise UserError(Problem("report", path, expected, "another --out FILE")) from error
@@ -57,212 +59,223 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def render(tables: Tables) -> str:
     """Render the page of a run."""
-    from jinja2 import Environment
     from markupsafe import Markup
 
-    plans = plan_figures(tables)
-    restarts = tuple(start["step"] for start in tables.starts[1:])
-    document, roots = draw(plans, restarts)
-    scripts = [_bokeh(), _START] if plans else []
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"duration": duration, "compact": _compact, "clip": _clip}
-    environment.filters |= {"number": number, "count": count, "size": size, "when": when}
-    # Only BokehJS, `_START` and the JSON, which has no angle brackets, are not escaped.
-    return environment.from_string(template).render(
+    whole = {one.name: Markup(draw(one)) for one in figures(tables)}
+    best = verdict.best_checkpoint(tables)
+    return fill(
+        "page.html",
+        title=tables.name,
+        scripted=bool(whole),
         run=tables,
-        state=str(tables.status.get("state", "unknown")),
-        verdict=verdict(tables),
-        warnings=warnings(tables),
-        cards=cards(tables),
-        figures={plan.name: _figure(plan, roots[plan.name]) for plan in plans},
-        restarts=restarts,
-        samples=_newest(tables.samples, _SAMPLES),
-        events=_newest(tables.events, _EVENTS),
-        config=_clip(tables.config, _CONFIG_CHARACTERS),
-        data=Markup(_json(document, roots)),
-        scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
+        sentence=verdict.sentence(tables),
+        keys=verdict.figures(tables),
+        checks=[(_KIND[one.mark], one) for one in verdict.checks(tables)],
+        figures=whole,
+        band=Markup(draw_band(tables.stretches)),
+        shares=[(owner, _OWNERS[owner], *each) for owner, *each in shares(tables.stretches)],
+        samples=_samples(tables.samples),
+        losses=dict(column(tables.evaluations, "loss")),
+        best=best,
+        newest=next((one for one in reversed(tables.checkpoints) if one["kept"]), None),
+        where=_where(tables),
+        events=[(one, in_words(one)) for one in tables.events[::-1][:_ROWS]],
+        sources=_sources(tables),
+        settings=_chosen(tables),
+        config=words.clip(tables.config, _CONFIG),
+        start=tables.starts[-1] if tables.starts else {},
     )
 
 
-def verdict(tables: Tables) -> list[str]:
-    """Describe in sentences how the run went."""
-    sentences = [_state(tables)]
-    if losses := column(tables.train, "loss"):
-        (first, high), (last, low) = losses[0], losses[-1]
-        sentences.append(
-            f"The training loss went from {number(high)} at step {count(first)} "
-            f"to {number(low)} nats per token at step {count(last)}."
-        )
-    if heldout := column(tables.evaluations, "loss"):
-        best, lowest = min(heldout, key=lambda point: point[1])
-        sentences.append(
-            f"Held-out loss: {number(heldout[0][1])} at step {count(heldout[0][0])}, "
-            f"{number(heldout[-1][1])} at step {count(heldout[-1][0])}; "
-            f"the best is {number(lowest)} at step {count(best)}."
-        )
-    return sentences
+def inline(tables: Tables) -> str:
+    """Return the verdict and the loss figure as HTML for a notebook: one element, no script."""
+    from markupsafe import escape
 
-
-def warnings(tables: Tables) -> list[str]:
-    """Return what a person should look at."""
-    found = []
-    skipped = {event["step"] for event in tables.events if event.get("event") == "update_skipped"}
-    if skipped:
-        updates = _plural(len(skipped), "update was", "updates were")
-        found.append(f"{updates} skipped: the loss or the norm was not finite.")
-    if (restarts := len(tables.starts) - 1) > 0:
-        found.append(f"{_plural(restarts, 'restart', 'restarts')}: dashed in the figures.")
-    heldout = column(tables.evaluations, "loss")
-    if heldout and heldout[-1][1] > 1.01 * min(value for _, value in heldout):
-        found.append("The held-out loss is rising again: the best checkpoint is not the last.")
-    if (share := _waiting_share(tables)) > 0.05:
-        found.append(f"The run waited for data {share:.0%} of the time: raise data.workers.")
-    return found
-
-
-def _waiting_share(tables: Tables) -> float:
-    """Return the share of the time for which the steps, logged or not, waited for data.
-
-    The first step of each start, which always has a line of its own, is left out: it opens the
-    stream, and more workers would not make that shorter.
-    """
-    first = {start["step"] + 1 for start in tables.starts}
-    lines = [line for line in tables.train if line["step"] not in first]
-    waited, whole = (
-        sum(value for _, value in column(lines, name))
-        for name in ("span_wait_seconds", "span_seconds")
-    )
-    return waited / max(1e-9, whole)
-
-
-def cards(tables: Tables) -> list[tuple[str, str]]:
-    """Return the key figures: a name and a value each."""
-    found = [
-        (name, number(values[-1][1]))
-        for name, key in _HELD_OUT.items()
-        if (values := column(tables.evaluations, key))
-    ]
-    if tokens := column(tables.train, "tokens"):
-        found.append(("tokens", _short(tokens[-1][1])))
-    if speeds := sorted(value for _, value in column(tables.train, "tokens_per_second")):
-        found.append(("tokens per s", _short(speeds[len(speeds) // 2])))
-    if start := tables.starts[-1:]:
-        found.append(("parameters", _short(float(start[0].get("parameters") or 0))))
-        found.append(("processes", str(start[0].get("world_size", "?"))))
-    found.append(("time", duration(tables.wall_seconds)))
-    if tables.end and isinstance(goodput := tables.end.get("goodput"), (int, float)):
-        found.append(("goodput", f"{goodput:.0%}"))
-    return found
-
-
-def _state(tables: Tables) -> str:
-    known = tables.status
-    last = max([known.get("step") or 0, *(line["step"] for line in tables.train[-1:])])
-    where = f"step {count(last)}" + (f" of {count(tables.steps)}" if tables.steps else "")
-    reason = f" ({_clip(str(known['reason']), 500)})" if known.get("reason") else ""
-    sentences = {
-        "finished": f"Finished at {where}{reason}.",
-        "stopped": f"Stopped at {where}{reason}. The same command resumes the run.",
-        "failed": f"Failed at {where} with exit code {known.get('exit_code')}{reason}.",
-        "running": f"Running, or ended without writing its end: the last line is of {where}.",
-    }
-    without = f"The run directory has no status; the last line is of {where}."
-    return sentences.get(str(known.get("state")), without)
-
-
-def number(value: object) -> str:
-    """Format a number: at most five significant digits, commas between thousands; else a dash."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return "–"
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if abs(value) < 1 else f"{value:.5g}"
-
-
-def count(value: object) -> str:
-    """Format a whole number with commas between thousands."""
-    return f"{value:,}" if isinstance(value, int) else "–"
-
-
-def size(value: object) -> str:
-    """Format bytes for people, in powers of 1,024."""
-    if not isinstance(value, (int, float)):
-        return "–"
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
-        amount /= 1024
-    return f"{amount:,.1f} TiB"
-
-
-def when(value: object) -> str:
-    """Format a time stamp in UTC."""
-    if not isinstance(value, (int, float)):
-        return "–"
-    return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _figure(plan: Plan, root: str) -> dict[str, Any]:
-    """Return what the template needs for a figure: ids and titles, and its numbers as tables."""
-    return {
-        "id": f"figure-{plan.name}",
-        "title": plan.title,
-        "unit": plan.unit,
-        "root": root,
-        "tables": [(one.label, thin(one.curve.points, _TABLE_ROWS).points) for one in plan.series],
-    }
-
-
-def _bokeh() -> str:
-    """Read BokehJS from Bokeh's Python package, without the script that sets the log level."""
-    from bokeh.resources import Resources
-
-    script: str = Resources("inline", components=["bokeh"]).js_raw[0]
-    return script
-
-
-def _json(document: Mapping[str, Any], roots: Mapping[str, str]) -> str:
-    """Encode as JSON that can end neither a script element nor a line of JavaScript."""
-    places = {root: f"figure-{name}" for name, root in roots.items()}
-    text = json.dumps({"document": document, "roots": places}, separators=(",", ":"))
-    return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
-
-
-def _policy(scripts: list[str]) -> str:
-    """Return a content security policy: nothing is loaded and only these scripts run."""
-    hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
-    allowed = " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in hashes)
+    loss = "".join(draw(one) for one in figures(tables) if one.name == "loss")
+    head = f'<p class="verdict">{escape(verdict.sentence(tables))}</p>'
+    style = _text("style.css").replace(":root", ":scope")
     return (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        f"script-src {allowed or chr(39) + 'none' + chr(39)}"
+        f'<div class="llmtrain"><style>@scope {{{style}}}</style>'
+        f'<div class="tall">{head}{loss}</div></div>'
     )
 
 
-def _newest(lines: tuple[Line, ...], most: int) -> Mapping[str, Any]:
-    """Return the newest lines, newest first, and how many older ones are left out."""
-    return {"lines": lines[::-1][:most], "left_out": max(0, len(lines) - most)}
+def fill(template: str, *, title: str, scripted: bool, **values: Any) -> str:
+    """Fill a template of this folder with values, styles and, if it is wanted, the script."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    script = _text("hover.js") if scripted else ""
+    environment.globals |= {
+        name: getattr(words, name)
+        for name in ("number", "fixed", "count", "short", "size", "percent", "seconds", "when")
+    }
+    environment.globals |= {"compact": words.compact, "clip": words.clip}
+    return environment.get_template(template).render(
+        title=title,
+        style=Markup(_text("style.css")),
+        script=Markup(script),
+        policy=_policy(script),
+        **values,
+    )
 
 
-def _compact(value: object) -> str:
-    """Format a value of an event's detail as one short line."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return _clip(text, 500)
+def figures(tables: Tables) -> list[Figure]:
+    """Return the figures for which the run has numbers."""
+    marks: dict[str, Any] = {
+        "restarts": tables.restarts,
+        "skipped": verdict.skipped_steps(tables),
+    }
+    found = _loss(tables, marks)
+    train, after = tables.train, tables.train[1:]
+    clip = tables.settings.get("training.max_grad_norm")
+    limit = (("clipped above", float(clip)),) if isinstance(clip, int | float) else ()
+    room = verdict.room(tables)
+    plan = tables.starts[-1].get("plan") if tables.starts else None
+    planned = plan.get("total_bytes") if isinstance(plan, dict) else None
+    limits: tuple[tuple[str, float], ...] = ()
+    if _has_peak(tables):  # on a CPU, memory is that of the whole process, which nothing planned
+        limits += (("planned", planned / 2**30),) if isinstance(planned, int | float) else ()
+        limits += (("device", room),) if room else ()
+    small = [
+        _small("learning_rate", "Learning rate", "", column(train, "learning_rate")),
+        _small(
+            "grad_norm", "Gradient norm, before clipping", "", column(train, "grad_norm"), limit
+        ),
+        _small("speed", "Speed", "tokens a second", _speeds(after)),
+        _small("mfu", "Model FLOPs utilization", "%", _scaled(column(train, "mfu"), 100)),
+        _small("wait", "Waiting for data", "% of the step time", _waits(after)),
+        _small(
+            "memory",
+            "Memory",
+            "GiB",
+            column(train, "memory_gb"),
+            limits if _has_peak(tables) else (),
+        ),
+    ]
+    return found + [_marked(one, marks) for one in small if one]
 
 
-def _clip(text: object, characters: int = _TEXT_CHARACTERS) -> str:
-    whole = str(text)
-    return whole if len(whole) <= characters else whole[:characters] + " …"
+def _has_peak(tables: Tables) -> bool:
+    """Whether memory is that of a device, which is what the plan is about."""
+    return any(isinstance(line.get("mfu"), int | float) for line in tables.train[-1:])
 
 
-def _plural(how_many: int, one: str, more: str) -> str:
-    return f"{count(how_many)} {one if how_many == 1 else more}"
+def _loss(tables: Tables, marks: Mapping[str, Any]) -> list[Figure]:
+    train, heldout = column(tables.train, "loss"), column(tables.evaluations, "loss")
+    series = []
+    if train:
+        series.append(Series("training", smooth(thin(train)), 0, band=len(train) > 1))
+    if heldout:
+        series.append(Series("held-out", thin(heldout), 1, dots=len(heldout) <= _ROWS))
+    if not series:
+        return []
+    tokens = column(tables.train, "tokens")
+    each = tokens[-1][1] / tokens[-1][0] if tokens and tokens[-1][0] else None
+    return [
+        Figure(
+            "loss", "Loss", "nats a token", tuple(series),
+            tokens_per_step=each, leave_out=True, **marks,
+        )
+    ]  # fmt: skip
 
 
-def _short(value: float) -> str:
-    for unit, sign in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{sign}"
-    return f"{value:.3g}"
+def _small(
+    name: str,
+    title: str,
+    unit: str,
+    points: Sequence[tuple[int, float]],
+    limits: tuple[tuple[str, float], ...] = (),
+) -> Figure | None:
+    """Return a figure of one curve; None without points."""
+    if not points:
+        return None
+    curve: Curve = thin(points)
+    series = Series(title.split(",")[0].lower(), curve, band=curve.thinned)
+    return Figure(name, title, unit, (series,), limits=limits, from_zero=True)
+
+
+def _marked(figure: Figure, marks: Mapping[str, Any]) -> Figure:
+    return replace(figure, restarts=marks["restarts"])
+
+
+def _speeds(lines: Sequence[Line]) -> list[tuple[int, float]]:
+    """Return tokens a second between one line and the next, all steps of it counted."""
+    spans = dict(column(lines, "span_seconds"))
+    tokens = column(lines, "tokens")
+    pairs = pairwise(tokens)
+    return [
+        (step, (now - before) / spans[step])
+        for (_, before), (step, now) in pairs
+        if spans.get(step, 0) > 0 and now > before
+    ]
+
+
+def _waits(lines: Sequence[Line]) -> list[tuple[int, float]]:
+    spans = dict(column(lines, "span_seconds"))
+    waits = column(lines, "span_wait_seconds")
+    return [(step, 100 * wait / spans[step]) for step, wait in waits if spans.get(step, 0) > 0]
+
+
+def _scaled(points: Sequence[tuple[int, float]], factor: float) -> list[tuple[int, float]]:
+    return [(step, factor * value) for step, value in points]
+
+
+_KIND = {verdict.GOOD: "good", verdict.LOOK: "look", verdict.BAD: "bad"}
+
+
+def _samples(samples: Sequence[Line]) -> list[tuple[str, Line, list[Line]]]:
+    """Return for each prompt its newest sample, and the earlier ones, newest first."""
+    by_prompt: dict[str, list[Line]] = {}
+    for one in samples:
+        by_prompt.setdefault(str(one.get("prompt")), []).append(one)
+    return [(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()]
+
+
+def _where(tables: Tables) -> str:
+    """Return the run directory as the config names it."""
+    return str(tables.settings.get("run.dir") or tables.name)
+
+
+def _sources(tables: Tables) -> list[tuple[str, object]]:
+    """Return each source and the tokens that were trained from it."""
+    found = tables.train[-1].get("sources") if tables.train else None
+    return list(found.items()) if isinstance(found, dict) else []
+
+
+def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
+    """Return (key, value, origin) of each key that somebody or the start has set."""
+    origins = tables.starts[-1].get("set") if tables.starts else None
+    said = origins if isinstance(origins, dict) else {}
+    hide = secrets.hide_unparsed
+    chosen = [
+        (key, hide(words.compact(tables.settings.get(key, "see the config"))), str(origin))
+        for key, origin in said.items()
+    ]
+    return chosen + [(key, words.compact(value), "auto") for key, value in _flat(tables.auto)]
+
+
+def _flat(decided: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return the keys of `auto.json` with their values; what holds on a device is in groups."""
+    found: list[tuple[str, object]] = []
+    for key, value in decided.items():
+        found += _flat(value) if isinstance(value, dict) else [(key, value)]
+    return found
+
+
+def _text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _policy(script: str) -> str:
+    """Return a content security policy: nothing is loaded, and only this script runs."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"'sha256-{digest}'" if script else "'none'"
+    return "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src " + allowed

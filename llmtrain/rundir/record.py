@@ -111,26 +111,38 @@ def read(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
+        value = parse(line)
+        if value is not None:
             found.append(value)
         else:
             _log.warning("left out line %d of %s, which is no JSON object", number, path)
     return found
 
 
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None if it is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def record(run_dir: Path) -> list[dict[str, Any]]:
     """Return the record of a run as `read` does, and skip lines without kind, time or step."""
     path, found = run_dir / METRICS, []
     for line in read(path):
-        if _is_of_record(line):
+        if is_of_record(line):
             found.append(line)
         else:
             _log.warning("left out a line of %s without kind, time and step: %.80s", path, line)
     return found
+
+
+def count_unread(run_dir: Path, found: int) -> int:
+    """Return how many whole lines of the record are not among the `found` ones."""
+    path = run_dir / METRICS
+    return path.read_bytes().count(b"\n") - found if path.exists() else 0
 
 
 def finite(value: object) -> object:
@@ -148,7 +160,8 @@ def _encode(fields: Mapping[str, object]) -> str:
     return json.dumps(finite(fields), allow_nan=False)
 
 
-def _is_of_record(line: Mapping[str, object]) -> bool:
+def is_of_record(line: Mapping[str, object]) -> bool:
+    """Whether a line has what every line of the record has: a kind, a time and a step."""
     time_stamp = isinstance(line.get("time"), int | float)
     return isinstance(line.get("kind"), str) and time_stamp and type(line.get("step")) is int
 

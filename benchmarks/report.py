@@ -1,0 +1,119 @@
+"""What a report costs: CPU seconds and bytes on a long record, and the time to draw it.
+
+    python benchmarks/report.py --json benchmarks/results/report.json
+
+The record is made up: 100,000 `train` lines of the length of real ones (57 MB). CPU time is that of
+a process of its own, imports included, the least of three. Drawn means: the page's load event in
+Chromium, by the browser's own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES = 100_000
+GOALS = {
+    "report_cpu_seconds": 3.0,
+    "report_megabytes": 0.35,
+    "drawn_seconds": 0.5,
+    "quickstart_kilobytes": 80.0,
+    "help_cpu_seconds": 0.15,
+}
+
+
+def main() -> None:
+    """Measure everything, print a line each, and write JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--quickstart", type=Path, help="run directory of a finished quickstart")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        size = write_record(run_dir)
+        out = Path(folder) / "report.html"
+        found: dict[str, float | None] = {
+            "report_cpu_seconds": cpu_seconds("report", str(run_dir), "--out", str(out)),
+            "report_megabytes": out.stat().st_size / 1e6,
+            "drawn_seconds": drawn_seconds(out),
+            "quickstart_kilobytes": kilobytes(options.quickstart, Path(folder) / "quickstart.html"),
+            "help_cpu_seconds": cpu_seconds("--help"),
+        }
+    rows = [
+        {"bench": "report", "what": name, "figure": value, "at_most": GOALS[name],
+         "met": None if value is None else value <= GOALS[name]}
+        for name, value in found.items()
+    ]  # fmt: skip
+    rows.append({"bench": "report", "what": "record", "lines": LINES, "megabytes": size / 1e6,
+                 "cores": os.cpu_count(), "python": sys.version.split()[0]})  # fmt: skip
+    for row in rows:
+        print(json.dumps(row))
+    if options.json:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_record(run_dir: Path) -> int:
+    """Write a run directory with a long record, and return the size of the record in bytes."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers import runs  # what a run writes is known there
+
+    lines = runs.history(LINES, every=1, evaluate_every=1000)
+    pad = {"sources": {f"wikipedia/{n:02d}": 8192 * n for n in range(4)}}
+    runs.write_run(run_dir, [one | pad if one["kind"] == "train" else one for one in lines])
+    return (run_dir / "metrics.jsonl").stat().st_size
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """Return the least CPU seconds of three calls of the command."""
+    found = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "llmtrain", *arguments]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+def kilobytes(run_dir: Path | None, out: Path) -> float | None:
+    """Return the size of a run's report; None without a run."""
+    if run_dir is None:
+        return None
+    command = [sys.executable, "-m", "llmtrain", "report", str(run_dir), "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out.stat().st_size / 1e3
+
+
+def drawn_seconds(path: Path) -> float | None:
+    """Return the seconds from navigation to the end of the load event; None without a browser."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers.browser import browser_path
+
+    if browser_path() is None:
+        return None
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=browser_path(), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        found = []
+        for _ in range(3):
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            page.goto(path.as_uri())
+            ends = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+            found.append(float(page.evaluate(ends)) / 1000)
+            page.close()
+        browser.close()
+    return min(found)
+
+
+if __name__ == "__main__":
+    main()

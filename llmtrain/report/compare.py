@@ -1,0 +1,194 @@
+"""Several runs side by side: which ends lower, in which keys they differ, their curves.
+
+Losses of runs with different tokenizers cannot be compared, since a token is then something else.
+Such runs are compared by bits per byte, and the page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.config import secrets
+from llmtrain.report import verdict
+from llmtrain.report.collect import Tables, collect, column, thin
+from llmtrain.report.page import fill, write
+from llmtrain.report.svg import Figure, Series, draw, smooth
+from llmtrain.report.words import compact, fixed
+
+_DRAWN = 4
+_OWN = ("run.dir",)
+_MEASURES = {"loss": "held-out loss", "bits_per_byte": "bits per byte"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the table shows of a run. last, best: of the measure that the runs are compared by."""
+
+    name: str
+    state: str
+    steps: int
+    last: float | None
+    best: float | None
+    trained: float | None
+    tokens: float | None
+    seconds: float
+    goodput: float | None
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write a page that compares runs, and return its path.
+
+    Raises UserError if a directory has no run, or the file cannot be written.
+    """
+    return write(render([collect(one) for one in run_dirs]), out)
+
+
+def render(runs: Sequence[Tables]) -> str:
+    """Render the page that compares runs."""
+    from markupsafe import Markup
+
+    names = _names(runs)
+    measure = "bits_per_byte" if _other_tokens(runs) else "loss"
+    rows = [_row(name, run, measure) for name, run in zip(names, runs, strict=True)]
+    drawn = _figures(names, runs, measure) if len(runs) <= _DRAWN else []
+    return fill(
+        "compare.html",
+        title=" and ".join(names[:3]),
+        scripted=bool(drawn),
+        sentence=sentence(rows, _MEASURES[measure]),
+        remarks=_remarks(runs, measure),
+        rows=rows,
+        measure=_MEASURES[measure],
+        differences=differences(runs),
+        figures=[Markup(draw(one)) for one in drawn],
+    )
+
+
+def sentence(rows: Sequence[Row], measure: str) -> str:
+    """Say which run ends lowest, and by how much."""
+    scored = sorted((row.last, place) for place, row in enumerate(rows) if row.last is not None)
+    if len(scored) < 2:
+        return f"Fewer than two of the runs have a {measure}, so nothing can be compared."
+    (low, first), (next_, second) = scored[0], scored[1]
+    if low == next_:
+        return f"{rows[first].name} and {rows[second].name} end equal: {measure} {fixed(low)}."
+    below = f"{fixed(next_ - low)} below {rows[second].name}"
+    return f"{rows[first].name} ends lowest: {measure} {fixed(low)}, {below}."
+
+
+def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
+    """Return the keys whose values are not the same in all runs, with the value in each."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    found = []
+    for key in keys:
+        values = [run.settings.get(key, "–") for run in runs]
+        if key not in _OWN and any(value != values[0] for value in values):
+            found.append((key, [secrets.hide_unparsed(compact(value)) for value in values]))
+    processes = [_of_start(run, "world_size") for run in runs]
+    if len(set(processes)) > 1:
+        found.append(("processes", processes))
+    strategies = [_of_start(run, "strategy") for run in runs]
+    if len(set(strategies)) > 1:
+        found.append(("strategy", strategies))
+    return found
+
+
+def _of_start(run: Tables, name: str) -> str:
+    return str(run.starts[-1].get(name, "?")) if run.starts else "?"
+
+
+def _names(runs: Sequence[Tables]) -> list[str]:
+    """Return a name for each run that no other one has."""
+    found: list[str] = []
+    for run in runs:
+        name, number = run.name, 2
+        while name in found:
+            name, number = f"{run.name} ({number})", number + 1
+        found.append(name)
+    return found
+
+
+def _other_tokens(runs: Sequence[Tables]) -> bool:
+    """Whether the runs have different tokenizers, as far as their records know."""
+    kinds = {
+        (_of_start(run, "vocabulary"), compact(run.settings.get("model.tokenizer"))) for run in runs
+    }
+    return len(kinds) > 1
+
+
+def _by_tokens(runs: Sequence[Tables]) -> bool:
+    """Whether steps of the runs have different numbers of tokens."""
+    keys = ("training.global_batch_size", "data.seq_len")
+    return len({tuple(compact(run.settings.get(key)) for key in keys) for run in runs}) > 1
+
+
+def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
+    found = []
+    if measure == "bits_per_byte":
+        found.append(
+            "The tokenizers differ, so that a loss by token means something else in each run. "
+            "The runs are compared by bits per byte of held-out text."
+        )
+    sources = {compact(run.settings.get("data.sources")) for run in runs}
+    if len(sources) > 1:
+        found.append("The data differs, so that the held-out documents may be others, too.")
+    if _by_tokens(runs):
+        found.append("The batches differ, so that the curves are drawn over tokens, not steps.")
+    if len(runs) > _DRAWN:
+        found.append(f"Curves are drawn for up to {_DRAWN} runs.")
+    if len(
+        {run.starts[0].get("run_id", place) for place, run in enumerate(runs) if run.starts}
+    ) < len([run for run in runs if run.starts]):
+        found.append("The same run is here more than once.")
+    return found
+
+
+def _row(name: str, run: Tables, measure: str) -> Row:
+    values = [value for _, value in column(run.evaluations, measure)]
+    trained = [value for _, value in column(run.train, "loss")]
+    tokens = [value for _, value in column(run.train, "tokens")]
+    return Row(
+        name=name,
+        state=str(run.status.get("state", "unknown")),
+        steps=verdict.last_step(run),
+        last=values[-1] if values else None,
+        best=min(values, default=None),
+        trained=trained[-1] if trained else None,
+        tokens=tokens[-1] if tokens else None,
+        seconds=run.wall_seconds,
+        goodput=verdict.goodput(run),
+    )
+
+
+def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list[Figure]:
+    """Return the figures: the measure held out, and, with equal tokenizers, the training loss."""
+    over_tokens = _by_tokens(runs)
+    kinds = [("heldout", _MEASURES[measure].capitalize(), "evaluations", measure)]
+    if measure == "loss":
+        kinds.append(("loss", "Training loss", "train", "loss"))
+    found = []
+    for name, title, lines, field in kinds:
+        series = []
+        for place, (label, run) in enumerate(zip(names, runs, strict=True)):
+            points = column(getattr(run, lines), field)
+            if over_tokens:
+                points = _to_tokens(run, points)
+            if points:
+                curve = thin(points) if lines == "evaluations" else smooth(thin(points))
+                series.append(Series(label, curve, place, dots=lines == "evaluations"))
+        if series:
+            unit = "nats a token" if field == "loss" else ""
+            across = "token" if over_tokens else "step"
+            found.append(Figure(name, title, unit, tuple(series), leave_out=True, across=across))
+    return found
+
+
+def _to_tokens(run: Tables, points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Replace the steps of points by the tokens that were trained until then."""
+    tokens = column(run.train, "tokens")
+    if not tokens or not tokens[-1][0]:
+        return []
+    each = tokens[-1][1] / tokens[-1][0]
+    return [(round(step * each), value) for step, value in points]

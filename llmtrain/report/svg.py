@@ -1,0 +1,367 @@
+"""The figures of a report: SVG for what is drawn, HTML for what is read.
+
+The plot area is an SVG of 10,000 by 3,000 units that is stretched to its place, with strokes of a
+fixed width. Labels are HTML, placed in percent, so that text is never stretched. Coordinates are
+whole numbers, relative to the point before, which makes a curve of 1,000 points 8 kB. `hover.js`
+reads the paths back; there is no second copy of the numbers.
+
+    y = 3.2 ┬─────────────────  0
+            │ ╲___              │   M x y l dx dy dx dy …
+    y = 2.1 ┴─────────────────  3000
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from llmtrain.report.collect import Curve, thin
+from llmtrain.report.words import number, short
+from llmtrain.rundir.goodput import OWNERS, Stretch, totals
+
+WIDTH, HEIGHT = 10_000, 3_000
+COLUMNS = 160
+_FAR = 30 * HEIGHT  # a point outside of the figure is not drawn farther away than this
+_TABLE_ROWS = 40
+_SMOOTHED = 20  # points from which a curve is smoothed
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A curve of a figure.
+
+    colour: number of the colour, from 0; from the fifth on, the colours come again, dashed
+    dots: whether each point has a dot
+    band: whether the lowest and highest values of each bucket are shaded
+    """
+
+    label: str
+    curve: Curve
+    colour: int = 0
+    dots: bool = False
+    band: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure before it is drawn; the horizontal axis has steps unless `across` names another.
+
+    unit: of the vertical axis
+    limits: horizontal lines, each with a name
+    restarts: steps from which later starts went on
+    skipped: steps whose update was skipped
+    tokens_per_step: if given, the horizontal axis shows tokens, too
+    from_zero: whether the vertical axis begins at 0
+    leave_out: whether values of the first 3 % of the steps may lie above the figure
+    """
+
+    name: str
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+    limits: tuple[tuple[str, float], ...] = ()
+    restarts: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    tokens_per_step: float | None = None
+    from_zero: bool = False
+    leave_out: bool = False
+    across: str = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The ranges of a figure's axes."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def x(self, value: float) -> int:
+        """Return the horizontal place of a value, from 0 at the left."""
+        return round(WIDTH * (value - self.left) / (self.right - self.left))
+
+    def y(self, value: float) -> int:
+        """Return the vertical place of a value, from 0 at the top."""
+        place = HEIGHT * (self.high - value) / (self.high - self.low)
+        return round(max(-_FAR, min(_FAR, place)))
+
+
+def draw(figure: Figure) -> str:
+    """Return a figure as HTML. Every text in it is escaped."""
+    axes = _axes(figure)
+    paths = [_band(one, axes) for one in figure.series if one.band]
+    paths += [_mark(axes.x(step), "restart") for step in figure.restarts if step >= axes.left]
+    paths += [
+        f'<path class="skipped" d="M{axes.x(step)} {HEIGHT}v-160"/>'
+        for step in figure.skipped
+        if axes.left <= step <= axes.right
+    ]
+    paths += [f'<path class="limit" d="M0 {axes.y(value)}h{WIDTH}"/>' for _, value in figure.limits]
+    paths += [path for one in figure.series for path in _curve(one, axes)]
+    said = ", ".join(one.label for one in figure.series)
+    drawing = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(f"{figure.title}: {said}, by {figure.across}")}">'
+        f"{''.join(paths)}</svg>"
+    )
+    data = " ".join(
+        f'data-{name}="{value:.9g}"'
+        for name, value in zip(
+            ("x0", "x1", "y0", "y1"), (axes.left, axes.right, axes.low, axes.high), strict=True
+        )
+    )
+    labels = _y_labels(axes) + _x_labels(axes, figure.tokens_per_step) + _mark_labels(figure, axes)
+    return (
+        f'<figure id="figure-{escape(figure.name)}" class="figure" '
+        f'data-across="{escape(figure.across)}" '
+        f"{data}><figcaption><h3>{escape(figure.title)}</h3>{_unit(figure)}{_legend(figure)}"
+        f'</figcaption><div class="plot">{labels}{drawing}</div>{_note(figure, axes)}'
+        f"{_table(figure)}</figure>"
+    )
+
+
+def draw_band(stretches: Sequence[Stretch]) -> str:
+    """Return where the time went as a band over the wall time. Its legend is the page's."""
+    if not stretches:
+        return ""
+    begin, end = stretches[0].begin, stretches[-1].end
+    width = (end - begin) / COLUMNS
+    if width <= 0:
+        return ""
+    owners = [_owner(column) for column in _columns(stretches, begin, width)]
+    rects, first = [], 0
+    for place in range(1, COLUMNS + 1):
+        if place == COLUMNS or owners[place] != owners[first]:
+            rects.append(
+                f'<rect class="{owners[first]}" x="{first}" width="{place - first}" height="10"/>'
+            )
+            first = place
+    return (
+        f'<svg class="band" viewBox="0 0 {COLUMNS} 10" preserveAspectRatio="none" role="img" '
+        f'aria-label="What most of each part of the time was spent on">{"".join(rects)}</svg>'
+    )
+
+
+def _columns(stretches: Sequence[Stretch], begin: float, width: float) -> list[dict[str, float]]:
+    """Divide the seconds of the stretches among columns of equal width."""
+    columns: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
+    for stretch in stretches:
+        length = stretch.end - stretch.begin
+        first = min(COLUMNS - 1, int((stretch.begin - begin) / width))
+        last = min(COLUMNS - 1, int((stretch.end - begin) / width))
+        for place in range(first, last + 1):
+            left = max(stretch.begin, begin + place * width)
+            right = min(stretch.end, begin + (place + 1) * width)
+            share = max(0.0, right - left) / length
+            for owner, seconds in stretch.seconds.items():
+                columns[place][owner] = columns[place].get(owner, 0.0) + seconds * share
+    return columns
+
+
+def _owner(column: dict[str, float]) -> str:
+    """Return who has the most seconds of a column."""
+    return max(OWNERS, key=lambda owner: column.get(owner, 0.0)) if column else "other"
+
+
+def shares(stretches: Sequence[Stretch]) -> list[tuple[str, float, float]]:
+    """Return (owner, share, seconds) of all owners with time; the shares add up to 1."""
+    total = totals(stretches)
+    whole = sum(total.values())
+    return [(owner, each / whole, each) for owner, each in total.items() if each > 0]
+
+
+def smooth(curve: Curve) -> Curve:
+    """Return the curve with each point the mean of its neighbours, 1/50 of the curve.
+
+    low and high become the least and greatest value of these neighbours. A short curve stays as
+    it is.
+    """
+    count = len(curve.steps)
+    if count < _SMOOTHED:
+        return curve
+    reach = max(1, count // 100)
+    around = [slice(max(0, place - reach), place + reach + 1) for place in range(count)]
+    means = [curve.mean[part] for part in around]
+    return Curve(
+        steps=curve.steps,
+        low=tuple(min(curve.low[part]) for part in around),
+        mean=tuple(sum(part) / len(part) for part in means),
+        high=tuple(max(curve.high[part]) for part in around),
+        thinned=curve.thinned,
+    )
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Return at most `most` round numbers between two different numbers, evenly spaced."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * part for part in (1, 2, 2.5, 5, 10, 20) if power * part >= rough)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)][: most + 1]
+
+
+def _axes(figure: Figure) -> Axes:
+    """Choose ranges that hold every curve, and are never empty."""
+    steps = [step for one in figure.series for step in one.curve.steps]
+    left, right = min(0, *steps), max(steps)
+    start = left + 0.03 * (right - left)
+    lows = [
+        value for one in figure.series for value in (one.curve.low if one.band else one.curve.mean)
+    ]
+    every = [
+        (step, value)
+        for one in figure.series
+        for step, value in zip(
+            one.curve.steps, one.curve.high if one.band else one.curve.mean, strict=True
+        )
+    ]
+    hidden = figure.leave_out and all(one.curve.steps[-1] > start for one in figure.series)
+    high = max(value for step, value in every if step > start or not hidden)
+    low = min([*lows, *([0.0] if figure.from_zero else [])])
+    for _, value in figure.limits:
+        if value <= 4 * high:
+            high = max(high, value)
+    if high <= low:
+        low, high = low - max(abs(low) * 0.05, 1e-9), high + max(abs(high) * 0.05, 1e-9)
+    margin = 0.05 * (high - low)
+    bottom = low if figure.from_zero and low == 0 else low - margin
+    return Axes(left, right if right > left else left + 1, bottom, high + margin)
+
+
+def _curve(series: Series, axes: Axes) -> list[str]:
+    points = series.curve.points
+    look = f"c{series.colour % 4}" + (" dashed" if series.colour >= 4 else "")
+    label = escape(series.label)
+    drawn = [f'<path class="line {look}" data-label="{label}" d="{_line(points, axes)}"/>']
+    if series.dots or len(points) == 1:
+        spots = "".join(f"M{axes.x(step)} {axes.y(value)}h0" for step, value in points)
+        drawn.append(f'<path class="dots {look}" d="{spots}"/>')
+    return drawn
+
+
+def _line(points: Sequence[tuple[int, float]], axes: Axes) -> str:
+    """Return path commands for a line through points."""
+    places = [(axes.x(step), axes.y(value)) for step, value in points]
+    (x, y), rest = places[0], places[1:]
+    parts = []
+    for right, down in rest:
+        parts.append(f"{right - x} {down - y}")
+        x, y = right, down
+    return f"M{places[0][0]} {places[0][1]}l" + (" ".join(parts) or "0 0")
+
+
+def _band(series: Series, axes: Axes) -> str:
+    curve = series.curve
+    above = list(zip(curve.steps, curve.high, strict=True))
+    below = list(zip(reversed(curve.steps), reversed(curve.low), strict=True))
+    return f'<path class="range c{series.colour % 4}" d="{_line([*above, *below], axes)}z"/>'
+
+
+def _mark(place: int, kind: str) -> str:
+    return f'<path class="{kind}" d="M{place} 0v{HEIGHT}"/>'
+
+
+def _y_labels(axes: Axes) -> str:
+    return "".join(
+        f'<i class="y" style="top:{100 * axes.y(value) / HEIGHT:.2f}%"><b>{_tick(value)}</b></i>'
+        for value in ticks(axes.low, axes.high, 5)
+    )
+
+
+def _x_labels(axes: Axes, tokens_per_step: float | None) -> str:
+    """Return the labels below the figure; every other one is hidden on a narrow screen."""
+    found = []
+    for place, value in enumerate(ticks(axes.left, axes.right, 6)):
+        tokens = (
+            f"<small>{_tick(value * tokens_per_step)}</small>" if tokens_per_step and value else ""
+        )
+        odd = " odd" if place % 2 else ""
+        left = 100 * axes.x(value) / WIDTH
+        found.append(
+            f'<i class="x{odd}" style="left:{left:.2f}%"><b>{_tick(value)}{tokens}</b></i>'
+        )
+    return "".join(found)
+
+
+def _mark_labels(figure: Figure, axes: Axes) -> str:
+    """Return the names of dashed lines, which stand at them."""
+    found = [
+        f'<i class="named" style="left:{100 * axes.x(step) / WIDTH:.2f}%">restart</i>'
+        for step in figure.restarts[:6]
+        if axes.left <= step <= axes.right
+    ]
+    found += [
+        f'<i class="named limit" style="top:{100 * axes.y(value) / HEIGHT:.2f}%">{escape(name)}</i>'
+        for name, value in figure.limits
+        if axes.low <= value <= axes.high
+    ]
+    return "".join(found)
+
+
+def _tick(value: float) -> str:
+    """Format a round number as short as it can be."""
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}"
+    return short(value) if 1e4 <= abs(value) < 1e15 else f"{value:.3g}"
+
+
+def _unit(figure: Figure) -> str:
+    return f'<span class="soft">{escape(figure.unit)}</span>' if figure.unit else ""
+
+
+def _legend(figure: Figure) -> str:
+    """Return the names of the curves with their last values, which hovering replaces."""
+    parts = []
+    for one in figure.series:
+        look = f"c{one.colour % 4}" + (" dashed" if one.colour >= 4 else "")
+        last = number(one.curve.mean[-1])
+        parts.append(
+            f'<span class="entry"><svg class="swatch" viewBox="0 0 20 8"><path class="line {look}" '
+            f'd="M0 4h20"/></svg>{escape(one.label)} <output>{last}</output></span>'
+        )
+    return f'<span class="legend">{"".join(parts)}<output class="at"></output></span>'
+
+
+def _note(figure: Figure, axes: Axes) -> str:
+    """Return what the reader has to know to read the figure."""
+    said = []
+    above = [
+        value
+        for one in figure.series
+        for value in (one.curve.high if one.band else one.curve.mean)
+        if value > axes.high
+    ]
+    if above:
+        said.append(
+            f"The first steps, up to {number(max(above))}, lie above the figure, so that the rest "
+            "can be seen."
+        )
+    if any(one.band and one.curve.low != one.curve.high for one in figure.series):
+        said.append("Shaded: from the least to the greatest value; the line is their mean.")
+    if figure.tokens_per_step:
+        said.append(f"Below each {figure.across}: the tokens trained until then.")
+    if figure.skipped:
+        said.append("Ticks at the bottom: steps whose update was skipped.")
+    return f'<p class="soft note">{" ".join(said)}</p>' if said else ""
+
+
+def _table(figure: Figure) -> str:
+    """Return the numbers of a figure, for readers and for who wants to copy them."""
+    tables = []
+    for one in figure.series:
+        rows = "".join(
+            f"<tr><td>{step:,}</td><td>{number(value)}</td></tr>"
+            for step, value in thin(one.curve.points, _TABLE_ROWS).points
+        )
+        tables.append(
+            f"<table><thead><tr><th>{escape(figure.across)}</th><th>{escape(one.label)}</th></tr>"
+            f"</thead><tbody>{rows}</tbody></table>"
+        )
+    inner = "".join(tables)
+    return f'<details><summary>Numbers</summary><div class="scroll columns">{inner}</div></details>'

@@ -1,0 +1,265 @@
+"""Whether a run finished, whether it learned, and whether it can be trusted: in words.
+
+Advice is given only where the run's own numbers support it: shares of time come from the sums over
+all steps (`span_seconds`), never from the steps that happened to be logged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+from llmtrain.report.collect import Line, Tables, column
+from llmtrain.report.svg import shares
+from llmtrain.report.words import clip, count, fixed, number, percent, plural, seconds, short
+
+GOOD, LOOK, BAD = "✓", "!", "✗"
+_WAITS = 0.05  # the share of the step time from which waiting for data is worth a remark
+_LEVEL = 0.003  # a last change of less than this share is none
+_RISING = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a reader should know before trusting a run. mark: GOOD, LOOK or BAD."""
+
+    mark: str
+    name: str
+    found: str
+
+
+def sentence(tables: Tables) -> str:
+    """Describe the run in one or two sentences."""
+    return f"{_state(tables)} {_learned(tables)}".strip()
+
+
+def figures(tables: Tables) -> list[tuple[str, str, str]]:
+    """Return the four key figures: a name, a value and a remark each."""
+    losses = column(tables.evaluations, "loss")
+    found = []
+    if losses:
+        best = min(value for _, value in losses)
+        remark = "the best" if losses[-1][1] <= best else f"best {fixed(best)}"
+        found.append(
+            ("held-out loss", fixed(losses[-1][1]), f"{remark}, from {fixed(losses[0][1])}")
+        )
+    elif trained := column(tables.train, "loss"):
+        found.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
+    if bits := column(tables.evaluations, "bits_per_byte"):
+        found.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
+    elif perplexity := column(tables.evaluations, "perplexity"):
+        found.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
+    if tokens := column(tables.train, "tokens"):
+        found.append(("tokens", short(tokens[-1][1]), f"{short(_speed(tables))} a second"))
+    share = goodput(tables)
+    remark = "" if share is None else f"goodput {percent(share)}"
+    found.append(("time", seconds(tables.wall_seconds), remark))
+    return found
+
+
+def goodput(tables: Tables) -> float | None:
+    """Return the share of the time in which steps ran that were not redone; None if none did."""
+    if not tables.train or tables.wall_seconds <= 0:
+        return None
+    return sum(
+        share for owner, share, _ in shares(tables.stretches) if owner in ("training", "waiting")
+    )
+
+
+def checks(tables: Tables) -> list[Check]:
+    """Return the eight checks, in a fixed order."""
+    return [
+        _steps(tables),
+        _heldout(tables),
+        _interruptions(tables),
+        _skipped(tables),
+        _waiting(tables),
+        _memory(tables),
+        _checkpoints(tables),
+        _unread(tables),
+    ]
+
+
+def last_step(tables: Tables) -> int:
+    """Return the last finished step that the run's files know of."""
+    known = tables.status.get("step")
+    logged = int(tables.train[-1]["step"]) if tables.train else 0
+    return max(logged, known if isinstance(known, int) else 0)
+
+
+def best_checkpoint(tables: Tables) -> Line | None:
+    """Return the checkpoint in the run directory whose step has the least held-out loss."""
+    losses = dict(column(tables.evaluations, "loss"))
+    kept = [one for one in tables.checkpoints if one["kept"]]
+    scored = [one for one in kept if one["step"] in losses]
+    return min(scored, key=lambda one: losses[one["step"]], default=kept[-1] if kept else None)
+
+
+def _state(tables: Tables) -> str:
+    known, where = tables.status, f"step {count(last_step(tables))}"
+    if tables.steps:
+        where += f" of {count(tables.steps)}"
+    reason = f" ({clip(str(known['reason']), 500)})" if known.get("reason") else ""
+    sentences = {
+        "finished": "Finished.",
+        "stopped": f"Stopped at {where}{reason}; the same command resumes the run.",
+        "failed": f"Failed at {where} with exit code {known.get('exit_code')}{reason}.",
+        "running": f"Running, or ended without a word; the last line is of {where}.",
+    }
+    return sentences.get(
+        str(known.get("state")), f"There is no status; the last line is of {where}."
+    )
+
+
+def _learned(tables: Tables) -> str:
+    losses = [value for _, value in column(tables.evaluations, "loss")]
+    name = "Held-out loss"
+    if len(losses) < 2:
+        losses = [value for _, value in column(tables.train, "loss")]
+        name = "Training loss"
+    if not losses:
+        return "No step has been recorded yet."
+    if len(losses) == 1:
+        return f"{name} is {fixed(losses[0])}."
+    first, last, best = losses[0], losses[-1], min(losses)
+    way = "fell" if last < first else "rose" if last > first else "stayed"
+    if way == "stayed":
+        return f"{name} stayed at {fixed(last)}."
+    ends = f"{name} {way} from {fixed(first)} to {fixed(last)}"
+    if name == "Training loss":
+        return f"{ends}."
+    if last > _RISING * best:
+        return f"{ends} and is rising: {percent(last / best - 1)} above its best, {fixed(best)}."
+    change = losses[-2] - last
+    level = abs(change) < _LEVEL * abs(last)
+    trend = "has levelled off" if level else "is still falling" if change > 0 else "is about level"
+    return f"{ends} and {trend}."
+
+
+def _speed(tables: Tables) -> float | None:
+    """Return tokens a second over all steps, without the first of each start."""
+    lines = _after_first(tables)
+    spans = dict(column(lines, "span_seconds"))
+    tokens = dict(column(tables.train, "tokens"))
+    steps = sorted(tokens)
+    before = dict(zip(steps[1:], steps, strict=False))
+    pairs = [
+        (tokens[s] - tokens[before[s]], spans[s]) for s in spans if s in before and s in tokens
+    ]
+    took = sum(span for _, span in pairs)
+    return sum(part for part, _ in pairs) / took if took > 0 else None
+
+
+def _after_first(tables: Tables) -> list[Line]:
+    """Return the `train` lines without the first of each start, which opens the stream."""
+    first = {start["step"] + 1 for start in tables.starts}
+    return [line for line in tables.train if line["step"] not in first]
+
+
+def waiting_share(tables: Tables) -> float:
+    """Return the share of the step time, logged or not, in which steps waited for data."""
+    lines = _after_first(tables)
+    waited, whole = (
+        sum(value for _, value in column(lines, name))
+        for name in ("span_wait_seconds", "span_seconds")
+    )
+    return waited / whole if whole > 0 else 0.0
+
+
+def _steps(tables: Tables) -> Check:
+    state = tables.status.get("state")
+    mark = {"finished": GOOD, "failed": BAD}.get(str(state), LOOK)
+    of = f" of {count(tables.steps)}" if tables.steps else ""
+    return Check(mark, "steps", f"{count(last_step(tables))}{of}, {state or 'state unknown'}")
+
+
+def _heldout(tables: Tables) -> Check:
+    name, losses = "held-out loss", [value for _, value in column(tables.evaluations, "loss")]
+    if not losses:
+        return Check(LOOK, name, "nothing was evaluated")
+    last, said = losses[-1], [fixed(losses[-1])]
+    mark = LOOK if last > _RISING * min(losses) else GOOD
+    vocabulary = tables.starts[-1].get("vocabulary") if tables.starts else None
+    if isinstance(vocabulary, int) and vocabulary > 1:
+        guessing = math.log(vocabulary)
+        said.append(f"guessing {fixed(guessing)}")
+        mark = BAD if last >= guessing else mark
+    if trained := [value for _, value in column(tables.train, "loss")][-10:]:
+        said.append(f"last training losses {fixed(fmean(trained))}")
+    return Check(mark, name, ", ".join(said))
+
+
+def _interruptions(tables: Tables) -> Check:
+    times = len(tables.restarts)
+    if not times:
+        return Check(GOOD, "interruptions", "none")
+    said = plural(times, "restart", "restarts")
+    if tables.redone:
+        ranges = [f"{count(a)}–{count(b)}" if a < b else count(a) for a, b in tables.redone[-5:]]
+        more = ", …" if len(tables.redone) > 5 else ""
+        said += f"; done again: steps {', '.join(ranges)}{more}"
+    return Check(LOOK, "interruptions", said)
+
+
+def skipped_steps(tables: Tables) -> tuple[int, ...]:
+    """Return the steps whose update was skipped."""
+    return tuple(
+        sorted({one["step"] for one in tables.events if one.get("event") == "update_skipped"})
+    )
+
+
+def _skipped(tables: Tables) -> Check:
+    steps = skipped_steps(tables)
+    if not steps:
+        return Check(GOOD, "skipped updates", "none")
+    mark = BAD if len(steps) > 0.01 * max(1, last_step(tables)) else LOOK
+    return Check(mark, "skipped updates", f"{count(len(steps))}: loss or gradient was not finite")
+
+
+def _waiting(tables: Tables) -> Check:
+    share = waiting_share(tables)
+    said = f"{percent(share)} of the step time"
+    if share > _WAITS:
+        return Check(LOOK, "data wait", f"{said}: raise data.workers")
+    return Check(GOOD, "data wait", said)
+
+
+def _memory(tables: Tables) -> Check:
+    peaks = [value for _, value in column(tables.train, "memory_gb")]
+    if not peaks:
+        return Check(LOOK, "memory", "not recorded")
+    said, mark = f"{fixed(max(peaks), 2)} GiB at most", GOOD
+    compared = [one for one in tables.events if one.get("event") == "memory_compared"]
+    detail = compared[-1].get("detail") if compared else None
+    device = room(tables)
+    if isinstance(detail, dict) and isinstance(detail.get("planned_gb"), int | float):
+        planned = float(detail["planned_gb"])
+        said += f", planned {fixed(planned, 2)} GiB"
+        mark = LOOK if max(peaks) > 1.1 * planned else GOOD
+    if device:
+        said += f", the device has {fixed(device, 1)} GiB"
+    return Check(mark, "memory", said)
+
+
+def room(tables: Tables) -> float | None:
+    """Return the GiB of the device, as the plan knew them; None if it did not."""
+    plan = tables.starts[-1].get("plan") if tables.starts else None
+    found = plan.get("device_bytes") if isinstance(plan, dict) else None
+    return found / 2**30 if isinstance(found, int | float) and found > 0 else None
+
+
+def _checkpoints(tables: Tables) -> Check:
+    kept = [one for one in tables.checkpoints if one["kept"]]
+    if not kept:
+        return Check(LOOK, "checkpoints", "none is in the run directory")
+    best = best_checkpoint(tables)
+    said = f"{count(len(kept))} kept, newest {kept[-1]['name']}"
+    return Check(GOOD, "checkpoints", f"{said}, best {best['name']}" if best else said)
+
+
+def _unread(tables: Tables) -> Check:
+    if tables.unread:
+        lines = plural(tables.unread, "line", "lines")
+        return Check(LOOK, "record", f"{lines} of metrics.jsonl could not be read")
+    return Check(GOOD, "record", "every line was read")

@@ -1,0 +1,53 @@
+import pytest
+from helpers import runs
+from helpers.runs import HOSTILE
+
+from llmtrain.report.collect import collect
+from llmtrain.report.compare import differences, render, write_comparison
+
+CONFIG = "data:\n  seq_len: 128\ntraining:\n  steps: 300\noptimizer:\n  learning_rate: {}\n"
+
+
+def run(folder, name, rate="0.001", shift=0.0, **start):
+    first, *lines = runs.history()
+    lines = [
+        line | {"loss": line["loss"] + shift} if line["kind"] == "eval" else line for line in lines
+    ]
+    first |= {"run_id": name, **start}
+    return runs.write_run(folder / name, [first, *lines], config=CONFIG.format(rate))
+
+
+def test_the_page_names_the_keys_that_differ_and_the_run_that_ends_lower(tmp_path):
+    a, b = run(tmp_path, "a"), run(tmp_path, "b", rate="0.01", shift=0.06)
+    out = write_comparison([a, b], tmp_path / "c.html")
+    page = out.read_text(encoding="utf-8")
+    assert "a ends lowest: held-out loss" in page
+    assert "0.060 below b." in page
+    assert differences([collect(a), collect(b)]) == [("optimizer.learning_rate", ["0.001", "0.01"])]
+    assert page.count("<figure") == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c.html"}
+
+
+def test_runs_with_other_tokenizers_are_compared_by_bits_per_byte(tmp_path):
+    a, b = run(tmp_path, "a", vocabulary=2048), run(tmp_path, "b", vocabulary=50_000)
+    page = render([collect(a), collect(b)])
+    assert "The tokenizers differ" in page
+    assert "bits per byte, last" in page
+    assert "Training loss</h3>" not in page
+
+
+def test_a_run_beside_itself_and_five_runs_have_a_page(tmp_path):
+    a = collect(run(tmp_path, "a"))
+    page = render([a, a])
+    assert "The same run is here more than once." in page
+    assert "a (2)" in page
+    assert "end equal" in page
+    assert "<figure" not in render([a] * 5)
+
+
+@pytest.mark.parametrize("lines", [[], [runs.start_line(0)], [runs.train_line(1)]])
+def test_a_run_without_numbers_beside_another_is_no_error(tmp_path, lines):
+    empty = runs.write_run(tmp_path / HOSTILE[:40].replace("/", "_"), lines, config="nonsense")
+    page = render([collect(empty), collect(run(tmp_path, "b"))])
+    assert "nothing can be compared" in page
+    assert "<script>alert" not in page

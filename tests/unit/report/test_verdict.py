@@ -1,0 +1,121 @@
+import math
+
+import pytest
+from helpers import runs
+
+from llmtrain.report import verdict
+from llmtrain.report.collect import collect
+from llmtrain.rundir.goodput import goodput
+
+
+def tables(folder, lines, status=None, **settings):
+    text = "".join(f"{section}:\n  {key}: {value}\n" for (section, key), value in settings.items())
+    return collect(runs.write_run(folder, lines, status or runs.status(), config=text or "a: {}\n"))
+
+
+def check(found, name):
+    (one,) = (one for one in verdict.checks(found) if one.name == name)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("state", "begins"),
+    [
+        ("finished", "Finished."),
+        ("stopped", "Stopped at step 300 of 300 (all steps are done); the same command resumes"),
+        ("failed", "Failed at step 300 of 300 with exit code 75 (all steps are done)."),
+        ("running", "Running, or ended without a word; the last line is of step 300 of 300."),
+        (None, "There is no status; the last line is of step 300 of 300."),
+    ],
+)
+def test_the_sentence_says_what_became_of_the_run(tmp_path, state, begins):
+    start, *lines = runs.history()
+    found = tables(tmp_path, [start | {"steps": 300}, *lines], runs.status(state, exit_code=75))
+    assert verdict.sentence(found).startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ([7.66, 3.0, 2.34], "Held-out loss fell from 7.660 to 2.340 and is still falling."),
+        ([7.66, 2.341, 2.34], "Held-out loss fell from 7.660 to 2.340 and has levelled off."),
+        ([7.66, 2.0, 2.34], "and is rising: 17 % above its best, 2.000."),
+        ([2.0, 3.0], "Held-out loss rose from 2.000 to 3.000 and is rising"),
+        ([2.0, 2.0], "Held-out loss stayed at 2.000."),
+        ([], "Training loss fell from"),
+    ],
+)
+def test_the_sentence_says_whether_it_learned(tmp_path, losses, ends):
+    lines = [line for line in runs.history() if line["kind"] != "eval"]
+    lines += [runs.eval_line(100 * n, loss=loss) for n, loss in enumerate(losses)]
+    assert ends in verdict.sentence(tables(tmp_path, lines))
+
+
+def test_there_are_eight_checks_each_with_a_mark_and_what_was_found(tmp_path):
+    found = verdict.checks(tables(tmp_path, runs.history()))
+    assert len(found) == 8
+    assert {one.mark for one in found} <= {verdict.GOOD, verdict.LOOK, verdict.BAD}
+    assert all(one.found for one in found)
+
+
+def test_a_model_no_better_than_guessing_is_bad(tmp_path):
+    start, *lines = runs.history(20)
+    lines = [line for line in lines if line["kind"] != "eval"]
+    for loss, mark in ((math.log(50) + 0.01, verdict.BAD), (3.0, verdict.GOOD)):
+        whole = [start | {"vocabulary": 50}, *lines, runs.eval_line(20, loss=loss)]
+        one = check(tables(tmp_path / str(loss), whole), "held-out loss")
+        assert one.mark == mark
+        assert "guessing 3.912" in one.found
+
+
+def test_redone_steps_are_named_and_the_goodput_is_that_of_the_record(tmp_path, monkeypatch):
+    lines = runs.interrupted_history()
+    found = tables(tmp_path, lines)
+    assert check(found, "interruptions").found == "1 restart; done again: steps 101–170"
+    monkeypatch.setattr("llmtrain.rundir.goodput.time.time", lambda: 0.0)
+    assert verdict.goodput(found) == pytest.approx(goodput(tmp_path))
+
+
+def test_ux_34_advice_about_data_comes_from_all_steps_and_not_from_logged_ones(tmp_path):
+    # Ten steps a line, of 0.4 s each; the step of the line itself happened to wait for 0.1 s.
+    often = [runs.train_line(step, data_wait_seconds=0.1) for step in range(10, 200, 10)]
+    one = check(tables(tmp_path / "a", [runs.start_line(0), *often]), "data wait")
+    assert (one.mark, one.found) == (verdict.GOOD, "0.5 % of the step time")
+    rarely = [runs.train_line(step, span_wait_seconds=0.4) for step in range(10, 200, 10)]
+    one = check(tables(tmp_path / "b", [runs.start_line(0), *rarely]), "data wait")
+    assert (one.mark, one.found) == (verdict.LOOK, "10 % of the step time: raise data.workers")
+    opening = {"seconds": 9.0, "span_seconds": 9.0, "span_wait_seconds": 8.0}
+    lines = [runs.start_line(0), runs.train_line(1, data_wait_seconds=8.0, **opening)]
+    lines += [runs.train_line(step) for step in range(10, 60, 10)]
+    assert check(tables(tmp_path / "c", lines), "data wait").mark == verdict.GOOD
+
+
+def test_skipped_updates_and_lines_that_cannot_be_read_are_counted(tmp_path):
+    lines = [*runs.history(), runs.event_line(150, "update_skipped")]
+    runs.write_run(tmp_path, lines)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\0\0\0\n{"kind": 3}\n[1]\n{"kind": "train", "st')
+    found = collect(tmp_path)
+    assert check(found, "skipped updates").found == "1: loss or gradient was not finite"
+    assert check(found, "record").found == "3 lines of metrics.jsonl could not be read"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [runs.start_line(0)],
+        [runs.train_line(1)],
+        [runs.eval_line(0)],
+        [runs.start_line(0), runs.train_line(1, loss=None, tokens=None, span_seconds=None)],
+        [runs.train_line(1, loss=1e30), runs.train_line(2, loss=-1e30)],
+        [runs.start_line(0), runs.train_line(5, time=1.0), runs.train_line(6, time=0.0)],
+        [runs.start_line(0), runs.train_line(1), runs.train_line(2, loss=2), runs.start_line(0)],
+    ],
+    ids=["empty", "start", "one step", "one eval", "nulls", "huge", "clock", "undone"],
+)
+def test_whatever_a_record_holds_there_is_a_verdict(tmp_path, lines):
+    found = tables(tmp_path, lines)
+    assert verdict.sentence(found)
+    assert len(verdict.checks(found)) == 8
+    assert verdict.figures(found)
