@@ -65,8 +65,14 @@ def write_record(run_dir: Path) -> int:
     from helpers import runs  # what a run writes is known there
 
     lines = runs.history(LINES, every=1, evaluate_every=1000)
-    pad = {"sources": {f"wikipedia/{n:02d}": 8192 * n for n in range(4)}}
-    runs.write_run(run_dir, [one | pad if one["kind"] == "train" else one for one in lines])
+    sources = {f"wikipedia/{n:02d}": 8192 * n for n in range(4)}
+    lines = [
+        one | {"sources": sources, "span_seconds": one["seconds"]}
+        if one["kind"] == "train"
+        else one
+        for one in lines
+    ]
+    runs.write_run(run_dir, lines)
     return (run_dir / "metrics.jsonl").stat().st_size
 
 

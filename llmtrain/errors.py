@@ -164,3 +164,8 @@ class PeerError(RunError):
 
     def __str__(self) -> str:
         return harmless(str(self.args[0]), keep=_LINES)
+
+
+def gib(count: int) -> str:
+    """Return bytes in GiB or MiB, in words."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

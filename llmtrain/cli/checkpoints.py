@@ -16,8 +16,7 @@ import typer
 from llmtrain.cli.escapes import show
 from llmtrain.cli.options import AsJson, ConfigFile, Overrides
 from llmtrain.cli.progress import ProgressLine
-from llmtrain.distributed.plan.remedies import gib
-from llmtrain.errors import harmless
+from llmtrain.errors import gib, harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.checkpoints.look import Listing, Row, Verified

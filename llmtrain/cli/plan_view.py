@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.cli.escapes import WIDTH, show, wrap
-from llmtrain.distributed.plan.remedies import gib
 from llmtrain.distributed.plan.speed import HFU
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, gib
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.memory import Layout

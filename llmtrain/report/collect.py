@@ -9,20 +9,21 @@ lines of steps that were lost. Each start line has the step that the run went ba
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from llmtrain.config import yaml12
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.goodput import Stretch, stretches
+from llmtrain.rundir.goodput import Stretch, merged, stretches
 
 Line = Mapping[str, Any]
 
 MAX_BUCKETS = 1000
+_NUMBERS = (float, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,13 @@ class Tables:
     settings: Mapping[str, object]
     auto: Mapping[str, Any]
     profile: Mapping[str, Any]
+    _columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False)
+
+    def numbers(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, value) of the `train` lines whose field `name` is a number."""
+        if name not in self._columns:
+            self._columns[name] = column(self.train, name)
+        return self._columns[name]
 
     @property
     def wall_seconds(self) -> float:
@@ -114,7 +122,7 @@ def collect(run_dir: Path) -> Tables:
         events=tuple(event for event in _of("event", lines) if not _is_of_resident_memory(event)),
         end=_end(lines),
         redone=_redone(lines),
-        stretches=tuple(stretches(lines)),
+        stretches=tuple(merged(stretches(lines))),
         unread=record.count_unread(run_dir, len(lines)),
         settings=_settings(config),
         auto=_json(run_dir / contents.AUTO),
@@ -135,16 +143,15 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
         # Removed first, so that the order is that of the last lines.
         kept.pop(what := _what(line), None)
         kept[what] = line
-    return sorted(kept.values(), key=lambda line: int(line["step"]))
+    return sorted(kept.values(), key=itemgetter("step"))
 
 
 def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
     """Return (step, value) of the lines whose field `name` is a number."""
-    values = ((line["step"], line.get(name)) for line in lines)
     return [
-        (step, float(value))
-        for step, value in values
-        if isinstance(value, (int, float)) and math.isfinite(value)
+        (line["step"], float(value))
+        for line in lines
+        if (value := line.get(name)).__class__ in _NUMBERS and value - value == 0  # finite
     ]
 
 
@@ -196,11 +203,10 @@ def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:
 
 def _what(line: Line) -> tuple[object, ...]:
     """Return a key that is equal for two lines about the same thing at the same step."""
-    return (
-        line["kind"],
-        line["step"],
-        *(str(line[key]) for key in ("split", "prompt", "name") if key in line),
-    )
+    if line["kind"] == "train":
+        return ("train", line["step"])
+    named = (str(line[key]) for key in ("split", "prompt", "name") if key in line)
+    return (line["kind"], line["step"], *named)
 
 
 def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.config import secrets
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, column, thin
 from llmtrain.report.page import fill, write
@@ -85,7 +84,7 @@ def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
     for key in keys:
         values = [run.settings.get(key, "–") for run in runs]
         if key not in _OWN and any(value != values[0] for value in values):
-            found.append((key, [secrets.hide_unparsed(compact(value)) for value in values]))
+            found.append((key, [compact(value) for value in values]))
     processes = [_of_start(run, "world_size") for run in runs]
     if len(set(processes)) > 1:
         found.append(("processes", processes))
@@ -147,8 +146,8 @@ def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
 
 def _row(name: str, run: Tables, measure: str) -> Row:
     values = [value for _, value in column(run.evaluations, measure)]
-    trained = [value for _, value in column(run.train, "loss")]
-    tokens = [value for _, value in column(run.train, "tokens")]
+    trained = [value for _, value in run.numbers("loss")]
+    tokens = [value for _, value in run.numbers("tokens")]
     return Row(
         name=name,
         state=str(run.status.get("state", "unknown")),
@@ -187,7 +186,7 @@ def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list
 
 def _to_tokens(run: Tables, points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Replace the steps of points by the tokens that were trained until then."""
-    tokens = column(run.train, "tokens")
+    tokens = run.numbers("tokens")
     if not tokens or not tokens[-1][0]:
         return []
     each = tokens[-1][1] / tokens[-1][0]

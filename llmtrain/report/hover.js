@@ -20,8 +20,8 @@
     }
     return points;
   };
-  const ticks = (low, high, most) => {
-    const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
+  const ticks = (low, high, most, least = 0) => {
+    const rough = Math.max(least, (high - low) / most), power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10, 20].map((p) => p * power).find((s) => s >= rough);
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
@@ -80,7 +80,7 @@
       f.box = seen.length ? [f.u(from), top - edge, f.u(to) - f.u(from), bottom - top + 2 * edge]
         : [f.u(from), 0, f.u(to) - f.u(from), H];
       const [left, up, width, height] = f.box;
-      const xs = ticks(f.x(left), f.x(left + width), 5).map((v, n) =>
+      const xs = ticks(f.x(left), f.x(left + width), 5, 1).map((v, n) =>
         label(n % 2 ? "x odd" : "x", "left", (f.u(v) - left) / width * 100, short(v)));
       const low = f.y(up + height), high = f.y(up);
       const ys = ticks(low, high, 5).map((v) =>

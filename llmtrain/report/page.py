@@ -8,6 +8,7 @@ zooming are missing.
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import durable
-from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
 from llmtrain.report import verdict, words
 from llmtrain.report.collect import Curve, Line, Tables, collect, column, thin
@@ -44,7 +44,12 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises UserError if the directory has no run or the file cannot be written.
     """
-    return write(render(collect(run_dir)), out or run_dir / contents.REPORT)
+    gc.disable()  # nothing of a long record becomes garbage, and looking for it takes a fifth
+    try:
+        page = render(collect(run_dir))
+    finally:
+        gc.enable()
+    return write(page, out or run_dir / contents.REPORT)
 
 
 def write(page: str, path: Path) -> Path:
@@ -134,7 +139,6 @@ def figures(tables: Tables) -> list[Figure]:
         "skipped": verdict.skipped_steps(tables),
     }
     found = _loss(tables, marks)
-    train, after = tables.train, tables.train[1:]
     clip = tables.settings.get("training.max_grad_norm")
     limit = (("clipped above", float(clip)),) if isinstance(clip, int | float) else ()
     room = verdict.room(tables)
@@ -145,18 +149,18 @@ def figures(tables: Tables) -> list[Figure]:
         limits += (("planned", planned / 2**30),) if isinstance(planned, int | float) else ()
         limits += (("device", room),) if room else ()
     small = [
-        _small("learning_rate", "Learning rate", "", column(train, "learning_rate")),
+        _small("learning_rate", "Learning rate", "", tables.numbers("learning_rate")),
         _small(
-            "grad_norm", "Gradient norm, before clipping", "", column(train, "grad_norm"), limit
+            "grad_norm", "Gradient norm, before clipping", "", tables.numbers("grad_norm"), limit
         ),
-        _small("speed", "Speed", "tokens a second", _speeds(after)),
-        _small("mfu", "Model FLOPs utilization", "%", _scaled(column(train, "mfu"), 100)),
-        _small("wait", "Waiting for data", "% of the step time", _waits(after)),
+        _small("speed", "Speed", "tokens a second", _speeds(tables)),
+        _small("mfu", "Model FLOPs utilization", "%", _scaled(tables.numbers("mfu"), 100)),
+        _small("wait", "Waiting for data", "% of the step time", _waits(tables)),
         _small(
             "memory",
             "Memory",
             "GiB",
-            column(train, "memory_gb"),
+            tables.numbers("memory_gb"),
             limits if _has_peak(tables) else (),
         ),
     ]
@@ -169,7 +173,7 @@ def _has_peak(tables: Tables) -> bool:
 
 
 def _loss(tables: Tables, marks: Mapping[str, Any]) -> list[Figure]:
-    train, heldout = column(tables.train, "loss"), column(tables.evaluations, "loss")
+    train, heldout = tables.numbers("loss"), column(tables.evaluations, "loss")
     series = []
     if train:
         series.append(Series("training", smooth(thin(train)), 0, band=len(train) > 1))
@@ -177,7 +181,7 @@ def _loss(tables: Tables, marks: Mapping[str, Any]) -> list[Figure]:
         series.append(Series("held-out", thin(heldout), 1, dots=len(heldout) <= _ROWS))
     if not series:
         return []
-    tokens = column(tables.train, "tokens")
+    tokens = tables.numbers("tokens")
     each = tokens[-1][1] / tokens[-1][0] if tokens and tokens[-1][0] else None
     return [
         Figure(
@@ -206,21 +210,19 @@ def _marked(figure: Figure, marks: Mapping[str, Any]) -> Figure:
     return replace(figure, restarts=marks["restarts"])
 
 
-def _speeds(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """Return tokens a second between one line and the next, all steps of it counted."""
-    spans = dict(column(lines, "span_seconds"))
-    tokens = column(lines, "tokens")
-    pairs = pairwise(tokens)
+def _speeds(tables: Tables) -> list[tuple[int, float]]:
+    """Return tokens a second between one line and the next, from the second line on."""
+    spans, tokens = dict(tables.numbers("span_seconds")), tables.numbers("tokens")[1:]
     return [
         (step, (now - before) / spans[step])
-        for (_, before), (step, now) in pairs
+        for (_, before), (step, now) in pairwise(tokens)
         if spans.get(step, 0) > 0 and now > before
     ]
 
 
-def _waits(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    spans = dict(column(lines, "span_seconds"))
-    waits = column(lines, "span_wait_seconds")
+def _waits(tables: Tables) -> list[tuple[int, float]]:
+    """Return the share of the step time that was spent waiting, from the second line on."""
+    spans, waits = dict(tables.numbers("span_seconds")), tables.numbers("span_wait_seconds")[1:]
     return [(step, 100 * wait / spans[step]) for step, wait in waits if spans.get(step, 0) > 0]
 
 
@@ -254,9 +256,8 @@ def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
     """Return (key, value, origin) of each key that somebody or the start has set."""
     origins = tables.starts[-1].get("set") if tables.starts else None
     said = origins if isinstance(origins, dict) else {}
-    hide = secrets.hide_unparsed
     chosen = [
-        (key, hide(words.compact(tables.settings.get(key, "see the config"))), str(origin))
+        (key, words.compact(tables.settings.get(key, "see the config")), str(origin))
         for key, origin in said.items()
     ]
     return chosen + [(key, words.compact(value), "auto") for key, value in _flat(tables.auto)]

@@ -194,9 +194,9 @@ def smooth(curve: Curve) -> Curve:
     )
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` round numbers between two different numbers, evenly spaced."""
-    rough = (high - low) / most
+def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
+    """Return about `most` round numbers between two different numbers, at least `least` apart."""
+    rough = max(least, (high - low) / most)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * part for part in (1, 2, 2.5, 5, 10, 20) if power * part >= rough)
     first = math.ceil(low / step - 1e-9)
@@ -275,7 +275,7 @@ def _y_labels(axes: Axes) -> str:
 def _x_labels(axes: Axes, tokens_per_step: float | None) -> str:
     """Return the labels below the figure; every other one is hidden on a narrow screen."""
     found = []
-    for place, value in enumerate(ticks(axes.left, axes.right, 6)):
+    for place, value in enumerate(ticks(axes.left, axes.right, 6, least=1)):
         tokens = (
             f"<small>{_tick(value * tokens_per_step)}</small>" if tokens_per_step and value else ""
         )

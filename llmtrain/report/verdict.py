@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from llmtrain.report.collect import Line, Tables, column
@@ -44,13 +45,13 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
         found.append(
             ("held-out loss", fixed(losses[-1][1]), f"{remark}, from {fixed(losses[0][1])}")
         )
-    elif trained := column(tables.train, "loss"):
+    elif trained := tables.numbers("loss"):
         found.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
     if bits := column(tables.evaluations, "bits_per_byte"):
         found.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
     elif perplexity := column(tables.evaluations, "perplexity"):
         found.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
-    if tokens := column(tables.train, "tokens"):
+    if tokens := tables.numbers("tokens"):
         found.append(("tokens", short(tokens[-1][1]), f"{short(_speed(tables))} a second"))
     share = goodput(tables)
     remark = "" if share is None else f"goodput {percent(share)}"
@@ -116,7 +117,7 @@ def _learned(tables: Tables) -> str:
     losses = [value for _, value in column(tables.evaluations, "loss")]
     name = "Held-out loss"
     if len(losses) < 2:
-        losses = [value for _, value in column(tables.train, "loss")]
+        losses = [value for _, value in tables.numbers("loss")]
         name = "Training loss"
     if not losses:
         return "No step has been recorded yet."
@@ -139,29 +140,26 @@ def _learned(tables: Tables) -> str:
 
 def _speed(tables: Tables) -> float | None:
     """Return tokens a second over all steps, without the first of each start."""
-    lines = _after_first(tables)
-    spans = dict(column(lines, "span_seconds"))
-    tokens = dict(column(tables.train, "tokens"))
-    steps = sorted(tokens)
-    before = dict(zip(steps[1:], steps, strict=False))
-    pairs = [
-        (tokens[s] - tokens[before[s]], spans[s]) for s in spans if s in before and s in tokens
+    spans, first = dict(tables.numbers("span_seconds")), _first_steps(tables)
+    parts = [
+        (now - before, spans[step])
+        for (_, before), (step, now) in pairwise(tables.numbers("tokens"))
+        if step in spans and step not in first
     ]
-    took = sum(span for _, span in pairs)
-    return sum(part for part, _ in pairs) / took if took > 0 else None
+    took = sum(span for _, span in parts)
+    return sum(part for part, _ in parts) / took if took > 0 else None
 
 
-def _after_first(tables: Tables) -> list[Line]:
-    """Return the `train` lines without the first of each start, which opens the stream."""
-    first = {start["step"] + 1 for start in tables.starts}
-    return [line for line in tables.train if line["step"] not in first]
+def _first_steps(tables: Tables) -> set[int]:
+    """Return the first step of each start, which opens the stream."""
+    return {start["step"] + 1 for start in tables.starts}
 
 
 def waiting_share(tables: Tables) -> float:
     """Return the share of the step time, logged or not, in which steps waited for data."""
-    lines = _after_first(tables)
+    first = _first_steps(tables)
     waited, whole = (
-        sum(value for _, value in column(lines, name))
+        sum(value for step, value in tables.numbers(name) if step not in first)
         for name in ("span_wait_seconds", "span_seconds")
     )
     return waited / whole if whole > 0 else 0.0
@@ -185,7 +183,7 @@ def _heldout(tables: Tables) -> Check:
         guessing = math.log(vocabulary)
         said.append(f"guessing {fixed(guessing)}")
         mark = BAD if last >= guessing else mark
-    if trained := [value for _, value in column(tables.train, "loss")][-10:]:
+    if trained := [value for _, value in tables.numbers("loss")][-10:]:
         said.append(f"last training losses {fixed(fmean(trained))}")
     return Check(mark, name, ", ".join(said))
 
@@ -226,7 +224,7 @@ def _waiting(tables: Tables) -> Check:
 
 
 def _memory(tables: Tables) -> Check:
-    peaks = [value for _, value in column(tables.train, "memory_gb")]
+    peaks = [value for _, value in tables.numbers("memory_gb")]
     if not peaks:
         return Check(LOOK, "memory", "not recorded")
     said, mark = f"{fixed(max(peaks), 2)} GiB at most", GOOD

@@ -72,6 +72,16 @@ def totals(found: Iterable[Stretch]) -> dict[str, float]:
     return total
 
 
+def merged(found: Sequence[Stretch], most: int = 1000) -> list[Stretch]:
+    """Join neighbours until there are at most about `most` stretches."""
+    size = -(-len(found) // most)
+    groups = (found[first : first + size] for first in range(0, len(found), max(1, size)))
+    return [
+        Stretch(group[0].begin, group[-1].end, {o: s for o, s in totals(group).items() if s})
+        for group in groups
+    ]
+
+
 def stretches(lines: Sequence[_Line], *, until: float = 0.0) -> list[Stretch]:
     """Divide the time of a run among OWNERS.
 
@@ -125,11 +135,11 @@ def _of_start(
     rest = "starting"  # who owns what nobody claims
     rests = []
     for line, again in zip(lines, redone, strict=True):
-        edge = max(edges[-1], float(line["time"]))
+        own = claims[-1]
         for owner, claimed in _claims(line, again=again).items():
-            claims[-1][owner] = claims[-1].get(owner, 0.0) + claimed
+            own[owner] = own.get(owner, 0.0) + claimed
         if line["kind"] == "train":
-            edges.append(edge)
+            edges.append(max(edges[-1], float(line["time"])))
             claims.append({})
             rests.append(rest)
             rest = "other"
@@ -141,8 +151,8 @@ def _of_start(
     for start, length, seconds, owner in zip(edges, lengths, given, rests, strict=False):
         left = max(0.0, length - sum(seconds.values()))
         if length > 0:
-            own = seconds | {owner: seconds.get(owner, 0.0) + left}
-            found.append(Stretch(start, start + length, own))
+            seconds[owner] = seconds.get(owner, 0.0) + left
+            found.append(Stretch(start, start + length, seconds))
     return found
 
 
@@ -169,13 +179,15 @@ def _pour(claims: Sequence[_Seconds], lengths: Sequence[float]) -> list[_Seconds
     given: list[_Seconds] = [{} for _ in lengths]
     carried: _Seconds = {}
     for own, length, into in zip(claims, lengths, given, strict=True):
+        if not carried and sum(own.values()) <= length:  # nearly always
+            into.update(own)
+            continue
         for owner, seconds in own.items():
             carried[owner] = carried.get(owner, 0.0) + seconds
         _move(carried, into, length)
-    for length, into in zip(reversed(lengths), reversed(given), strict=True):
-        if not carried:
-            break
-        _move(carried, into, length)
+    if carried:
+        for length, into in zip(reversed(lengths), reversed(given), strict=True):
+            _move(carried, into, length)
     return given
 
 

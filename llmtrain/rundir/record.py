@@ -109,7 +109,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     object (a power cut can leave zeros) is skipped with a warning that names it.
     """
     found: list[dict[str, Any]] = []
-    *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    text = path.read_bytes().decode("utf-8", errors="replace") if path.exists() else ""
+    *lines, _torn = text.split("\n")
     for number, line in enumerate(lines, 1):
         value = parse(line)
         if value is not None:
@@ -119,7 +120,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line; None if it is none."""
     try:
         value = json.loads(line)

@@ -24,10 +24,10 @@ from llmtrain.distributed.plan.memory import (
     checkpoint_bytes,
     memory,
 )
-from llmtrain.distributed.plan.remedies import gib, missing
+from llmtrain.distributed.plan.remedies import missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.errors import Problem, UserError, gib, raise_any
 from llmtrain.model.count import CannotCountError
 from llmtrain.model.trainable import quantized
 from llmtrain.tools.plan_file import launch_values, write_launch_file

@@ -116,8 +116,3 @@ def _more_devices(work: Work, layout: Layout, hardware: Hardware) -> Iterator[tu
 
 def _whole_gib(count: int) -> int:
     return math.ceil(count / 2**30)
-
-
-def gib(count: int) -> str:
-    """Return bytes in GiB or MiB, in words."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -26,9 +26,9 @@ from llmtrain.distributed.plan.memory import (
     arithmetic_of,
     memory,
 )
-from llmtrain.distributed.plan.remedies import gib, missing, remedy
+from llmtrain.distributed.plan.remedies import missing, remedy
 from llmtrain.distributed.plan.speed import machine_of, step_time
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, gib
 from llmtrain.types import ModelShape, Saved
 
 LADDER = ("ddp", "hsdp", "fsdp2", "fsdp2_offload", "zero3_offload")

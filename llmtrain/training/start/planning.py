@@ -37,9 +37,9 @@ from llmtrain.distributed.plan.memory import (
     arithmetic_of,
     memory,
 )
-from llmtrain.distributed.plan.remedies import gib, missing
+from llmtrain.distributed.plan.remedies import missing
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words
-from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.errors import Problem, UserError, first_line, gib, raise_any
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
