@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmtrain.config.load import load_config
     from llmtrain.config.schema import Config
     from llmtrain.errors import RunError, UserError
+    from llmtrain.report.run import Run, open_run
     from llmtrain.tools.data.stream import open_stream
     from llmtrain.tools.plan import plan
     from llmtrain.tools.use.evaluate import evaluate
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "Result",
+    "Run",
     "RunError",
     "UserError",
     "evaluate",
     "export",
     "generate",
     "load_config",
+    "open_run",
     "open_stream",
     "plan",
     "train",
@@ -38,12 +41,14 @@ __all__ = [
 _HOMES = {
     "Config": "llmtrain.config.schema",
     "Result": "llmtrain.training.ending",
+    "Run": "llmtrain.report.run",
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
     "evaluate": "llmtrain.tools.use.evaluate",
     "export": "llmtrain.tools.use.export.export",
     "generate": "llmtrain.tools.use.generate",
     "load_config": "llmtrain.config.load",
+    "open_run": "llmtrain.report.run",
     "open_stream": "llmtrain.tools.data.stream",
     "plan": "llmtrain.tools.plan",
 }

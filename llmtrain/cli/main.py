@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from llmtrain.cli import checkpoints, data, use
+from llmtrain.cli import checkpoints, config, data, use
 from llmtrain.cli.escapes import LogLine
 from llmtrain.cli.options import AccelerateFile, AsJson, ConfigFile, Overrides
 from llmtrain.errors import harmless
@@ -143,6 +143,18 @@ def train(
         _end(launch(config, overrides or [], accelerate, processes))
 
 
+@app.command(rich_help_panel="Train", help="look at a run while it runs")
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the progress of a run, from its files alone; nothing is written."""
+    from llmtrain.cli.watch import watch as start
+
+    start(run, once=once, as_json=as_json)
+
+
 @app.command(
     rich_help_panel="Train",
     help="run a command and restart what can be restarted",
@@ -201,6 +213,7 @@ app.add_typer(
     rich_help_panel="Look after",
     help="list · verify · prune · rehearse",
 )
+app.add_typer(config.app, name="config", rich_help_panel="Look after", help="show · schema · diff")
 
 
 def _end(ended: Ended) -> NoReturn:

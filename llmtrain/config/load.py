@@ -30,7 +30,9 @@ _PRECISIONS = dict.fromkeys(_HALF, _NOT_OFFERED) | _OTHER_NAMES
 
 
 def load_config(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), rules: Sequence[Rule] = ()
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    rules: Sequence[Rule] = (),
 ) -> Config:
     """Read a config file and apply `section.key=value` overrides to it.
 
@@ -38,6 +40,8 @@ def load_config(
     (`data.sources.0.weight=0.7`). If `run.dir` is null, it becomes `runs/<file stem>`. If nothing
     is evaluated, no best checkpoints are kept.
 
+    overrides: strings as on the command line, or values by dotted key:
+        {"training.steps": 50}
     rules: what to check besides the rules of every config
 
     Raises UserError with every problem of the file and the overrides.
@@ -45,6 +49,8 @@ def load_config(
     document = yaml12.parse(_text(Path(path)))
     tree = _tree(document, str(path))
     origins = _origins(tree)
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
     for override in overrides:
         try:
             origins[_override(tree, override, document.source)] = "command line"

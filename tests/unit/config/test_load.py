@@ -291,3 +291,14 @@ def test_a_config_knows_who_set_each_key_and_is_equal_whoever_did(tmp_path):
     assert plain.origins["training.steps"] == "file"
     same = loaded(tmp_path, "training.steps=10")
     assert same == plain
+
+
+def test_overrides_may_be_values_by_key(tmp_path):
+    path = written(tmp_path)
+    given = {"training.steps": 50, "evaluation.prompts": ["a: b"], "training.max_grad_norm": None}
+    config = load_config(path, given)
+    assert config.training.steps == 50
+    assert config.evaluation.prompts == ("a: b",)
+    assert config.training.max_grad_norm is None
+    with pytest.raises(UserError, match=r"training\.stepz"):
+        load_config(path, {"training.stepz": 5})

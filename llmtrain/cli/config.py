@@ -1,0 +1,106 @@
+"""`llmtrain config`: values and who set them, a schema for editors, a comparison."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmtrain.cli.escapes import show as show_lines
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from llmtrain.config.schema import Config
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(help="every value, and who set it")
+def show(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    all_: Annotated[bool, typer.Option("--all", help="Show the keys for experts, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the values of a config with their origins; secrets are not shown."""
+    from llmtrain.config.load import load_config
+
+    found = dict(_values(load_config(config, overrides or []), experts=all_))
+    if as_json:
+        print(json.dumps({key: {"value": v, "set_by": by} for key, (v, by) in found.items()}))
+        return
+    show_lines(_listing(found))
+
+
+@app.command(help="a JSON schema, with which editors check and complete configs")
+def schema() -> None:
+    """Print the JSON schema of a config."""
+    from llmtrain.config.schema import Config
+
+    json.dump(Config.model_json_schema(by_alias=True), sys.stdout, indent=2)
+    print()
+
+
+@app.command(help="the keys in which two configs differ")
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="A YAML file, or a run directory.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Print the keys whose values differ, with both values."""
+    left, right = (dict(_values(_open(name), experts=True)) for name in (one, other))
+    keys = [key for key in left if left[key][0] != right.get(key, (None,))[0]]
+    changes = (f"{key}: {_text(left[key][0])} → {_text(right[key][0])}" for key in keys)
+    show_lines(changes if keys else ["no key differs"])
+
+
+def _open(name: str) -> Config:
+    """Load a config file, or the one in a run directory."""
+    from llmtrain.config.load import load_config
+    from llmtrain.rundir.contents import CONFIG
+
+    inside = Path(name) / CONFIG
+    return load_config(inside if inside.is_file() else name)
+
+
+def _values(config: Config, *, experts: bool) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield (key, (value, origin)) in the order of the schema, without secrets."""
+    import os
+
+    from llmtrain.config import secrets
+    from llmtrain.config.keys import all_keys
+
+    hide = secrets.hider(os.environ)
+    tree = secrets.hidden(config.model_dump(mode="json", by_alias=True), hide)
+    hidden = {key.name for key in all_keys() if key.expert and not experts}
+    for section, keys in tree.items():
+        for key, value in keys.items():
+            name = f"{section}.{key}"
+            origin = _origin(name, config.origins)
+            if name not in hidden or origin != "default":
+                yield name, (value, origin)
+
+
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """Return who has set a key or, by an override, a part of it."""
+    parts = [by for key, by in origins.items() if key == name or key.startswith(f"{name}.")]
+    return "command line" if "command line" in parts else parts[0] if parts else "default"
+
+
+def _listing(found: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    """Yield a heading for each section, and below it a line for each key."""
+    section, width = "", max(len(key.partition(".")[2]) for key in found)
+    for name, (value, origin) in found.items():
+        head, _, key = name.partition(".")
+        if head != section:
+            section = head
+            yield f"{head}:"
+        by = "" if origin == "default" else f"   # {origin}"
+        yield f"  {key:<{width}}  {_text(value)}{by}"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,124 @@
+"""Draws a run in the terminal while it runs: one screen of 80 × 24, once a second."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmtrain.cli.escapes import clip, show
+from llmtrain.errors import harmless
+from llmtrain.report.words import count, fixed, percent, seconds, short
+from llmtrain.tools.watch import View, Watcher
+
+_ROWS = 6
+_LEFT_OUT = 0.03
+_OVER = ("finished", "stopped", "failed", "killed")
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille sign, by row
+
+
+def watch(run_dir: Path, *, once: bool, as_json: bool) -> None:
+    """Show a run until it ends or Ctrl-C is pressed. once: look only once."""
+    watcher = Watcher(run_dir)
+    if as_json:
+        print(json.dumps(watcher.look().to_json()))
+    elif once or not sys.stdout.isatty():
+        show(frame(watcher.look(), *shutil.get_terminal_size()))
+    else:
+        _live(watcher)
+
+
+def _live(watcher: Watcher) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    try:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                view = watcher.look()
+                drawn = "\n".join(frame(view, console.width, console.height))
+                live.update(Text(drawn, no_wrap=True, overflow="crop"), refresh=True)
+                if view.state in _OVER:
+                    return
+                time.sleep(1)
+    except KeyboardInterrupt:
+        return  # it is how one leaves
+
+
+def frame(view: View, width: int, height: int) -> list[str]:
+    """Return the lines of the screen: at most `height`, none wider than `width` cells."""
+    where = " · ".join(
+        part
+        for part in (
+            view.strategy,
+            f"{view.world_size} processes" if view.world_size else None,
+            view.device,
+        )
+        if part
+    )
+    lines = [f"{view.name}   {view.state}   {where}".rstrip()]
+    if view.silence:
+        lines.append(f"! {view.silence}")
+    lines += ["", _bar(view, width), "", _numbers(view), ""]
+    lines += _braille(view.curve, width - 10) or ["no step has been logged yet"]
+    if view.events:
+        lines += ["", *(f"  {one}" for one in view.events)]
+    lines += ["", _what_to_do(view)]
+    return [clip(harmless(line), width - 1) for line in lines[: height - 1]]
+
+
+def _bar(view: View, width: int) -> str:
+    said = f"{count(view.step)} of {count(view.steps)} steps" if view.steps else count(view.step)
+    if not view.steps:
+        return f"step {said}"
+    share = min(1.0, view.step / view.steps)
+    room = max(5, width - len(said) - 10)
+    done = round(room * share)
+    return f"{'━' * done}{'─' * (room - done)} {percent(share)}  {said}"
+
+
+def _numbers(view: View) -> str:
+    parts = [f"loss {fixed(view.loss)}", f"held-out {fixed(view.heldout)}"]
+    if view.best is not None and view.best != view.heldout:
+        parts.append(f"best {fixed(view.best)}")
+    parts.append(f"{short(view.tokens_per_second)} tok/s")
+    if view.wait is not None:
+        parts.append(f"data wait {percent(view.wait)}")
+    if view.left is not None:
+        parts.append(f"{seconds(view.left)} left")
+    return "   ".join(parts)
+
+
+def _braille(curve: Sequence[tuple[int, float]], width: int) -> list[str]:
+    """Return the curve in six rows of braille signs; its first 3 % are left out."""
+    if not curve:
+        return []
+    begin = curve[0][0] + _LEFT_OUT * (curve[-1][0] - curve[0][0])
+    points = [point for point in curve if point[0] >= begin]
+    columns = max(2, 2 * width)
+    values = [loss for _, loss in points]
+    low, high = min(values), max(values)
+    first, span = points[0][0], max(1, points[-1][0] - points[0][0])
+    signs = [[0] * (columns // 2) for _ in range(_ROWS)]
+    for step, loss in points:
+        column = min(columns - 1, int((step - first) / span * (columns - 1)))
+        share = (high - loss) / (high - low) if high > low else 0.5
+        row = min(4 * _ROWS - 1, int(share * (4 * _ROWS - 1) + 0.5))
+        signs[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+    rows = ["".join(chr(0x2800 + sign) for sign in row) for row in signs]
+    labels = [fixed(high), *[""] * (_ROWS - 2), fixed(low)]
+    return [f"{label:>8} {row}" for label, row in zip(labels, rows, strict=True)]
+
+
+def _what_to_do(view: View) -> str:
+    return {
+        "finished": "The run is over.",
+        "stopped": "The same command resumes the run.",
+        "failed": "The end of logs/rank-0.log says why.",
+        "killed": "The same command resumes the run.",
+    }.get(view.state, "Ctrl-C leaves; the run goes on.")

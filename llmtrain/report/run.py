@@ -1,0 +1,102 @@
+"""A run as an object, to read: `open_run`. It needs no torch until a model is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import Problem, UserError
+from llmtrain.report import verdict
+from llmtrain.report.collect import Tables, collect, final_history
+from llmtrain.rundir import contents, record, status
+from llmtrain.rundir.tail import Tail
+
+_SECONDS = 0.5
+
+
+def open_run(directory: str | Path) -> Run:
+    """Open the directory of a run for reading. Raises UserError if it has no run."""
+    return Run(Path(directory))
+
+
+class Run:
+    """A run that exists, read-only. Each access reads its files again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        collect(directory)  # raises UserError if this is no run
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return self.directory.resolve().name
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """The content of `status.json`."""
+        return status.read_status(self.directory)
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The values of its config by `section.key`."""
+        return self._tables().settings
+
+    @property
+    def checkpoints(self) -> Sequence[str]:
+        """The names of its checkpoints that are still there, oldest first."""
+        return [str(one["name"]) for one in self._tables().checkpoints if one["kept"]]
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the lowest held-out loss, else the newest; None without any."""
+        found = verdict.best_checkpoint(self._tables())
+        return self.directory / contents.CHECKPOINTS / str(found["name"]) if found else None
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of a kind (`train`, `eval`, …) of the final history, by step."""
+        lines = record.record(self.directory)
+        return [dict(line) for line in final_history(lines) if line["kind"] == kind]
+
+    def follow(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the record, old ones and new ones, until the run ends.
+
+        It ends with an `end` line; of a run that was killed, no line comes any more.
+        """
+        tail, over = Tail(self.directory), False
+        while not over:
+            lines, _ = tail.lines()
+            for line in lines:
+                over = line["kind"] == "end"
+                yield line
+            if not over:
+                time.sleep(_SECONDS)
+
+    def load(self) -> tuple[Any, Any]:
+        """Return the model of the best checkpoint and its tokenizer, as transformers has them.
+
+        Raises UserError if there is no checkpoint.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if (place := self.best) is None:
+            raise UserError(Problem("RUN", self.directory, "a run with a checkpoint"))
+        kind: Any = AutoModelForCausalLM
+        if (place / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            kind = AutoPeftModelForCausalLM
+        tokenizer = AutoTokenizer.from_pretrained(self.directory / contents.TOKENIZER)
+        return kind.from_pretrained(place), tokenizer
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name}: {verdict.sentence(self._tables())}>"
+
+    def _repr_html_(self) -> str:
+        from llmtrain.report.page import inline
+
+        return inline(self._tables())
+
+    def _tables(self) -> Tables:
+        return collect(self.directory)

@@ -1,0 +1,190 @@
+"""What a run is doing, from its files alone: for people who look at it while it runs.
+
+Only the new bytes of `metrics.jsonl` are read at each look, and what is kept does not grow with the
+run: the loss is kept in at most 2,000 points. Nothing is written, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import Problem, UserError
+from llmtrain.processes import is_alive, start_time
+from llmtrain.rundir import contents, lock, status
+from llmtrain.rundir.events import in_words
+from llmtrain.rundir.tail import Tail
+
+_POINTS = 2000
+_SILENT = 60.0  # seconds without a line after which a person should know
+_EVENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What there is to see of a run.
+
+    state: finished, stopped, failed, running; `killed` if its process is gone without a word, and
+        `silent` if that is not known but no line has come for a minute
+    silence: what to know about a run that does not write; "" otherwise
+    wait: share of the step time that was spent waiting for data
+    left: estimated seconds to the last step
+    curve: (step, training loss), thinned
+    """
+
+    name: str
+    state: str
+    silence: str
+    step: int
+    steps: int | None
+    strategy: str | None
+    world_size: int | None
+    device: str | None
+    loss: float | None
+    heldout: float | None
+    best: float | None
+    tokens_per_second: float | None
+    wait: float | None
+    left: float | None
+    unread: int
+    events: tuple[str, ...]
+    curve: tuple[tuple[int, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the view as JSON has it, without the curve."""
+        found = asdict(self)
+        del found["curve"]
+        return found | {"events": list(self.events)}
+
+
+class Watcher:
+    """Follows one run. Each `look` reads what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        if not (run_dir / contents.METRICS).is_file():
+            expected = f"a run directory, with {contents.METRICS} in it"
+            remedy = "give the directory that the config names as run.dir"
+            raise UserError(Problem("RUN", run_dir, expected, remedy))
+        self._run_dir = run_dir
+        self._tail = Tail(run_dir)
+        self._forget()
+
+    def look(self) -> View:
+        """Return what the run's files say now."""
+        lines, again = self._tail.lines()
+        if again:
+            self._forget()
+        for line in lines:
+            self._take(line)
+        said = status.read_status(self._run_dir)
+        state, silence = self._state(said)
+        train = self._train
+        return View(
+            name=self._run_dir.resolve().name,
+            state=state,
+            silence=silence,
+            step=max(_whole(said.get("step")), _whole(train.get("step"))),
+            steps=_whole(self._start.get("steps")) or None,
+            strategy=_text(self._start.get("strategy")),
+            world_size=_whole(self._start.get("world_size")) or None,
+            device=_text(self._start.get("device")),
+            loss=_number(train.get("loss")),
+            heldout=self._heldout,
+            best=self._best,
+            tokens_per_second=self._speed,
+            wait=self._waited / self._spent if self._spent else None,
+            left=self._left(state),
+            unread=self._tail.unread,
+            events=tuple(self._events),
+            curve=tuple(self._curve),
+        )
+
+    def _forget(self) -> None:
+        self._start: Mapping[str, Any] = {}
+        self._train: Mapping[str, Any] = {}
+        self._last: float | None = None  # time of the last line
+        self._heldout: float | None = None
+        self._best: float | None = None
+        self._speed: float | None = None
+        self._spent = self._waited = 0.0  # seconds of steps of this start
+        self._done = 0  # steps in these seconds
+        self._events: deque[str] = deque(maxlen=_EVENTS)
+        self._curve: list[tuple[int, float]] = []
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        """Keep what a line adds to the picture."""
+        kind, self._last = line["kind"], float(line["time"])
+        if kind == "start":
+            self._start = line
+            self._spent = self._waited = 0.0
+            self._done = 0
+            self._curve = [point for point in self._curve if point[0] <= line["step"]]
+        elif kind == "train":
+            self._take_numbers(line)
+        elif kind == "eval" and line.get("split") in (None, "heldout"):
+            self._heldout = _number(line.get("loss"))
+            if self._heldout is not None:
+                self._best = min(self._heldout, self._best or self._heldout)
+        elif kind == "event" and line.get("event") != "memory_compared":
+            self._events.append(f"step {line['step']:,}: {in_words(line)}")
+
+    def _take_numbers(self, line: Mapping[str, Any]) -> None:
+        before, self._train = self._train, line
+        span = _number(line.get("span_seconds")) or 0.0
+        first = line["step"] == self._start.get("step", 0) + 1  # it opens the stream
+        if span > 0 and not first:
+            self._spent += span
+            self._waited += _number(line.get("span_wait_seconds")) or 0.0
+            self._done += max(0, line["step"] - _whole(before.get("step")))
+            now, then = _number(line.get("tokens")), _number(before.get("tokens"))
+            if now is not None and then is not None and now > then:
+                self._speed = (now - then) / span
+        loss = _number(line.get("loss"))
+        if loss is not None:
+            self._curve.append((line["step"], loss))
+            if len(self._curve) > _POINTS:
+                pairs = zip(self._curve[::2], self._curve[1::2], strict=False)
+                self._curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
+
+    def _left(self, state: str) -> float | None:
+        steps = _whole(self._start.get("steps"))
+        if state not in ("running", "silent") or not (steps and self._done and self._spent):
+            return None
+        return max(0, steps - _whole(self._train.get("step"))) * self._spent / self._done
+
+    def _state(self, said: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the state of the run, and what to know about one that is silent."""
+        state = str(said.get("state") or "running")
+        if state != "running":
+            return state, ""
+        holder = lock.read(self._run_dir / contents.LOCK)
+        now = time.time()  # noqa: TID251  # compared with a time stamp of another process
+        quiet = now - self._last if self._last is not None else 0.0
+        silence = f"no line for {quiet:,.0f} s" if quiet >= _SILENT else ""
+        if holder is not None and holder.host == socket.gethostname() and not _lives(holder):
+            gone = f"process {holder.pid} on host {holder.host} is gone"
+            return "killed", f"{silence}; {gone}" if silence else gone
+        return ("silent" if silence else "running"), silence
+
+
+def _lives(holder: lock.Holder) -> bool:
+    """Whether the process exists, and is not another one that has its number now."""
+    return is_alive(holder.pid) and holder.started in (None, start_time(holder.pid))
+
+
+def _number(value: object) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0
+    return float(value) if known else None  # type: ignore[arg-type]  # `known` has checked it
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

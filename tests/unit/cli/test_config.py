@@ -1,0 +1,46 @@
+import json
+
+import pytest
+from helpers.config import written
+
+from llmtrain.cli.config import diff, schema, show
+from llmtrain.errors import UserError
+
+
+def test_values_are_shown_with_who_set_them(tmp_path, capsys):
+    path = str(written(tmp_path))
+    show(path, ["optimizer.learning_rate=0.5"])
+    text = capsys.readouterr().out
+    assert "learning_rate" in text
+    assert "0.5   # command line" in text
+    assert "max_skipped_in_a_row" not in text, "a key for experts"
+    show(path, [], all_=True, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["training.max_skipped_in_a_row"]["set_by"] == "default"
+    assert found["training.steps"]["set_by"] == "file"
+
+
+def test_a_part_that_was_overridden_is_named_with_its_key(tmp_path, capsys):
+    show(str(written(tmp_path)), ["data.sources.0.weight=0.5"], as_json=True)
+    assert json.loads(capsys.readouterr().out)["data.sources"]["set_by"] == "command line"
+
+
+def test_the_schema_has_every_section(capsys):
+    schema()
+    found = json.loads(capsys.readouterr().out)
+    assert {"run", "model", "data", "training", "optimizer"} <= found["properties"].keys()
+    assert found["additionalProperties"] is False
+
+
+def test_the_keys_in_which_two_configs_differ(tmp_path, capsys):
+    one = written(tmp_path)
+    text = one.read_text()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(text.replace("steps: 10", "steps: 11"))
+    diff(str(one), str(run))
+    assert "training.steps: 10 → 11" in capsys.readouterr().out
+    diff(str(one), str(one))
+    assert capsys.readouterr().out == "no key differs\n"
+    with pytest.raises(UserError):
+        diff(str(one), str(tmp_path / "missing.yaml"))
