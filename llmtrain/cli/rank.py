@@ -81,10 +81,15 @@ def _report(run_dir: Path) -> str:
     """
     if _rank() != 0:
         return ""
+    from llmtrain.cli.end_block import end_block
+    from llmtrain.report.collect import collect
     from llmtrain.report.page import write_report
 
     try:
-        print(write_report(run_dir))
+        path = write_report(run_dir)
+        print("\n".join(harmless(line) for line in end_block(collect(run_dir))), file=sys.stderr)
+        sys.stderr.flush()  # the path comes last, wherever the two streams go
+        print(path)
     except UserError as error:
         return secrets.hider(os.environ)(f"the run is complete, its report is not: {error}")
     return ""

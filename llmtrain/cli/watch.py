@@ -6,12 +6,12 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.cli.escapes import clip, show
 from llmtrain.errors import harmless
-from llmtrain.report.words import count, fixed, percent, seconds, short
+from llmtrain.report.words import count, fixed, percent, plural, seconds, short
 from llmtrain.tools.watch import View, Watcher
 
 _ROWS = 6
@@ -56,7 +56,7 @@ def frame(view: View, width: int, height: int) -> list[str]:
         part
         for part in (
             view.strategy,
-            f"{view.world_size} processes" if view.world_size else None,
+            plural(view.world_size, "process", "processes") if view.world_size else None,
             view.device,
         )
         if part
@@ -105,14 +105,31 @@ def _braille(curve: Sequence[tuple[int, float]], width: int) -> list[str]:
     low, high = min(values), max(values)
     first, span = points[0][0], max(1, points[-1][0] - points[0][0])
     signs = [[0] * (columns // 2) for _ in range(_ROWS)]
-    for step, loss in points:
-        column = min(columns - 1, int((step - first) / span * (columns - 1)))
+    before = None
+    for column, loss in _by_column(points, first, span, columns):
         share = (high - loss) / (high - low) if high > low else 0.5
-        row = min(4 * _ROWS - 1, int(share * (4 * _ROWS - 1) + 0.5))
-        signs[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+        now = int(share * (4 * _ROWS - 1) + 0.5)
+        before = now if before is None else before
+        for row in range(min(before, now), max(before, now) + 1):  # joined to the one before
+            signs[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+        before = now
     rows = ["".join(chr(0x2800 + sign) for sign in row) for row in signs]
     labels = [fixed(high), *[""] * (_ROWS - 2), fixed(low)]
     return [f"{label:>8} {row}" for label, row in zip(labels, rows, strict=True)]
+
+
+def _by_column(
+    points: Sequence[tuple[int, float]], first: int, span: int, columns: int
+) -> Iterator[tuple[int, float]]:
+    """Yield the loss at each column of dots, between two points that of a line through them."""
+    place = 0
+    for column in range(columns):
+        step = first + span * column / (columns - 1)
+        while place < len(points) - 1 and points[place + 1][0] <= step:
+            place += 1
+        (left, loss), (right, next_) = points[place], points[min(place + 1, len(points) - 1)]
+        part = (step - left) / (right - left) if right > left else 0.0
+        yield column, loss + min(1.0, part) * (next_ - loss)
 
 
 def _what_to_do(view: View) -> str:

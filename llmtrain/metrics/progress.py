@@ -1,18 +1,22 @@
 """Shows the progress of a run: one moving line on a terminal, plain lines elsewhere.
 
-    step 1,240/5,000 ━━━━━ 25 %  loss 3.412 ▼  12.4 k tok/s  wait 0.3 %  left 2 h 10 m
+    1,240/5,000 ━━━╺────── 25 %  loss 3.412 ↓  held-out 3.51  12.4 k tok/s  6.1 GiB  2 h 10 min left
 
-Elsewhere (a batch queue, CI) each line of `metrics.jsonl` is shown as one line of `key=value`,
-without control characters. The trap: the loop calls `training` at every step, so a call that draws
-nothing must cost almost nothing: it reads the clock and returns.
+Elsewhere (a batch queue, CI) each record of `metrics.jsonl` is shown as one line, a word and
+`key=value`, without control characters; texts are in quotes, their newlines as JSON has them. The
+trap: the loop calls `training` at every step, so a call that draws nothing must cost almost
+nothing: it reads the clock and returns.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
+from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_DRAWS = 0.25
-_BAR = 5
+_BAR = (5, 30)  # columns
+_WAITS = 0.05  # the share from which waiting for data is shown
 # All control characters except the newline, and those that change the direction of writing: a
 # sample or a path must not move the cursor of a terminal.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -50,7 +55,8 @@ class Progress:
         self._first: tuple[int, float] | None = None  # step and clock of the first call
         self._shown_loss: float | None = None
         self._memory_gb: float | None = None
-        self._checkpoint: int | None = None
+        self._heldout: float | None = None
+        self._best: float | None = None
 
     def training(
         self, numbers: Numbers, *, line: bool = True, memory_gb: float | None = None
@@ -64,19 +70,43 @@ class Progress:
         if memory_gb is not None:
             self._memory_gb = memory_gb
         if not self._moves:
-            self._print(_plain(self._facts(numbers, now)))
+            self._print("train " + _plain(self._facts(numbers, now)))
         elif now >= self._next_draw or numbers.step >= self.steps:
             self._next_draw = now + _SECONDS_BETWEEN_DRAWS
             self._draw(numbers, now)
 
     def evaluation(self, fields: Mapping[str, object]) -> None:
-        """Show an `eval` line: its step and its numbers."""
-        shown = ("step", "split", "loss", "perplexity", "bits_per_byte", "documents")
-        self.note("eval  " + _plain({key: fields[key] for key in shown if key in fields}))
+        """Show an `eval` line: on a terminal only that of all held-out documents."""
+        if not self._moves:
+            shown = ("step", "split", "loss", "perplexity", "bits_per_byte", "documents")
+            self.note("eval " + _plain({key: fields[key] for key in shown if key in fields}))
+            return
+        loss, split = fields.get("loss"), fields.get("split", "heldout")
+        if split == "heldout" and isinstance(loss, float) and isfinite(loss):
+            self.note(self._evaluated(fields.get("step", 0), loss))
 
-    def checkpoint(self, step: int) -> None:
-        """Show that the checkpoint of this step is complete."""
-        self._checkpoint = step
+    def _evaluated(self, step: object, loss: float) -> str:
+        """Describe an evaluation, compared with the one before and with the best one."""
+        change = "" if self._heldout is None else f" ({loss - self._heldout:+.3f})"
+        lower = self._best is not None and loss < self._best
+        self._heldout = loss
+        self._best = loss if self._best is None else min(self._best, loss)
+        best = "   best so far" if lower else ""
+        return f"step {step:<8,}held-out {loss:.3f}{change.replace('-', '−')}{best}"
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Show what the model has written; on a terminal its first line, and none at step 0."""
+        if not self._moves:
+            self.note("sample " + _plain({"step": step, "prompt": prompt, "text": text}))
+        elif step:
+            first = f"  {prompt}{text}".strip("\n").partition("\n")[0]
+            self.note(_clipped(first, shutil.get_terminal_size().columns - 1))
+
+    def checkpoint(self, fields: Mapping[str, object]) -> None:
+        """Show a `checkpoint` line; a terminal shows none, as the end names the best."""
+        if not self._moves:
+            shown = ("step", "name", "bytes", "seconds", "reason")
+            self.note("checkpoint " + _plain({key: fields[key] for key in shown if key in fields}))
 
     def note(self, text: str) -> None:
         """Print lines of text, above the moving line."""
@@ -107,30 +137,33 @@ class Progress:
         from rich.text import Text
 
         share = min(1.0, numbers.step / self.steps)
-        done = round(_BAR * share)
-        line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(f"step {numbers.step:,}/{self.steps:,} ")
-        line.append("━" * done, style="green").append("━" * (_BAR - done), style="bright_black")
-        line.append(f" {share:.0%}".replace("%", " %"))
-        line.append(f"  loss {numbers.loss:.3f}{self._trend(numbers.loss)}", style="bold")
+        count, percent = f"{numbers.step:,}/{self.steps:,} ", f" {share:.0%}".replace("%", " %")
+        loss = f"  loss {numbers.loss:.3f}{self._trend(numbers.loss)}"
         parts = self._rest(numbers, now)
-        # On a narrow terminal checkpoint, memory and wait are left out, in this order.
-        for name in ("checkpoint", "memory", "wait"):
-            if line.cell_len + sum(2 + len(part) for part in parts.values()) > width:
+        fixed = len(count) + len(percent) + len(loss)
+        # On a narrow terminal memory, speed and the rest are left out, in this order.
+        for name in ("memory", "speed", "wait", "heldout"):
+            rest = sum(2 + len(part) for part in parts.values())
+            if fixed + rest + _BAR[0] > width:
                 parts.pop(name, None)
+        rest = sum(2 + len(part) for part in parts.values())
+        bar = max(_BAR[0], min(_BAR[1], width - 1 - fixed - rest))
+        done = int(bar * share)
+        line = Text(count, no_wrap=True, overflow="ellipsis")
+        line.append("━" * done, style="green")
+        line.append(("╺" + "─" * (bar - done - 1)) if done < bar else "", style="bright_black")
+        line.append(percent).append(loss, style="bold")
         return line.append("".join(f"  {part}" for part in parts.values()))
 
     def _rest(self, numbers: Numbers, now: float) -> dict[str, str]:
-        parts = {
-            "speed": f"{_short(numbers.tokens_per_second)} tok/s",
-            "wait": f"wait {_wait_share(numbers):.1%}".replace("%", " %"),
-        }
+        parts = {} if self._heldout is None else {"heldout": f"held-out {self._heldout:.3f}"}
+        parts["speed"] = f"{_short(numbers.tokens_per_second)} tok/s"
+        if _wait_share(numbers) > _WAITS:
+            parts["wait"] = f"wait {_wait_share(numbers):.0%}".replace("%", " %")
         if self._memory_gb is not None:
-            parts["memory"] = f"{self._memory_gb:.1f} GB"
-        if self._checkpoint is not None:
-            parts["checkpoint"] = f"ckpt {self._checkpoint:,}"
+            parts["memory"] = f"{self._memory_gb:.1f} GiB"
         if (left := self._seconds_left(numbers.step, now)) is not None:
-            parts["left"] = f"left {duration(left)}"
+            parts["left"] = f"{duration(left)} left"
         return parts
 
     def _trend(self, loss: float) -> str:
@@ -141,7 +174,7 @@ class Progress:
         self._shown_loss = loss if before is None else 0.9 * before + 0.1 * loss
         if before is None or loss == before:
             return ""
-        return " ▼" if loss < before else " ▲"
+        return " ↓" if loss < before else " ↑"
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """Estimate the remaining time from the speed of this start, with evaluations and saves."""
@@ -174,15 +207,15 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds for people: `45 s`, `12 m 05 s`, `2 h 10 m`, `3 d 04 h`."""
+    """Format seconds for people: `45 s`, `12 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
+        return f"{whole // 60} min {whole % 60} s"
     if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -203,12 +236,24 @@ def _open_live(stream: TextIO | None) -> Live:
 
 def _plain(facts: Mapping[str, object]) -> str:
     """Return the facts that are known; numbers with four significant digits, for the eye."""
-    parts = (
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-        for key, value in facts.items()
-        if value is not None
-    )
+    parts = (f"{key}={_value(value)}" for key, value in facts.items() if value is not None)
     return _CONTROL.sub(" ", " ".join(parts))
+
+
+def _value(value: object) -> str:
+    """Return a value without spaces, or in quotes with its newlines written as JSON has them."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    bare = text and not any(sign.isspace() or sign in '"\\=' for sign in text)
+    return text if bare else json.dumps(text, ensure_ascii=False)
+
+
+def _clipped(text: str, width: int) -> str:
+    """Return at most `width` cells of a text; an ellipsis shows that there were more."""
+    from rich.cells import cell_len, set_cell_size
+
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
 
 
 def _wait_share(numbers: Numbers) -> float:

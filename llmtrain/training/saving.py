@@ -190,17 +190,16 @@ def _report_saved(run: Run, flight: Flight, done: write.Committed, blocked: floa
     """Report a complete checkpoint, and delete those that the policy does not keep."""
     run.checkpoints.failed_in_a_row = 0
     run.requests.end_save(done.seconds)
-    run.journal.write(
-        "checkpoint",
-        flight.step,
-        name=done.name,
-        bytes=done.bytes,
-        seconds=done.seconds,
-        blocked_seconds=blocked,
-        reason=flight.reason,
-    )
+    fields: dict[str, object] = {
+        "name": done.name,
+        "bytes": done.bytes,
+        "seconds": done.seconds,
+        "blocked_seconds": blocked,
+        "reason": flight.reason,
+    }
+    run.journal.write("checkpoint", flight.step, **fields)
     run.journal.status(checkpoint=done.name, step=run.journal.step)
-    run.journal.progress.checkpoint(flight.step)
+    run.journal.progress.checkpoint({"step": flight.step, **fields})
     warn_of_grace(run, done.seconds, run.meter.step_seconds)
     if run.ranks.rank == 0:
         record_cursors(run, flight.step, flight.cursors)

@@ -298,7 +298,7 @@ class RunLog:
         """Log the texts that the model wrote."""
         for sample in samples:
             self.journal.write("sample", step, **asdict(sample))
-            self.journal.progress.note(f"sample  {sample.prompt}{sample.text}")
+            self.journal.progress.sample(step, sample.prompt, sample.text)
 
     def _share_of_peak(self, seconds: float) -> float | None:
         """Return the `mfu` of a step; None if the peak is not known, as on a CPU."""

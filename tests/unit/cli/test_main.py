@@ -48,6 +48,7 @@ def test_help_shows_the_commands_in_groups():
         "           doctor        is this machine ready for this config?\n"
         "           plan          memory, strategy and speed before you pay for them\n"
         "Train      train         run a config; the same command resumes\n"
+        "           watch         look at a run while it runs\n"
         "           supervise     run a command and restart what can be restarted\n"
         "           report        write report.html\n"
         "Use        evaluate      a run's held-out loss again, other documents, tasks\n"
@@ -55,6 +56,7 @@ def test_help_shows_the_commands_in_groups():
         "           export        a model directory, proved to compute the same\n"
         "Look after data          inspect · which · tokenize · repack\n"
         "           checkpoints   list · verify · prune · rehearse\n"
+        "           config        show · schema · diff\n"
         "\n"
         "Options    --version  --help  --install-completion\n"
     )

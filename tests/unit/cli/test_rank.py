@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import runs
 from helpers.config import written
 
 import llmtrain
@@ -41,16 +42,22 @@ def ends(monkeypatch):
 
 
 def finished(config):
-    return SimpleNamespace(exit_code=0, run_dir=Path(config.run.dir))
+    runs.write_run(config.run_dir, runs.history(20))
+    return SimpleNamespace(exit_code=0, run_dir=config.run_dir)
 
 
-def test_the_last_line_is_the_path_of_the_report(tmp_path, ends, capsys):
+def test_the_last_line_is_the_path_of_the_report(tmp_path, ends, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert ends(tmp_path, finished) == 0
-    assert capsys.readouterr().out == "runs/my/report.html\n"
+    out, block = capsys.readouterr()
+    assert out == "runs/my/report.html\n"
+    assert block.startswith("held-out   9.0")
+    assert len(block.splitlines()) <= 8
 
 
 def test_only_rank_0_writes_the_report(tmp_path, ends, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.chdir(tmp_path)
     assert ends(tmp_path, finished) == 0
     assert capsys.readouterr().out == ""
 
@@ -63,6 +70,7 @@ def test_a_report_that_cannot_be_written_does_not_undo_the_run(tmp_path, ends, c
         monkeypatch.setattr(page, "write_report", full_disk)
         return finished(config)
 
+    monkeypatch.chdir(tmp_path)
     assert ends(tmp_path, train) == 0
     assert "the run is complete, its report is not" in capsys.readouterr().err
 

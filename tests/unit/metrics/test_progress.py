@@ -42,7 +42,9 @@ def test_a_log_gets_plain_lines_without_control_characters():
     progress.close()
     assert not CONTROL.search(out.getvalue())
     _, train, evaluation = out.getvalue().splitlines()
-    fields = dict(part.split("=") for part in train.split())
+    word, *parts = train.split()
+    assert word == "train"
+    fields = dict(part.split("=") for part in parts)
     assert fields["step"] == "10/300"
     assert float(fields["loss"]) == pytest.approx(numbers(10).loss, rel=1e-3)
     assert evaluation.split() == [
@@ -59,7 +61,7 @@ def test_a_log_gets_a_line_only_where_the_metrics_do():
     progress = progress_of(300, out)
     for step in range(1, 31):
         progress.training(numbers(step), line=step % 10 == 0)
-    assert [line.split()[0] for line in out.getvalue().splitlines()] == [
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == [
         "step=10/300",
         "step=20/300",
         "step=30/300",
@@ -69,28 +71,28 @@ def test_a_log_gets_a_line_only_where_the_metrics_do():
 def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     clock = iter([0.0, 10.0])
     progress = progress_of(300, terminal, clock=lambda: next(clock))
-    progress.checkpoint(100)
+    progress.evaluation({"step": 100, "split": "heldout", "loss": 3.61})
     progress.training(numbers(140, loss=3.5))
     progress.training(numbers(150, loss=3.4), memory_gb=1.25)
     progress.close()
     last = visible(terminal.getvalue()).splitlines()[-1]
-    for part in ("step 150/300", "50 %", "loss 3.400 ▼", "tok/s", "1.2 GB", "ckpt 100"):
+    for part in ("150/300 ━", "╺─", "50 %", "loss 3.400 ↓", "held-out 3.610", "tok/s", "1.2 GiB"):
         assert part in last
-    assert "left 2 m 30 s" in last  # 150 steps at one a second
+    assert "2 min 30 s left" in last  # 150 steps at one a second
 
 
 def test_a_narrow_terminal_keeps_what_matters_most(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     clock = iter([0.0, 10.0])
     progress = progress_of(100_000, terminal, clock=lambda: next(clock))
-    progress.checkpoint(40_000)
+    progress.evaluation({"step": 40_000, "split": "heldout", "loss": 3.61})
     progress.training(numbers(41_000))
     progress.training(numbers(42_000), memory_gb=70.5)
     progress.close()
     last = visible(terminal.getvalue()).splitlines()[-1].split("\r")[-1]
-    assert "step 42,000/100,000" in last
-    assert "left 9 m 40 s" in last
-    assert "ckpt" not in last
+    assert "42,000/100,000" in last
+    assert "9 min 40 s left" in last
+    assert "GiB" not in last
     assert len(last) <= 80
 
 
@@ -101,7 +103,7 @@ def test_a_terminal_is_drawn_at_most_four_times_a_second(terminal):
         now[0] += 0.01
         progress.training(numbers(step))
     progress.close()
-    assert 30 <= visible(terminal.getvalue()).count("step ") <= 42
+    assert 30 <= visible(terminal.getvalue()).count("/1,000,000 ") <= 42
 
 
 def test_a_step_between_two_draws_formats_and_writes_nothing(terminal):
@@ -136,7 +138,7 @@ def test_a_dumb_terminal_is_a_log(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     progress = progress_of(300, terminal)
     progress.training(numbers(10))
-    assert terminal.getvalue().startswith("step=10/300 ")
+    assert terminal.getvalue().startswith("train step=10/300 ")
 
 
 def test_without_a_stream_nothing_is_shown(capsys):
@@ -163,7 +165,43 @@ def test_a_loss_that_is_not_finite_is_shown_as_such():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(4.6, "5 s"), (65, "1 m 05 s"), (7800, "2 h 10 m"), (360000, "4 d 04 h"), (-1, "0 s")],
+    [(4.6, "5 s"), (65, "1 min 5 s"), (7800, "2 h 10 min"), (360000, "4 d 4 h"), (-1, "0 s")],
 )
 def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_terminal_shows_how_each_evaluation_compares_and_what_the_model_writes(terminal):
+    progress = progress_of(300, terminal)
+    for step, loss in ((0, 7.5), (100, 3.25), (200, 3.5), (300, 3.0)):
+        progress.evaluation({"step": step, "split": "heldout", "loss": loss})
+        progress.evaluation({"step": step, "split": "heldout/wiki", "loss": 1.0})
+        progress.sample(step, "The planet", " is\nround. " + "x" * 300)
+    progress.sample(300, "Long", " " + "x" * 300)
+    lines = terminal.getvalue().splitlines()
+    assert lines == [
+        "step 0       held-out 7.500",
+        "step 100     held-out 3.250 (−4.250)   best so far",
+        "  The planet is",
+        "step 200     held-out 3.500 (+0.250)",
+        "  The planet is",
+        "step 300     held-out 3.000 (−0.500)   best so far",
+        "  The planet is",
+        "  Long " + "x" * 111 + "…",
+    ]
+
+
+def test_each_record_is_one_line_of_a_log_that_can_be_read_back():
+    import shlex
+
+    out = io.StringIO()
+    progress = progress_of(300, out)
+    text = ' "is" = a\nround\\thing\u2028.'
+    progress.sample(0, "The planet", text)
+    progress.checkpoint({"step": 5, "name": "step-00000005", "bytes": 7, "blocked_seconds": 1.0})
+    sample, checkpoint = out.getvalue().splitlines()
+    assert sample.split()[0] == "sample"
+    parts = dict(part.split("=", 1) for part in shlex.split(sample)[1:])
+    assert parts["prompt"] == "The planet"
+    assert "\\n" in sample
+    assert checkpoint == "checkpoint step=5 name=step-00000005 bytes=7"

@@ -1,0 +1,35 @@
+"""What a finished start prints: how it ended, what it reached, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.report import verdict
+from llmtrain.report.collect import Tables, column
+from llmtrain.report.words import count, fixed, percent, seconds, short
+
+_TEXT = 160
+
+
+def end_block(run: Tables) -> Iterator[str]:
+    """Yield at most eight lines, between how the run ended and the path of its report."""
+    if losses := column(run.evaluations, "loss"):
+        best, lowest = min(losses, key=lambda point: point[1])
+        first, last = fixed(losses[0][1]), fixed(losses[-1][1])
+        yield f"held-out   {first} → {last}, best {fixed(lowest)} at step {count(best)}"
+    elif trained := run.numbers("loss"):
+        yield f"loss       {fixed(trained[0][1])} → {fixed(trained[-1][1])}"
+    if tokens := run.numbers("tokens"):
+        share = verdict.goodput(run)
+        good = "" if share is None else f", goodput {percent(share)}"
+        yield f"tokens     {short(tokens[-1][1])} in {seconds(run.wall_seconds)}{good}"
+    if run.samples:
+        newest = run.samples[-1]
+        said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
+        yield f"sample     {said if len(said) <= _TEXT else said[:_TEXT] + '…'}"
+    where = run.settings.get("run.dir") or run.name
+    if verdict.best_checkpoint(run):
+        yield f'use        llmtrain generate {where} "…"'
+    if run.status.get("state") != "finished":
+        yield "resume     give the same command again"
+    yield f"compare    llmtrain report {where} OTHER --out comparison.html"

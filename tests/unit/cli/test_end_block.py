@@ -1,0 +1,24 @@
+import pytest
+from helpers import runs
+
+from llmtrain.cli.end_block import end_block
+from llmtrain.report.collect import collect
+
+
+def test_the_block_says_what_was_reached_and_what_to_do_next(tmp_path):
+    start, *lines = runs.history()
+    folder = runs.write_run(tmp_path / "mine", [start | {"steps": 300}, *lines])
+    (folder / "checkpoints" / "step-00000300").mkdir(parents=True)
+    said = list(end_block(collect(folder)))
+    assert len(said) <= 8
+    assert said[0].startswith("held-out   9.0")
+    assert said[0].endswith("at step 300")
+    assert "goodput" in said[1]
+    assert said[2] == "sample     The planet Saturn has 300 moons and a thick atmosphere."
+    assert said[3] == 'use        llmtrain generate mine "…"'
+
+
+@pytest.mark.parametrize("lines", [[], [runs.start_line(0)], [runs.train_line(1, loss=None)]])
+def test_any_run_has_a_block(tmp_path, lines):
+    said = list(end_block(collect(runs.write_run(tmp_path, lines, runs.status("stopped")))))
+    assert "resume     give the same command again" in said
