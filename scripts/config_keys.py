@@ -2,6 +2,7 @@
 
 python scripts/config_keys.py golden > tests/golden/config_keys.txt
 python scripts/config_keys.py reference > docs/config.md
+python scripts/config_keys.py foreign > docs/foreign-keys.md
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from llmtrain.config.keys import all_keys
+from llmtrain.config.suggestions import foreign as foreign_names
 
 
 def golden() -> str:
@@ -37,5 +39,25 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+def foreign() -> str:
+    """The page of names that other trainers use, in Markdown."""
+    lines = [
+        "# Coming from another trainer",
+        "",
+        "The names are those of transformers' Trainer, TRL, axolotl, LLaMA-Factory, litgpt,",
+        "torchtitan and Megatron. A config that has one of them is refused with the key of this",
+        "table. Three things differ from most of them: the batch is the whole one",
+        "(`training.global_batch_size`), whatever the number of devices; the same command resumes;",
+        "and code from the Hub is never run.",
+        "",
+        "| you know | here | what differs |",
+        "|---|---|---|",
+    ]
+    for name, found in sorted(foreign_names().items()):
+        key = f"`{found.key}`" if found.key else "no key"
+        lines.append(f"| `{name}` | {key} | {found.advice.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print({"golden": golden, "reference": reference}[sys.argv[1]](), end="")
+    print({"golden": golden, "reference": reference, "foreign": foreign}[sys.argv[1]](), end="")
