@@ -24,6 +24,7 @@ from llmtrain.config.schema import (
     DataConfig,
     DistributedConfig,
     EvaluationConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     Section,
@@ -266,6 +267,17 @@ def check_accepted(checkpoint: CheckpointConfig) -> Iterator[Problem]:
             yield Problem("checkpoint.accept_changes", name, expected, remedy)
 
 
+def check_profile(training: TrainingConfig, logging: LoggingConfig) -> Iterator[Problem]:
+    """Check that the steps to profile are a range within the run."""
+    if logging.profile_steps is None:
+        return
+    first, last = logging.profile_steps
+    steps = training.steps or last
+    if not first <= last <= steps:
+        expected = f"[first, last] with first ≤ last ≤ {steps}, the last step of the run"
+        yield Problem("logging.profile_steps", [first, last], expected, "[10, 12]")
+
+
 def _nearest(value: int, unit: int) -> str:
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
@@ -287,4 +299,5 @@ RULES: tuple[Rule, ...] = (
     check_stop_after,
     check_resume,
     check_accepted,
+    check_profile,
 )

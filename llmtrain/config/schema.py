@@ -353,6 +353,8 @@ class LoggingConfig(Section):
     """Steps between lines of metrics."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
     """Where metrics go besides `metrics.jsonl`."""
+    profile_steps: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
+    """First and last step to profile: a trace of each rank in profile/; null = none."""
 
 
 class Config(Section):

@@ -126,7 +126,7 @@ def collect(run_dir: Path) -> Tables:
         unread=record.count_unread(run_dir, len(lines)),
         settings=_settings(config),
         auto=_json(run_dir / contents.AUTO),
-        profile=_json(run_dir / "profile" / "operators.json"),
+        profile=_json(run_dir / contents.PROFILE / contents.OPERATORS),
     )
 
 

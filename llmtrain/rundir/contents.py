@@ -26,13 +26,14 @@ LOCK = "lock"
 SHARED = ".shared"  # one name, so that a killed start leaves at most one file
 STOP, SAVE = "STOP", "SAVE"
 TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
+PROFILE, OPERATORS = "profile", "operators.json"
 STAGED = "staged"  # a new tokenizer and manifest, until they replace those of the run
 
 _FOLDER, _FILE = "a directory", "a regular file"
 # For each row: a folder, a pattern of names in it, and what they must be if they exist.
 # `footers` is missing here, since data can be read without it.
 _KINDS = (
-    ("", r"checkpoints|logs|tokenizer|staged(\.partial)?", _FOLDER),
+    ("", r"checkpoints|logs|tokenizer|profile|staged(\.partial)?", _FOLDER),
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
     ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
     ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),

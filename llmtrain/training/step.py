@@ -27,6 +27,7 @@ def begin(run: Run, step: int) -> None:
     run.feed.begin(step)
     run.meter.begin(step)
     run.signals.begin()
+    run.profile.begin(step)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:

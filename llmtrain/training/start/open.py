@@ -24,6 +24,7 @@ from llmtrain.data.state import roll
 from llmtrain.distributed.plan.speed import seconds_at_peak
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
+from llmtrain.metrics.profile import Profile
 from llmtrain.rundir import contents, failures
 from llmtrain.training import ending
 from llmtrain.training.run.due import Due, agreed_stop
@@ -184,6 +185,13 @@ def _assemble(
         signals=here.signals,
         requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
         checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
+        profile=Profile(
+            config.run_dir / contents.PROFILE / contents.OPERATORS,
+            launched.ranks.rank,
+            launched.device,
+            config.logging.profile_steps,
+            journal.event,
+        ),
     )
 
 

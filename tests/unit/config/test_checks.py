@@ -278,3 +278,9 @@ def test_bad_input_a_whole_model_is_not_compiled_with_a_document_mask(tmp_path, 
     found = problems(tmp_path, *overrides)
     assert [*found] == ([] if fine else ["training.compile"])
     assert fine or "training.compile=blocks" in found["training.compile"]
+
+
+@pytest.mark.parametrize("given", ["[5, 3]", "[1, 11]", "[0, 2]", "[1]", "7"])
+def test_steps_to_profile_are_a_range_within_the_run(tmp_path, given):
+    assert "logging.profile_steps" in problems(tmp_path, f"logging.profile_steps={given}")
+    assert loaded(tmp_path, "logging.profile_steps=[3, 5]").logging.profile_steps == (3, 5)
