@@ -130,7 +130,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert weights(run_dir, 8) == expected
 
 
-def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path: Path) -> None:
+def test_ux_26_weights_load_with_from_pretrained_as_they_lie(
+    server: Server, tmp_path: Path
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -41,7 +41,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "distributed/test_token_cache.py::test_batches_do_not_depend_on_processes_and_workers[2-0]",
     ),
     "every token weighs the same": (
-        "distributed/test_update.py::test_uneven_masks_weigh_by_token_on_any_layout[2-4]",
+        "distributed/test_update.py::test_ux_20_uneven_masks_weigh_by_token_on_any_layout[2-4]",
         "distributed/test_di_sharding.py::"
         "test_di_08_uneven_masks_train_as_in_plain_pytorch[fsdp2 on 2]",
     ),
@@ -95,7 +95,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "distributed/test_which.py::test_every_step_is_found_whatever_start_made_it[6]",
     ),
     "files that transformers opens, and nothing unpickled": (
-        "distributed/test_resume.py::test_weights_load_with_from_pretrained_as_they_lie",
+        "distributed/test_resume.py::test_ux_26_weights_load_with_from_pretrained_as_they_lie",
         "distributed/test_safe_loading.py::"
         "test_a_resumed_run_unpickles_nothing_while_it_searches_and_loads[ddp]",
     ),

@@ -117,7 +117,7 @@ def test_a_device_without_memory_is_a_message_and_code_2(tmp_path, ends, capsys)
     assert "Traceback" not in err
 
 
-def test_a_defect_names_the_log_file_if_there_is_one(tmp_path):
+def test_ux_06_a_defect_names_the_log_file_if_there_is_one(tmp_path):
     log = tmp_path / "rank-0.log"
     log.write_text("")
     assert str(log) in describe(ValueError(), log)[1]

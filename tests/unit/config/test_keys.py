@@ -76,3 +76,11 @@ def _attributes() -> Iterator[str]:
 def test_every_key_is_read_somewhere(key):
     last = key.rpartition(".")[2]
     assert (f"{last}_" if last == "from" else last) in attributes()
+
+
+def test_ux_04_there_are_few_keys_and_fewer_that_most_people_need():
+    keys = [key for key in all_keys() if not key.name.startswith("evaluation.sources.*")]
+    experts = [key.name for key in keys if key.expert]
+    # A key more needs a reason in docs/decisions.md, and a look at which one may go for it.
+    assert len(keys) - len(experts) <= 77
+    assert len(experts) <= 16

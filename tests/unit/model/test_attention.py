@@ -550,7 +550,7 @@ def test_a_kernel_is_chosen_for_what_is_computed_again_too(
     assert seen.names.count(FLASH) == forwards
 
 
-def test_without_flash_attention_documents_are_computed_one_by_one(
+def test_ux_22_without_flash_attention_documents_are_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "_has_flash", lambda _: True)
