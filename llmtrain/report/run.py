@@ -82,13 +82,18 @@ class Run:
 
         if (place := self.best) is None:
             raise UserError(Problem("RUN", self.directory, "a run with a checkpoint"))
-        kind: Any = AutoModelForCausalLM
+        files = self.directory / contents.TOKENIZER
+        tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False)
         if (place / "adapter_config.json").is_file():
             from peft import AutoPeftModelForCausalLM
 
-            kind = AutoPeftModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(self.directory / contents.TOKENIZER)
-        return kind.from_pretrained(place), tokenizer
+            return AutoPeftModelForCausalLM.from_pretrained(
+                place, trust_remote_code=False, use_safetensors=True
+            ), tokenizer
+        model = AutoModelForCausalLM.from_pretrained(
+            place, trust_remote_code=False, use_safetensors=True
+        )
+        return model, tokenizer
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {verdict.sentence(self._tables())}>"
