@@ -31,19 +31,19 @@ class Profile:
         operators: Path,
         rank: int,
         device: torch.device,
-        steps: tuple[int, int] | None,
+        steps: tuple[int, int],
         report: Callable[..., None],
     ) -> None:
         """Prepare to profile; nothing is written yet.
 
         operators: the file that rank 0 writes; traces are beside it
-        steps: the first and last step; None = profile nothing
+        steps: the first and last step
         report: writes an event
         """
         self._operators = operators
         self._rank = rank
         self._device = device
-        self._first, self._last = steps or (0, 0)
+        self._first, self._last = steps
         self._report = report
         self._begun = 0  # the first step that was recorded
         self._profiler: Any = None

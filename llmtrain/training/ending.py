@@ -52,7 +52,8 @@ class StoppedEarlyError(Exception):
 
 def finish(run: Run) -> Result:
     """Record the end of a run, and return how it ended."""
-    run.profile.end(run.step)
+    if run.log.profile is not None:
+        run.log.profile.end(run.step)
     finished = run.due.finished(run.step)
     state = "finished" if finished else "stopped"
     reason = run.due.ended_by(run.step) if finished else run.due.stop_reason

@@ -27,7 +27,8 @@ def begin(run: Run, step: int) -> None:
     run.feed.begin(step)
     run.meter.begin(step)
     run.signals.begin()
-    run.profile.begin(step)
+    if run.log.profile is not None:
+        run.log.profile.begin(step)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:

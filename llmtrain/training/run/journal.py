@@ -21,6 +21,7 @@ from llmtrain import durable
 from llmtrain.distributed.plan.memory import MemoryPlan
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
+from llmtrain.metrics.profile import Profile
 from llmtrain.metrics.progress import Progress
 from llmtrain.metrics.trackers import Name, Trackers, open_trackers
 from llmtrain.model.compile import graphs
@@ -197,6 +198,7 @@ class RunLog:
 
     planned: planned memory of the device, None if it was not planned
     held_before: bytes that were in use before there was a model
+    profile: records the steps that were asked for, if any were
     seconds_at_peak: of a step, if all devices reached their peak; None if that is not known
     """
 
@@ -207,6 +209,7 @@ class RunLog:
     planned: MemoryPlan | None
     held_before: int
     seconds_at_peak: float | None = None
+    profile: Profile | None = None
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
     _reported_end: bool = False

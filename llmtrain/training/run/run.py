@@ -16,7 +16,6 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.engine import Engine
 from llmtrain.metrics.meter import Meter
-from llmtrain.metrics.profile import Profile
 from llmtrain.training.run.due import Due
 from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.flight import Saves
@@ -37,7 +36,6 @@ class Run:
     built: the model
     feed: the state on the host that each step changes, such as the number of finished steps
     checkpoints: how it saves, and the checkpoint in flight
-    profile: records steps that were asked for
     """
 
     config: Config
@@ -55,7 +53,6 @@ class Run:
     signals: Signals
     requests: Requests
     checkpoints: Saves
-    profile: Profile
 
     @property
     def step(self) -> int:

@@ -21,6 +21,7 @@ from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
+from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.speed import seconds_at_peak
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
@@ -179,20 +180,22 @@ def _assemble(
             processes.planned.memory,
             model.held_before,
             _seconds_at_peak(config, processes),
+            _profile(config, launched, journal),
         ),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
         requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
         checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
-        profile=Profile(
-            config.run_dir / contents.PROFILE / contents.OPERATORS,
-            launched.ranks.rank,
-            launched.device,
-            config.logging.profile_steps,
-            journal.event,
-        ),
     )
+
+
+def _profile(config: Config, launched: Launched, journal: Journal) -> Profile | None:
+    steps, rank = config.logging.profile_steps, launched.ranks.rank
+    if steps is None:
+        return None
+    operators = config.run_dir / contents.PROFILE / contents.OPERATORS
+    return Profile(operators, rank, launched.device, steps, journal.event)
 
 
 def _seconds_at_peak(config: Config, processes: Processes) -> float | None:

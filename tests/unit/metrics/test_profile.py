@@ -47,9 +47,8 @@ def test_a_run_that_ends_within_the_range_has_what_was_recorded(tmp_path, events
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-1.json.gz"]
 
 
-@pytest.mark.parametrize("steps", [None, (1, 2)])
-def test_without_steps_or_after_them_nothing_is_written(tmp_path, events, steps):
-    profile = profile_of(tmp_path, steps, events)
+def test_after_the_range_nothing_is_written(tmp_path, events):
+    profile = profile_of(tmp_path, (1, 2), events)
     work(range(3, 6), profile)
     profile.end(5)
     assert events == []
