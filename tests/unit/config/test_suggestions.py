@@ -45,6 +45,11 @@ from llmtrain.config.suggestions import foreign, guess, near_section
         ("adapter.lora_dropout", "adapter.dropout"),
         ("training.dropout", "model.config"),
         ("use_dora", "adapter.kind"),
+        ("gradient_checkpointing", "model.activation_checkpointing"),
+        ("eval_strategy", "evaluation.every_steps"),  # and not distributed.strategy
+        ("training.local_batch_size", "training.micro_batch_size"),
+        ("optimizer.eps", ""),  # and not training.steps
+        ("tensor_parallel_size", ""),
     ],
 )
 def test_what_was_meant_is_found(name, meant):
