@@ -31,7 +31,7 @@ test-slow: $(VENV)/installed-dev  ## only the longer sweeps of the suite
 	@$(PYTEST) -m "slow or deeper" --hypothesis-profile sweep \
 	  --timeout 3600 -o faulthandler_timeout=3660
 
-test-faults: $(VENV)/installed-dev  ## every scenario of faults, sweeps and soak too; writes docs/faults.md
+test-faults: $(VENV)/installed-dev  ## every scenario of faults, sweeps too; writes docs/reference/faults.md
 	@FAULTS_REPORT=1 $(PYTEST) tests/faults \
 	  tests/distributed/test_portability.py -m "slow or not slow" \
 	  --timeout 7200 -o faulthandler_timeout=7260

@@ -1,4 +1,4 @@
-"""`docs/checkpoint-speed.md` out of the rows of `checkpoint.py`."""
+"""`docs/reference/checkpoint-speed.md` out of the rows of `checkpoint.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ What saving, verifying and loading cost beside what they cannot do without, side
 
 ```bash
 python benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json \\
-    --markdown docs/checkpoint-speed.md
+    --markdown docs/reference/checkpoint-speed.md
 ```
 
 This page is written by that command. Measured on {date} on {cpus} cores ({cpu}), {machine},

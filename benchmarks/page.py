@@ -1,6 +1,6 @@
-"""Write docs/speed.md out of the results of the benchmarks of speed.
+"""Write docs/reference/speed.md out of the results of the benchmarks of speed.
 
-    python benchmarks/page.py [--results benchmarks/results] [--out docs/speed.md]
+    python benchmarks/page.py [--results benchmarks/results] [--out docs/reference/speed.md]
 
 It reads loop.json, head.json, defaults.json, gpu.json and scaling.json, a row a line. A benchmark
 without results is named with its command. A rehearsal on a CPU is no result of a GPU and is left
@@ -165,7 +165,7 @@ def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "speed.md")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "reference" / "speed.md")
     asked = parser.parse_args()
     asked.out.write_text(page(asked.results), "utf-8")
 

@@ -1,6 +1,6 @@
-"""The tables of docs/plan.md: what is chosen for four models on devices of three sizes; scaling.
+"""The tables of docs/reference/plan-figures.md: what is chosen for four models; scaling.
 
-    python benchmarks/plan.py [--docs docs/plan.md] [--json FILE]
+    python benchmarks/plan.py [--docs docs/reference/plan-figures.md] [--json FILE]
 
 Arithmetic alone: nothing is allocated, and no device is asked. --docs writes the tables into the
 page, between its marks.

@@ -2,7 +2,8 @@
 
     python benchmarks/speedrun.py --data DIRECTORY [--record NAME] [--seeds 42 43 44] [--json FILE]
 
-A record is a row of docs/speedrun.md, whose rules hold here, and a config of benchmarks/speedruns/.
+A record is a row of docs/reference/speedrun.md, whose rules hold here, and a config of
+benchmarks/speedruns/.
 The first row is run if none is named. The articles are divided first: those that
 `benchmarks/convergence.py` holds out and scores are the held-out documents of every seed. After
 each seed come some steps of the recipe of `convergence.py`, on the same core with one thread, so
@@ -44,7 +45,7 @@ sys.path.insert(0, str(HERE))
 from convergence import config as convergence  # noqa: E402  # it lies beside this file
 
 RECORDS = HERE / "speedruns"
-PAGE = HERE.parent / "docs" / "speedrun.md"
+PAGE = HERE.parent / "docs" / "reference" / "speedrun.md"
 LEVEL = 2.2835  # held-out bits per byte that convergence.py reached
 STEPS, WARM = 300, 2  # of the baseline; its first steps, which are not counted
 DOCUMENTS, ROWS = 300, 1000  # that are scored; rows of a parquet row group

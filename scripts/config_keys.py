@@ -1,8 +1,8 @@
 """The keys of a config, for the file that fixes them and for the reference page.
 
 python scripts/config_keys.py golden > tests/golden/config_keys.txt
-python scripts/config_keys.py reference > docs/config.md
-python scripts/config_keys.py foreign > docs/foreign-keys.md
+python scripts/config_keys.py reference > docs/reference/config.md
+python scripts/config_keys.py foreign > docs/reference/foreign-keys.md
 """
 
 from __future__ import annotations

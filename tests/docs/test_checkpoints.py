@@ -1,4 +1,4 @@
-"""The commands of docs/checkpoints.md, as they are written, and what the page says they show.
+"""The commands of docs/understand/checkpoints.md, as they are written, and what they show.
 
 Two rehearsals through the launcher are among them: the page promises their verdict.
 """
@@ -18,7 +18,7 @@ from helpers import used
 from helpers.ranks import ROOT, Server
 from markdown_it import MarkdownIt
 
-PAGE = (ROOT / "docs" / "checkpoints.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "understand" / "checkpoints.md").read_text("utf-8")
 
 
 def fences(kind: str) -> list[str]:

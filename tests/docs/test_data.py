@@ -1,4 +1,4 @@
-"""The commands of docs/data.md, as they are written."""
+"""The commands of docs/understand/data.md, as they are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 
 def fences(kind: str) -> list[str]:
     """What the page shows as code of this kind."""
-    tokens = MarkdownIt().parse((ROOT / "docs" / "data.md").read_text("utf-8"))
+    tokens = MarkdownIt().parse((ROOT / "docs" / "understand" / "data.md").read_text("utf-8"))
     return [token.content for token in tokens if token.type == "fence" and token.info == kind]
 
 

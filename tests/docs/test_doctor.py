@@ -1,4 +1,4 @@
-"""The command and the table of docs/doctor.md."""
+"""The command and the table of docs/start/doctor.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from llmtrain.tools.doctor.doctor import NAMES
 
-PAGE = (ROOT / "docs" / "doctor.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "start" / "doctor.md").read_text("utf-8")
 
 
 def test_the_command_finds_this_machine_ready(tmp_path: Path) -> None:

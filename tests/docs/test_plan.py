@@ -1,4 +1,4 @@
-"""The command and the tables of docs/plan.md."""
+"""The command of docs/understand/plan.md, and the tables of docs/reference/plan-figures.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from markdown_it import MarkdownIt
 
 from llmtrain.tools.launch.file import read_launch_file
 
-PAGE = (ROOT / "docs" / "plan.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "understand" / "plan.md").read_text("utf-8")
+FIGURES = (ROOT / "docs" / "reference" / "plan-figures.md").read_text("utf-8")
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "plan.py"))
 
 
@@ -26,7 +27,7 @@ def fence(kind: str) -> str:
 
 def table(name: str) -> list[str]:
     """The lines between the marks."""
-    _, _, rest = PAGE.partition(f"<!-- {name} -->\n\n")
+    _, _, rest = FIGURES.partition(f"<!-- {name} -->\n\n")
     return rest.partition("\n\n<!-- end -->")[0].splitlines()
 
 

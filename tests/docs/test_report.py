@@ -1,4 +1,4 @@
-"""The commands and the Python of docs/report.md, as they are written."""
+"""The commands and the Python of docs/guides/report.md, as they are written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_of_reports_does_what_it_says(folder: Path) -> None:
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     said = []
-    for language, text in fences("report.md"):
+    for language, text in fences("guides/report.md"):
         command = [sys.executable, "-c", text] if language == "python" else ["bash", "-ec", text]
         done = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=120
@@ -51,4 +51,4 @@ def test_the_page_of_reports_does_what_it_says(folder: Path) -> None:
 def test_the_page_of_other_trainers_names_is_current() -> None:
     command = [sys.executable, "scripts/config_keys.py", "foreign"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == (ROOT / "docs" / "foreign-keys.md").read_text("utf-8")
+    assert done.stdout == (ROOT / "docs" / "reference" / "foreign-keys.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The commands of docs/use.md, as they are written."""
+"""The commands of docs/guides/use.md, as they are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 
 def commands() -> list[str]:
     """The lines of all bash fences that are to be run."""
-    tokens = MarkdownIt().parse((ROOT / "docs" / "use.md").read_text("utf-8"))
+    tokens = MarkdownIt().parse((ROOT / "docs" / "guides" / "use.md").read_text("utf-8"))
     fences = [token.content for token in tokens if token.type == "fence" and token.info == "bash"]
     return [line for fence in fences for line in fence.splitlines()]
 

@@ -1,7 +1,7 @@
 """Runs to strike, straight runs to compare with, and what a failed test says.
 
 With FAULTS_REPORT=1 what became of each scenario is written down: `benchmarks/results/faults.json`
-and docs/faults.md. Scenarios that were not run keep what they had on this machine.
+and docs/reference/faults.md. Scenarios that were not run keep what they had on this machine.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "reference" / "faults.md"
 SWEEP = "make test-faults"
 
 
@@ -150,7 +150,7 @@ def result(tests: list[Mapping[str, Any]]) -> str:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """docs/faults.md."""
+    """docs/reference/faults.md."""
     rows = [
         f"| {name} | {one.injected} | {one.expected}{'; =' if one.same else ''} "
         f"| {result(found['scenarios'].get(name, []))} |"

@@ -82,7 +82,7 @@ def test_pins_satisfy_the_bounds():
 
 
 def test_every_dependency_has_its_reason_in_the_decisions():
-    text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "understand" / "decisions.md").read_text(encoding="utf-8")
     table = text[text.index("## Dependencies") :]
     named = {normal(name) for row in table.splitlines() for name in names_of(row)}
     assert {normal(one) for one in [*DIRECT, *EXTRAS]} - named == set()
@@ -165,7 +165,7 @@ def names_of_tests() -> list[str]:
     [
         "README.md",
         "CONTRIBUTING.md",
-        *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+        *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
     ],
 )
 def test_files_that_a_page_names_are_there(page):
@@ -185,7 +185,8 @@ def test_files_that_a_page_names_are_there(page):
 def test_the_first_page_leads_to_every_other():
     docs = ROOT / "docs"
     links = re.findall(r"\]\(([^)#:]+)\)", (docs / "index.md").read_text(encoding="utf-8"))
-    assert {page.name for page in docs.glob("*.md")} - {"index.md"} == set(links)
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
+    assert pages - {"index.md"} == set(links)
 
 
 def test_the_changelog_has_its_four_parts():

@@ -317,7 +317,7 @@ def test_growth_along_a_run_compares_its_thirds():
 
 def test_the_page_is_written_from_the_results():
     page = load("page").page(ROOT / "benchmarks" / "results")
-    assert (ROOT / "docs" / "speed.md").read_text("utf-8") == page
+    assert (ROOT / "docs" / "reference" / "speed.md").read_text("utf-8") == page
 
 
 def test_the_loop_stands_on_the_page_with_its_goals(tmp_path):

@@ -12,7 +12,7 @@ import llmtrain
 
 ROOT = Path(__file__).parents[3]
 SPEEDRUN = runpy.run_path(str(ROOT / "benchmarks" / "speedrun.py"))
-PAGE = (ROOT / "docs" / "speedrun.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "reference" / "speedrun.md").read_text("utf-8")
 
 
 def run(bits_per_byte: float, *marks: float) -> dict[str, object]:
@@ -65,7 +65,7 @@ def test_each_record_of_the_page_is_a_config_that_loads() -> None:
         given = ["run.dir=run", "data.sources=[{path: articles}]"]
         config = llmtrain.load_config(folder / f"{name}.yaml", given)
         assert config.checkpoint.resume == "auto"
-        assert f"](../benchmarks/speedruns/{name}.yaml)" in PAGE
+        assert f"](../../benchmarks/speedruns/{name}.yaml)" in PAGE
 
 
 def test_the_level_is_no_easier_than_what_the_convergence_check_reaches() -> None:

@@ -24,8 +24,8 @@ def test_keys_types_and_defaults_are_the_agreed_ones(script):
 
 
 def test_the_reference_page_is_the_schema(script):
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    command = f"python {SCRIPT} reference > docs/config.md"
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    command = f"python {SCRIPT} reference > docs/reference/config.md"
     assert script["reference"]() == page, f"if this is meant: {command}"
 
 
@@ -81,6 +81,6 @@ def test_every_key_is_read_somewhere(key):
 def test_ux_04_there_are_few_keys_and_fewer_that_most_people_need():
     keys = [key for key in all_keys() if not key.name.startswith("evaluation.sources.*")]
     experts = [key.name for key in keys if key.expert]
-    # A key more needs a reason in docs/decisions.md, and a look at which one may go for it.
+    # A key more needs a reason in docs/understand/decisions.md, and a look at which may go for it.
     assert len(keys) - len(experts) <= 77
     assert len(experts) <= 16
