@@ -18,7 +18,7 @@ _NEARLY_THE_SAME = 0.9
 _SOURCE = f"data.sources.{ITEM}"
 
 # Our key → names of other trainers for it; the schema says which values it takes. A key that ends
-# with a dot continues with the name.
+# with a dot continues with the name. A name has its section only where it means nothing without.
 _NAMES = {
     "run.dir": "output_dir out_dir dump_folder",
     "run.seed": "random_seed",
@@ -28,7 +28,8 @@ _NAMES = {
     "model.config.": "hidden_size num_hidden_layers num_attention_heads intermediate_size "
     "max_position_embeddings tie_word_embeddings",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
-    "model.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing",
+    "model.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing "
+    "activation_checkpoint.mode",
     "data.sources": "datasets pretraining_dataset",
     f"{_SOURCE}.path": "dataset dataset_name dataset_path train_file train_data data_path data_dir",
     f"{_SOURCE}.name": "dataset_config_name dataset_config",
@@ -59,11 +60,12 @@ _NAMES = {
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
     "adapter.targets": "target_modules lora_target_modules lora_target lora_target_linear",
-    "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval",
+    "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval "
+    "checkpoint.interval",
     "checkpoint.keep_last": "save_total_limit keep_latest_k",
     "checkpoint.background": "async_mode async_save",
     "checkpoint.keep_best": "load_best_model_at_end",
-    "evaluation.every_steps": "eval_steps eval_interval eval_every",
+    "evaluation.every_steps": "eval_steps eval_interval eval_every eval.interval validation.freq",
     "evaluation.max_documents": "max_eval_samples",
     "evaluation.patience": "early_stopping_patience",
     "logging.every_steps": "logging_steps log_interval log_every log_freq",
@@ -119,6 +121,8 @@ _CONVERTED = {
     "save_strategy saves_per_epoch": ("checkpoint.every_steps", "always by steps"),
     "logging_strategy": ("logging.every_steps", "always by steps"),
     "metric_for_best_model": ("checkpoint.keep_best", "best = the lowest held-out loss"),
+    "hf_assets_path": ("model.tokenizer", "model.from, if its weights are meant, too"),
+    "decay_ratio": ("optimizer.schedule", "wsd decays in its last fifth"),
     "max_tokens": ("training.steps", "tokens / (global_batch_size × seq_len)"),
     "num_tokens_per_train_step": ("training.global_batch_size", "in blocks: tokens / seq_len"),
     "num_tokens_per_microbatch_per_dp_rank": (
@@ -159,7 +163,10 @@ _CONVERTED = {
         "training.precision",
         "bf16 or fp32; fp16 is not offered",
     ),
-    "torch_compile compile_model use_compile": ("training.compile", "blocks, model or off"),
+    "torch_compile compile_model use_compile compile.enable": (
+        "training.compile",
+        "blocks, model or off",
+    ),
     "attn_implementation use_flash_attention_2 flash_attention": (
         "model.attention_backend",
         "flash, cudnn or math: the kernel that is tried first",
@@ -218,7 +225,7 @@ def guess(name: str, *, is_section: bool = False) -> Guess:
     """
     general, section = general_name(name), near_section(name)
     last = general.rpartition(".")[2].lower().replace("-", "_")
-    found = foreign().get(last) or _same_last(general, last)
+    found = foreign().get(general) or foreign().get(last) or _same_last(general, last)
     if section and (is_section or not found):
         return Guess(section)
     found = found or _near(general, last)
