@@ -1,12 +1,14 @@
-"""The keys of a config, for the file that fixes them and for the reference page.
+"""The keys of a config, for the file that fixes them, the reference page and completion.
 
 python scripts/config_keys.py golden > tests/golden/config_keys.txt
 python scripts/config_keys.py reference > docs/reference/config.md
 python scripts/config_keys.py foreign > docs/reference/foreign-keys.md
+python scripts/config_keys.py completion > llmtrain/config/keys.json
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
 from llmtrain.config.keys import all_keys
@@ -59,5 +61,23 @@ def foreign() -> str:
     return "\n".join(lines) + "\n"
 
 
+def completion() -> str:
+    """The list from which a shell completes: key → default and other words, as JSON."""
+    keys = {
+        key.name: list(dict.fromkeys([*_default(key.default), *key.words])) for key in all_keys()
+    }
+    lines = (f'"{name}": {json.dumps(words, ensure_ascii=False)}' for name, words in keys.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _default(text: str) -> list[str]:
+    """Return a default as YAML spells it; [] for a key without one."""
+    if text == "required":
+        return []
+    value = json.loads(text)
+    return [value if isinstance(value, str) else text]
+
+
 if __name__ == "__main__":
-    print({"golden": golden, "reference": reference, "foreign": foreign}[sys.argv[1]](), end="")
+    made = {"golden": golden, "reference": reference, "foreign": foreign, "completion": completion}
+    print(made[sys.argv[1]](), end="")

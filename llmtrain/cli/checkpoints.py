@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.cli.escapes import show
-from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, runs
 from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import gib, harmless
 
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from llmtrain.tools.checkpoints.prune import Pruned
     from llmtrain.tools.checkpoints.rehearse import Rehearsal
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = App()
 
 Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run, its checkpoints/, or one checkpoint.")
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run, its checkpoints/, or one checkpoint.", autocompletion=runs
+    ),
 ]
 _LARGE_BYTES = 1 << 30  # size from which a verification shows its progress
 _SIZE, _LOSS = 11, 9  # columns

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmtrain.cli.escapes import show as show_lines
-from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, configs_and_runs
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = App()
 
 
 @app.command(help="every value, and who set it")
@@ -47,8 +47,15 @@ def schema() -> None:
 
 @app.command(help="the keys in which two configs differ")
 def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help="A YAML file, or a run directory.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    one: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A YAML file, or a run directory.", autocompletion=configs_and_runs
+        ),
+    ],
+    other: Annotated[
+        str, typer.Argument(metavar="B", help="Another one.", autocompletion=configs_and_runs)
+    ],
 ) -> None:
     """Print the keys whose values differ, with both values."""
     left, right = (dict(_values(_open(name), experts=True)) for name in (one, other))

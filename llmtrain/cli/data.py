@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.cli.escapes import show
-from llmtrain.cli.options import AsJson, ConfigFile, Overrides
+from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, RunDir
 from llmtrain.cli.progress import ProgressLine
 from llmtrain.processes import cores
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmtrain.tools.data.repack import Repacked
     from llmtrain.tools.data.tokenize import Tokenized
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = App()
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory, or the same.")]
 Jobs = Annotated[
@@ -57,7 +57,7 @@ def inspect(
 
 @app.command(help="the documents of a step, checked against the digest that the run logged")
 def which(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunDir,
     step: Annotated[int, typer.Option(metavar="N", help="A step that the run has made.")],
     overrides: Annotated[
         list[str] | None,

@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from llmtrain.cli import checkpoints, config, data, use
 from llmtrain.cli.escapes import LogLine
-from llmtrain.cli.options import AccelerateFile, AsJson, ConfigFile, Overrides
+from llmtrain.cli.options import (
+    AccelerateFile,
+    App,
+    AsJson,
+    ConfigFile,
+    Group,
+    Overrides,
+    RunDir,
+    configs,
+    runs,
+)
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:
@@ -27,7 +36,7 @@ _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"
 
 
-class _Grouped(TyperGroup):
+class _Grouped(Group):
     """A group of commands whose help has a heading for each `rich_help_panel`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -42,9 +51,7 @@ class _Grouped(TyperGroup):
         formatter.write(f"\n{'Options':<10} {_OPTIONS}\n")
 
 
-app = typer.Typer(
-    cls=_Grouped, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
-)
+app = App(_Grouped)
 
 
 def _version(wanted: bool) -> None:
@@ -80,7 +87,10 @@ def quickstart(
 @app.command(rich_help_panel="Start", help="is this machine ready for this config?")
 def doctor(
     config: Annotated[
-        str | None, typer.Argument(metavar="CONFIG", help="A YAML file; without: the machine.")
+        str | None,
+        typer.Argument(
+            metavar="CONFIG", help="A YAML file; without: the machine.", autocompletion=configs
+        ),
     ] = None,
     overrides: Overrides = None,
     accelerate: AccelerateFile = None,
@@ -122,7 +132,11 @@ def plan(
     raise typer.Exit(show_plan(config, overrides or [], asked, write, as_json=as_json))
 
 
-@app.command(rich_help_panel="Train", help="run a config; the same command resumes")
+@app.command(
+    rich_help_panel="Train",
+    help="run a config; the same command resumes",
+    epilog="Example: llmtrain train configs/quickstart.yaml training.steps=50",
+)
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -145,7 +159,7 @@ def train(
 
 @app.command(rich_help_panel="Train", help="look at a run while it runs")
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -178,7 +192,10 @@ def supervise(
 
 @app.command(rich_help_panel="Train", help="write report.html")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
+    run: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Run directories.", autocompletion=runs),
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of RUN/report.html.")
     ] = None,
@@ -188,13 +205,13 @@ def report(
     from llmtrain.report.compare import write_comparison
     from llmtrain.report.page import write_report
 
-    if len(runs) == 1:
-        print(write_report(runs[0], out))
+    if len(run) == 1:
+        print(write_report(run[0], out))
     elif out is None:
         expected = "a file for the comparison, as it belongs to none of the runs"
         raise UserError(Problem("--out", None, expected, "--out comparison.html"))
     else:
-        print(write_comparison(runs, out))
+        print(write_comparison(run, out))
 
 
 for _command, _help in (

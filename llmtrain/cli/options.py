@@ -1,19 +1,151 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and what the shell completes them with.
+
+TAB starts a process, so completion imports only typer: the keys and their values come from
+`config/keys.json`, a list that `scripts/config_keys.py` writes and a test compares with the schema.
+
+    llmtrain train configs/quickstart.yaml data.pack‸   →   data.packing=auto, =concat, =bestfit
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+from llmtrain import config as config_package
+
+_KEYS = Path(config_package.__file__).with_name("keys.json")
+_ITEM = "*"
+
+
+class _Completes:
+    """Parses the words of a completion without checking them, for which typer needs pydantic."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters of the command."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # typer's class has it
+        if ctx.resilient_parsing:  # nothing is run: the shell wants a completion
+            for one in params:
+                one.process_value = _as_it_is
+        return params
+
+
+def _as_it_is(ctx: Any, value: Any) -> Any:
+    return value
+
+
+class Command(_Completes, TyperCommand):
+    """A command."""
+
+
+class Group(_Completes, TyperGroup):
+    """A group of commands."""
+
+
+class App(typer.Typer):
+    """A group of commands whose help is plain text."""
+
+    def __init__(self, cls: type[TyperGroup] = Group) -> None:
+        super().__init__(
+            cls=cls, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
+        )
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """Return a decorator that adds a command."""
+        return super().command(name, cls=Command, **options)
+
+
+def configs(incomplete: str) -> list[str]:
+    """Return configs that may be meant: those in `configs/`, and those in the folder typed."""
+    folder = _folder(incomplete)
+    beside = (folder + path.name for path in Path(folder or ".").glob("[!.]*.yaml"))
+    return sorted({*map(str, Path().glob("configs/**/[!.]*.yaml")), *beside})
+
+
+def runs(incomplete: str) -> list[str]:
+    """Return run directories that may be meant: those in `runs/`, and those in the folder typed."""
+    from llmtrain.rundir.contents import METRICS
+
+    folder = _folder(incomplete)
+    beside = (folder + path.parent.name for path in Path(folder or ".").glob(f"*/{METRICS}"))
+    return sorted({*(str(path.parent) for path in Path().glob(f"runs/*/{METRICS}")), *beside})
+
+
+def configs_and_runs(incomplete: str) -> list[str]:
+    """Return configs and run directories that may be meant."""
+    return [*configs(incomplete), *runs(incomplete)]
+
+
+def launch_files(incomplete: str) -> list[str]:
+    """Return the configs of accelerate that are here."""
+    return sorted(map(str, Path().glob("accelerate_configs/*.yaml")))
+
+
+def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return `section.key=` for the keys that may be meant; for a single one its values, too.
+
+    Bash hands `key=value` over as three words, `key`, `=` and `value`, and `key=` as the word
+    `key` with nothing after it. It then replaces only the value.
+    """
+    known = json.loads(_KEYS.read_text(encoding="utf-8"))
+    given: list[str] = ["", "", *(ctx.params.get("overrides") or [])]
+    before, last = given[-2:]
+    if last == "=":
+        return _values(known, before)
+    if not incomplete and before != "=" and _values(known, last):
+        return _values(known, last)
+    name, equals, _ = incomplete.partition("=")
+    names = [name] if equals else [key for key in _names(known, name) if key.startswith(name)]
+    if len(names) != 1:
+        return [f"{key}=" for key in names]
+    # A space would follow a completion that has no alternative.
+    return [f"{names[0]}=", *(f"{names[0]}={value}" for value in _values(known, names[0]))]
+
+
+def _folder(incomplete: str) -> str:
+    """Return the folder of a path that is being typed, as it was typed, with its slash."""
+    head, slash, _ = incomplete.rpartition("/")
+    return head + slash
+
+
+def _names(known: dict[str, list[str]], typed: str) -> Iterator[str]:
+    """Yield the names of all keys; in a list, those of the item that was typed, or of the first."""
+    number = next((part for part in typed.split(".") if part.isdecimal()), "0")
+    yield from (key.replace(_ITEM, number) for key in known)
+
+
+def _values(known: dict[str, list[str]], name: str) -> list[str]:
+    """Return the default of a key and its other values where they are few; [] if not known."""
+    general = ".".join(_ITEM if part.isdecimal() else part for part in name.split("."))
+    return [shlex.quote(value) for value in known.get(general, [])]
+
+
+ConfigFile = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file.", autocompletion=configs)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Values in place of the file's."),
+    typer.Argument(
+        metavar="[section.key=value]...",
+        help="Values in place of the file's.",
+        autocompletion=overrides,
+    ),
+]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory.", autocompletion=runs)
 ]
 AccelerateFile = Annotated[
     Path | None,
-    typer.Option("--accelerate", metavar="FILE", help="The accelerate config to launch with."),
+    typer.Option(
+        "--accelerate",
+        metavar="FILE",
+        help="The accelerate config to launch with.",
+        autocompletion=launch_files,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

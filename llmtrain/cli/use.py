@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.cli.escapes import show
-from llmtrain.cli.options import AsJson
+from llmtrain.cli.options import AsJson, runs
 from llmtrain.cli.progress import ProgressLine
 from llmtrain.errors import Problem, UserError, harmless
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL_OR_RUN", help="A run, a checkpoint, a model directory or a Hub id."
+        metavar="MODEL_OR_RUN",
+        help="A run, a checkpoint, a model directory or a Hub id.",
+        autocompletion=runs,
     ),
 ]
 _KEPT = "\n\t"  # not escaped in what a model writes
@@ -107,7 +109,10 @@ def generate(
 
 def export(
     run: Annotated[
-        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one checkpoint.")
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT", help="A run, or one checkpoint.", autocompletion=runs
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A directory to be made.")],
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="Of the weights.")] = "fp32",

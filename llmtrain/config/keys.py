@@ -38,6 +38,7 @@ class Key:
     default: as JSON, or `required`
     description: from the schema
     expert: whether the schema marks it as a key for experts
+    words: the values among which one chooses, as YAML; () for free ones
     """
 
     name: str
@@ -45,6 +46,7 @@ class Key:
     default: str
     description: str
     expert: bool
+    words: tuple[str, ...]
 
 
 @cache
@@ -78,6 +80,7 @@ def _walk(section: Schema, definitions: Schema, prefix: str) -> Iterator[Key]:
                 default="required" if name in section.get("required", ()) else default,
                 description=" ".join(field.get("description", "").split()),
                 expert=field.get("expert", False),
+                words=tuple(_words(field, definitions)),
             )
         if is_section:
             item = f".{ITEM}" if "items" in field else ""
@@ -107,6 +110,22 @@ def _takes(field: Schema, definitions: Schema) -> str:
             return f"{{{', '.join(parts)}}}"
     limits = [f"{sign} {field[name]}" for name, sign in _SIGNS.items() if name in field]
     return " ".join([_WORDS[field["type"]], " and ".join(limits)]).rstrip()
+
+
+def _words(field: Schema, definitions: Schema) -> Iterator[str]:
+    """Yield the values of a field that are named one by one, as YAML spells them."""
+    match _definition(field, definitions):
+        case {"anyOf": choices}:
+            for choice in choices:
+                yield from _words(choice, definitions)
+        case {"enum": values}:
+            yield from values
+        case {"const": value}:
+            yield str(value)
+        case {"type": "boolean"}:
+            yield from ("true", "false")
+        case {"type": "null"}:
+            yield "null"
 
 
 def _either(choices: Sequence[str]) -> str:

@@ -28,10 +28,11 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
     )
 
 
-def imported_by(*arguments: str) -> set[str]:
+def imported_by(*arguments: str, env: dict[str, str] | None = None) -> set[str]:
     """Modules that a command imports."""
     command = [sys.executable, "-X", "importtime", "-m", "llmtrain", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, check=False)
+    there = CLEAN | (env or {})
+    done = subprocess.run(command, capture_output=True, text=True, env=there, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     assert lines
     return {line.rpartition("|")[2].strip() for line in lines}
@@ -67,6 +68,14 @@ def test_ux_33_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
+@pytest.mark.launches
+def test_tab_imports_typer_alone():
+    words = {"COMP_WORDS": "llmtrain train a.yaml data.pack", "COMP_CWORD": "3"}
+    imported = imported_by(env=words | {"_LLMTRAIN_COMPLETE": "complete_bash"})
+    assert "llmtrain.cli.options" in imported
+    assert not (HEAVY | {"pydantic", "yaml"}) & imported
+
+
 @pytest.mark.parametrize(
     "command", ["train", "supervise", "doctor", "plan", *USE, *DATA, *CHECKPOINTS]
 )
@@ -92,6 +101,8 @@ def test_every_command_explains_itself(command):
     shown = run(*command.split(), "--help")
     assert shown.returncode == 0
     assert f"Usage: llmtrain {command}" in shown.stdout
+    if command == "train":
+        assert "\n  Example: llmtrain train configs/quickstart.yaml " in shown.stdout
 
 
 @pytest.mark.launches

@@ -29,6 +29,12 @@ def test_the_reference_page_is_the_schema(script):
     assert script["reference"]() == page, f"if this is meant: {command}"
 
 
+def test_the_list_for_completion_is_the_schema(script):
+    kept = (ROOT / "llmtrain" / "config" / "keys.json").read_text(encoding="utf-8")
+    command = f"python {SCRIPT} completion > llmtrain/config/keys.json"
+    assert script["completion"]() == kept, f"if this is meant: {command}"
+
+
 def test_every_key_is_explained():
     for key in all_keys():
         assert key.description.endswith("."), key.name
