@@ -186,7 +186,7 @@ _CONVERTED = {
         "dora, rslora, lora or qlora",
     ),
     "use_wandb": ("logging.trackers", "[wandb]"),
-    "wandb_project": ("logging.trackers", "[wandb]; the project comes from WANDB_PROJECT"),
+    "wandb_project": ("logging.trackers", "[wandb]; the project is llmtrain"),
 }
 
 
