@@ -95,8 +95,10 @@ def _look_again(root: Path) -> None:
 
 def alive(doing: str) -> None:
     """Beat with the phase `doing`. A background thread does not change the phase."""
-    beside = threading.current_thread() is not threading.main_thread()
-    heartbeat.beat(heartbeat.read()[1] if beside else doing)
+    if threading.current_thread() is threading.main_thread():
+        heartbeat.beat(doing)
+    else:
+        heartbeat.again()
 
 
 def _allocate(descriptor: int, size: int) -> None:

@@ -156,7 +156,8 @@ def fill(
     _refuse_other_tensors(found, stored, spec)
 
     def read() -> None:
-        for piece in pieces:
+        for number, piece in enumerate(pieces, 1):
+            heartbeat.beat("reading a checkpoint, by tensor", number, len(stored))
             _read_piece(found.path, stored[piece.name], piece, patience)
 
     _vote(ranks, attempt(read).error, found.name)
@@ -209,7 +210,9 @@ def _verify_together(
     ]
 
     def verify_share() -> None:
-        for name, extent in extents[ranks.rank :: ranks.world_size]:
+        share = extents[ranks.rank :: ranks.world_size]
+        for number, (name, extent) in enumerate(share, 1):
+            heartbeat.beat("verifying a checkpoint", number, len(share))
             patience.retry(check.extent, path, name, extent)
 
     damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
@@ -280,7 +283,7 @@ def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> N
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:
     """Fill `block` from a file; OSError if the file is too short."""
-    heartbeat.beat("reading a checkpoint")
+    heartbeat.again()
     faults.hit("load.read", step=form.step_of(path.parent.name), path=path)
     with path.open("rb", buffering=0) as file:
         file.seek(offset)

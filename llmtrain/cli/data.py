@@ -18,7 +18,7 @@ import typer
 
 from llmtrain.cli.escapes import show
 from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, RunDir
-from llmtrain.cli.progress import ProgressLine
+from llmtrain.cli.progress import ProgressLine, busy
 from llmtrain.processes import cores
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ def inspect(
     from llmtrain.config.load import load_config
 
     loaded = load_config(config, overrides or [])
-    from llmtrain.tools.data.inspect import inspect as look  # imports torch
+    with busy("importing torch"):
+        from llmtrain.tools.data.inspect import inspect as look
 
-    found = look(loaded, blocks=blocks, documents=documents)
+        found = look(loaded, blocks=blocks, documents=documents)
     show([json.dumps(found.to_json())] if as_json else inspection(found))
 
 
@@ -68,9 +69,11 @@ def which(
 ) -> None:
     """Name the documents of a step of a run."""
     from llmtrain.cli.data_views import step_documents
-    from llmtrain.tools.data.which import which as find
 
-    found = find(run, step, overrides=overrides or [], text=text)
+    with busy("importing torch"):
+        from llmtrain.tools.data.which import which as find
+
+        found = find(run, step, overrides=overrides or [], text=text)
     show([json.dumps(found.to_json())] if as_json else step_documents(found))
 
 

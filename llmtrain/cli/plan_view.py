@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.cli.escapes import WIDTH, show, wrap
+from llmtrain.cli.progress import busy
 from llmtrain.distributed.plan.speed import HFU
 from llmtrain.errors import UserError, gib
 
@@ -46,9 +47,10 @@ def show_plan(
     from llmtrain.config.load import load_config
 
     loaded = load_config(config, overrides)
-    from llmtrain.tools.plan import launch_file, plan  # imports torch
+    with busy("importing torch and transformers"):
+        from llmtrain.tools.plan import launch_file, plan
 
-    found = plan(loaded, *asked)
+        found = plan(loaded, *asked)
     show([json.dumps(found.to_json())] if as_json else plan_lines(found))
     if found.chosen is None:
         print(f"error: {found.choice.reason}", file=sys.stderr)

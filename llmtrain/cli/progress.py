@@ -1,12 +1,17 @@
-"""A line on stderr that shows the progress of a command."""
+"""A line on stderr that shows the progress of a command, or what it does while that takes long."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from llmtrain import heartbeat
 from llmtrain.errors import harmless
 
+_BUSY_AFTER_SECONDS = 3.0
 _SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # True: on a terminal, where lines replace each other
 
 
@@ -35,3 +40,37 @@ class ProgressLine:
         """Remove the line, if it is on a terminal."""
         if self.moves:
             self.show("")
+
+
+@contextmanager
+def busy(what: str) -> Iterator[Callable[[], None]]:
+    """While the block runs, show on a terminal what it does, from the third second on.
+
+    what: the first phase; `heartbeat.beat` sets the next ones
+
+    Yields a function that ends this early, before the block shows something itself.
+    """
+    heartbeat.beat(what)
+    line, over, began = ProgressLine(wait=False), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait = _BUSY_AFTER_SECONDS
+        while not over.wait(wait):
+            line.show(f"{heartbeat.in_words()}, {time.monotonic() - began:.0f} s")
+            wait = _SECONDS_BETWEEN[True]
+
+    def end() -> None:
+        if not over.is_set():
+            over.set()
+            thread.join()
+            line.clear()
+
+    thread = threading.Thread(target=tell, name="busy", daemon=True)
+    if line.moves:
+        thread.start()
+    else:
+        over.set()
+    try:
+        yield end
+    finally:
+        end()

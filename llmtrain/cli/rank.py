@@ -44,6 +44,8 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
             rules = preflight.rules_of_this_process(config_file, os.environ)
             load_config(config_file, overrides, rules)
             raise
+        if sys.stderr.isatty() and not _rank():
+            print("importing torch and transformers …", file=sys.stderr, flush=True)
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
         own = bind(config).digest

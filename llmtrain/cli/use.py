@@ -15,7 +15,7 @@ import typer
 
 from llmtrain.cli.escapes import show
 from llmtrain.cli.options import AsJson, runs
-from llmtrain.cli.progress import ProgressLine
+from llmtrain.cli.progress import ProgressLine, busy
 from llmtrain.errors import Problem, UserError, harmless
 
 if TYPE_CHECKING:
@@ -54,17 +54,19 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model on held-out data, on documents, on tasks."""
-    from llmtrain.tools.use.evaluate import evaluate as measure
-
-    _hide_progress_of_transformers()
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    line = ProgressLine(wait=True)
+    with busy("loading torch and the model") as end:
+        from llmtrain.tools.use.evaluate import evaluate as measure
 
-    def tell(done: int, of: int) -> None:
-        if line.is_due():
-            line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
+        _hide_progress_of_transformers()
+        line = ProgressLine(wait=True)
 
-    found = measure(model, data, tasks=names, stride=stride, chat=chat, told=tell)
+        def tell(done: int, of: int) -> None:
+            end()
+            if line.is_due():
+                line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
+
+        found = measure(model, data, tasks=names, stride=stride, chat=chat, told=tell)
     line.clear()
     show([json.dumps(found.to_json())] if as_json else evaluation(found))
 
@@ -87,21 +89,22 @@ def generate(
     """Continue a text, or answer in a conversation; Ctrl-C ends it with exit code 0."""
     if prompt is None and not chat:
         raise UserError(Problem("PROMPT", None, "a text to continue, or --chat"))
-    tell = _ignore if as_json else _write
     try:
-        from llmtrain.tools.use import generate as tool
+        with busy("loading torch and the model") as loaded:
+            from llmtrain.tools.use import generate as tool
 
-        _hide_progress_of_transformers()
-        sampling = tool.Sampling(max_new_tokens, temperature, top_p, seed)
-        if chat:
-            messages = _lines() if prompt is None else iter([prompt])
-            answers = tool.converse(model, messages, sampling, tell)
-        else:
-            assert prompt is not None
-            told = tell if as_json else _behind(prompt)
-            answers = iter([tool.continue_text(model, prompt, sampling, told)])
-        for answer in answers:
-            show([json.dumps(answer.to_json()) if as_json else ""])
+            _hide_progress_of_transformers()
+            sampling = tool.Sampling(max_new_tokens, temperature, top_p, seed)
+            if chat:
+                messages = _lines(loaded) if prompt is None else iter([prompt])
+                tell = _ignore if as_json else _behind("", loaded)
+                answers = tool.converse(model, messages, sampling, tell)
+            else:
+                assert prompt is not None
+                tell = _ignore if as_json else _behind(prompt, loaded)
+                answers = iter([tool.continue_text(model, prompt, sampling, tell)])
+            for answer in answers:
+                show([json.dumps(answer.to_json()) if as_json else ""])
     except KeyboardInterrupt:
         print()
         raise typer.Exit(0) from None
@@ -187,8 +190,12 @@ def _hide_progress_of_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _lines() -> Iterator[str]:
-    """Yield the lines of stdin that are not blank, without their ends."""
+def _lines(loaded: Callable[[], None]) -> Iterator[str]:
+    """Yield the lines of stdin that are not blank, without their ends.
+
+    loaded: called before the first line is read
+    """
+    loaded()
     for line in sys.stdin:
         if line.strip():
             yield line.rstrip("\r\n")
@@ -199,11 +206,15 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _behind(prompt: str) -> Callable[[str], None]:
-    """Return a function that writes parts of a text, and the prompt before the first of them."""
+def _behind(prompt: str, loaded: Callable[[], None]) -> Callable[[str], None]:
+    """Return a function that writes parts of a text, and the prompt before the first of them.
+
+    loaded: called before anything is written
+    """
     waiting = [prompt]
 
     def write(text: str) -> None:
+        loaded()
         _write("".join([*waiting, text]))
         waiting.clear()
 

@@ -97,7 +97,7 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
 
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
-    heartbeat.beat("looking into the files of the data")
+    heartbeat.beat("looking into the files of the data", file + 1, len(source.files))
     kind, compression = file_format(source.files[file].name) or ("", None)
     try:
         if source.cached:

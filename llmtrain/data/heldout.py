@@ -180,7 +180,7 @@ def prepare(
     ]
     documents: list[Held] = []
     for one in islice(in_turn(streams), max_documents):
-        heartbeat.beat("tokenizing the held-out documents")
+        heartbeat.beat("tokenizing the held-out documents", len(documents) + 1, max_documents)
         documents.append(one)
     parts = [(source.label, source.form is not None) for source in asked]
     held = lay_out(

@@ -138,8 +138,8 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
             remedy = "set model.tokenizer to the one that wrote the token cache: DIR/tokenizer"
             raise UserError(Problem(f"data.sources.{i}.path", source.path, expected, remedy))
     texts = chain.from_iterable(heldout.in_turn(_units(survey)))
-    for text in _up_to(limit_bytes, texts):
-        heartbeat.beat("training a tokenizer")
+    for number, text in enumerate(_up_to(limit_bytes, texts), 1):
+        heartbeat.beat("training a tokenizer", number)
         yield text
 
 

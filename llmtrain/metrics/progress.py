@@ -47,6 +47,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = 1
+        self.written = 0  # how often something was shown
         self._stream = stream
         self._moves = stream is not None and _is_terminal(stream)
         self._clock = clock
@@ -182,6 +183,11 @@ class Progress:
             return None
         return (now - self._first[1]) / (step - self._first[0]) * max(0, self.steps - step)
 
+    @property
+    def in_loop(self) -> bool:
+        """Whether a step was shown."""
+        return self._first is not None
+
     def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:
             self._live = self._guard(lambda: _open_live(self._stream))
@@ -194,10 +200,12 @@ class Progress:
         if live is not None:
             self._guard(lambda: live.console.print(text, markup=False, highlight=False))
         else:
-            self._guard(lambda: print(text, file=self._stream, flush=True))
+            # At once, as the thread of `Busy` writes too.
+            self._guard(lambda: print(f"{text}\n", end="", file=self._stream, flush=True))
 
     def _guard(self, call: Callable[[], Any]) -> Any:
         """Call a function that writes. If the terminal is gone, nothing more is written to it."""
+        self.written += 1
         try:
             return call()
         except (OSError, ValueError) as error:  # ValueError: the file object was closed

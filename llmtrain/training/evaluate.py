@@ -39,9 +39,10 @@ def evaluate(run: Run) -> Evaluation | None:
     scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=run.device)
     with run.engine.evaluating():
         at_once = run.ranks.world_size * run.built.micro_batch_size
-        for round_ in range(math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)):
+        rounds = math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
+        for round_ in range(rounds):
             faults.hit("eval.batch", step=run.step)
-            heartbeat.beat("a batch of the evaluation")
+            heartbeat.beat("a batch of the evaluation", round_ + 1, rounds)
             stops = agreed_stop(run.ranks, flags(run))
             if stops:
                 run.due.ask(stops)

@@ -59,7 +59,7 @@ def _continue(run: Run, prompt: str) -> str:
     generator = torch.Generator(run.device)
     generator.manual_seed(mix(run.config.run.seed, _SEED_STREAM, run.step))
     while len(ids) < given + _NEW_TOKENS:
-        heartbeat.beat("a token of a sample")
+        heartbeat.beat("a token of a sample", len(ids) - given + 1, _NEW_TOKENS)
         context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
         logits = run.model(context)[0] / _TEMPERATURE  # (V,)
         # Ranks whose logits differ by a bit could draw different tokens and end at different

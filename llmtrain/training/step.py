@@ -42,7 +42,7 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     forwards = micro_batches(run, batch)  # device tensors, each (B, T)
     for index, micro_batch in enumerate(forwards):
         faults.hit("loop.micro")
-        heartbeat.beat("a micro-batch")
+        heartbeat.beat("a micro-batch", index + 1, len(forwards))
         with run.engine.micro(last=index == len(forwards) - 1):  # the last reduces gradients
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)

@@ -112,14 +112,21 @@ class Watchdog:
 
 
 @contextmanager
-def watching(journal: Journal, timeout_minutes: float) -> Iterator[Watchdog]:
-    """Run a watchdog during the block. timeout_minutes: how long peers wait for each other."""
+def watching(
+    journal: Journal, timeout_minutes: float, tell: Callable[[], object] = lambda: None
+) -> Iterator[Watchdog]:
+    """Run a watchdog during the block.
+
+    timeout_minutes: how long peers wait for each other
+    tell: called once a second too
+    """
     watchdog = Watchdog(journal, timeout_minutes)
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(_TICK_SECONDS):
             watchdog.look()
+            tell()
 
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()

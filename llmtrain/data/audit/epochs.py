@@ -88,7 +88,8 @@ def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader, state: Data
     lanes = Lanes(manifest, _Lengths(encoder), reader, state.cursors, state.next_block)
     last = state.next_block
     for g in range(state.next_block, state.next_block + manifest.lanes):
-        heartbeat.beat("counting the blocks of the run")
+        lane = g - state.next_block + 1
+        heartbeat.beat("counting the blocks of the run, by lane", lane, manifest.lanes)
         while lanes.take(g).source >= 0:
             last, g = max(last, g + 1), g + manifest.lanes
     return last

@@ -78,6 +78,7 @@ class Reader:
         self.units = Units(reading.timeout_seconds, run_dir, reading.cache_bytes, stop, asked)
         self._skipped = Skipped(run_dir and run_dir / FILE_NAME)
         self._in_a_row: dict[str, list[tuple[object, ...]]] = {}  # bad units since a good one
+        self._begun = 0  # units
 
     def documents(
         self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False
@@ -98,7 +99,8 @@ class Reader:
         Raises UserError for a bad file or line unless these are skipped, RunError if the machine
         fails.
         """
-        heartbeat.beat("reading a unit of the data")
+        self._begun += 1
+        heartbeat.beat("reading a unit of the data", self._begun)
         if needed:
             return self._rows(source, unit)
         kind: Literal["rows", "bytes"] = "rows" if unit.group >= 0 else "bytes"

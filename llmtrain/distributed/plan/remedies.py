@@ -42,8 +42,19 @@ def missing(planned: MemoryPlan, hardware: Hardware) -> int:
     return max(0, lacking)
 
 
-def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware: Hardware) -> str:
-    """Return the first change that makes this layout fit, in words."""
+def remedy(
+    shape: ModelShape,
+    count: Count,
+    work: Work,
+    layout: Layout,
+    hardware: Hardware,
+    beyond: int = 0,
+) -> str:
+    """Return the first change that makes this layout fit, in words.
+
+    beyond: bytes that a run needed on a device in addition to its plan
+    """
+    hardware = replace(hardware, device_bytes=hardware.device_bytes - beyond)
 
     def fits(saved: Saved, work: Work, layout: Layout, hardware: Hardware) -> bool:
         return not missing(memory(shape, saved, work, layout, hardware), hardware)
@@ -63,7 +74,7 @@ def remedy(shape: ModelShape, count: Count, work: Work, layout: Layout, hardware
     for words, larger in _more_devices(work, layout, hardware):
         if fits(saved, work, layout, larger):
             return words
-    needed = _whole_gib(planned.total_bytes)
+    needed = _whole_gib(planned.total_bytes + beyond)
     return f"a device with {needed} GiB (distributed.device_memory_gb)"
 
 

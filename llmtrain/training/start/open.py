@@ -23,11 +23,13 @@ from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.speed import seconds_at_peak
+from llmtrain.metrics.busy import Busy
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.metrics.profile import Profile
 from llmtrain.rundir import contents, failures
 from llmtrain.training import ending
+from llmtrain.training.out_of_memory import compared_with_plan
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
@@ -65,9 +67,10 @@ def start_run(config: Config) -> Iterator[Run]:
         here = _open_run_dir(config, stack)
         signals, journal = here.signals, here.journal
         bound = bind(config)
-        with ending.record_end(journal, bound.digest):
+        with ending.record_end(journal, bound.digest), ExitStack() as recorded:
             alone = signals.alone(partial(ending.stop_alone, journal))
             processes = start_processes(config, bound, here.place, alone, stack)
+            recorded.enter_context(compared_with_plan(config, processes))
             if journal.rank:
                 _open_log(here, stack)
             stage = partial(ending.stoppable, processes.launched.ranks, signals, journal)
@@ -123,7 +126,8 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
     journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock)))
-    watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes))
+    tell = Busy(journal.progress).look
+    watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes, tell))
     here = Here(place, signals, logfile, journal, watchdog)
     if rank == 0:
         journal.step = place.step

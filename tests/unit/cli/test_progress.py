@@ -1,9 +1,11 @@
 import time
 
 import pytest
+from helpers.ranks import until
 
+from llmtrain import heartbeat
 from llmtrain.cli import progress
-from llmtrain.cli.progress import ProgressLine
+from llmtrain.cli.progress import ProgressLine, busy
 
 
 @pytest.fixture
@@ -40,3 +42,28 @@ def test_elsewhere_each_line_stays_and_there_is_nothing_to_remove(capsys):
     line.clear()
     line.show("2 of 2", last=True)
     assert capsys.readouterr().err == "1 of 2\n2 of 2\n"
+
+
+def test_ux_07_a_command_shows_on_a_terminal_what_takes_long_and_then_removes_it(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "_BUSY_AFTER_SECONDS", 0.0)
+    monkeypatch.setitem(progress._SECONDS_BETWEEN, True, 0.001)
+    shown = []
+    monkeypatch.setattr(ProgressLine, "show", lambda line, text, **_: shown.append(text))
+    with busy("loading") as end:
+        until(lambda: any(text == "loading, 0 s" for text in shown), "the first phase")
+        heartbeat.beat("reading files", 3, 7)
+        until(lambda: any("reading files (3 of 7), " in text for text in shown), "a count")
+        end()
+        count = len(shown)
+    assert len(shown) == count  # the clearing, once
+    assert shown[-1] == ""
+
+
+def test_where_there_is_no_terminal_nothing_is_added(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_BUSY_AFTER_SECONDS", 0.0)
+    with busy("loading") as end:
+        end()
+    assert capsys.readouterr().err == ""

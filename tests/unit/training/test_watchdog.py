@@ -202,4 +202,4 @@ def test_the_long_calls_have_the_names_that_the_start_gives_them() -> None:
     package = Path(watchdog.__file__).parents[1]
     said = "".join(path.read_text() for path in package.rglob("*.py") if path.stem != "watchdog")
     for phase in watchdog._LONG:
-        assert f'heartbeat.beat("{phase}")' in said
+        assert f'heartbeat.beat("{phase}"' in said

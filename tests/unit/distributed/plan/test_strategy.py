@@ -6,6 +6,7 @@ import pytest
 from helpers.on_paper import GIB, LlamaCount, gpus, llama, work
 
 from llmtrain.distributed.plan.memory import Hardware
+from llmtrain.distributed.plan.remedies import remedy
 from llmtrain.distributed.plan.speed import device_by_memory
 from llmtrain.distributed.plan.strategy import LADDER, choose_strategy
 from llmtrain.errors import UserError
@@ -207,7 +208,7 @@ def test_where_nothing_fits_the_nearest_miss_is_named_with_what_would_help():
 
 
 @pytest.mark.parametrize(
-    ("name", "seq_len", "micro", "checkpointing", "remedy"),
+    ("name", "seq_len", "micro", "checkpointing", "expected"),
     [
         ("124M", 1024, 64, "none", "training.micro_batch_size=16"),
         ("1B", 2048, 1, "none", "model.activation_checkpointing=full"),
@@ -215,11 +216,28 @@ def test_where_nothing_fits_the_nearest_miss_is_named_with_what_would_help():
         ("8B", 1024, 1, "full", "a device with 145 GiB (distributed.device_memory_gb)"),
     ],
 )
-def test_a_remedy_is_the_key_that_makes_it_fit(name, seq_len, micro, checkpointing, remedy):
+def test_a_remedy_is_the_key_that_makes_it_fit(name, seq_len, micro, checkpointing, expected):
     asked = {"micro_batch_size": micro, "activation_checkpointing": checkpointing}
     choice = choose(name, machine(1, 24), seq_len, allowed=("ddp",), **asked)
     assert choice.chosen is None
-    assert choice.candidates[0].remedy == remedy
+    assert choice.candidates[0].remedy == expected
+
+
+@pytest.mark.parametrize(
+    ("over_gib", "expected"),
+    [(0.001, "training.micro_batch_size=8"), (30, "a device with 54 GiB")],
+)
+def test_a_run_that_needed_more_than_its_plan_gets_a_remedy_for_what_it_needed(over_gib, expected):
+    name, hardware = "124M", machine(1, 24)
+    h, f, layers, heads, kv, vocabulary, tied = MODELS[name]
+    shape = llama(h, f, layers, heads, kv, vocabulary, tied=tied)
+    count = LlamaCount(h, f, layers, heads, kv, 1024)
+    asked = {"micro_batch_size": 16}
+    chosen = choose(name, hardware, allowed=("ddp",), **asked).chosen
+    needed = hardware.device_bytes + over_gib * GIB
+    beyond = int(needed) - chosen.memory.total_bytes
+    told = remedy(shape, count, work(1024, 512, **asked), chosen.layout, hardware, beyond)
+    assert told.removesuffix(" (distributed.device_memory_gb)") == expected
 
 
 def test_more_devices_are_a_remedy_where_tensors_are_sharded_only():

@@ -1,0 +1,86 @@
+"""What a run reports when its device has no memory left: the plan, the peak, and one change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from llmtrain.config.schema import Config
+from llmtrain.distributed.plan.memory import Layout, MemoryPlan, arithmetic_of, memory
+from llmtrain.distributed.plan.remedies import remedy
+from llmtrain.distributed.plan.strategy import layout_in_words
+from llmtrain.errors import Problem, RunError, UserError, first_line, gib
+from llmtrain.metrics.memory import peak_bytes
+from llmtrain.model.count import CannotCountError
+from llmtrain.training.run.opened import Processes
+from llmtrain.training.start.planning import describe, work
+
+# torch writes "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …"
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]i)?B")
+_BYTES = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+@contextmanager
+def compared_with_plan(config: Config, processes: Processes) -> Iterator[None]:
+    """Turn a lack of device memory in the block into a UserError that compares it with the plan.
+
+    Where that cannot be computed, torch's error is raised.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        try:
+            problem = _compare(config, processes, error)
+        except (CannotCountError, UserError, RunError):  # the model can no longer be read
+            problem = None
+        if problem is None:
+            raise
+        raise UserError(problem) from error
+
+
+def _compare(config: Config, processes: Processes, error: Exception) -> Problem | None:
+    """Return the problem, with the smallest change that helps; None if memory was not planned."""
+    planned, hardware = processes.planned, processes.planned.hardware
+    if planned.memory is None:
+        return None
+    asked = work(config, processes.auto.run["precision"], cpu=hardware.cpu, run_dir=config.run_dir)
+    model = describe(config, hardware, config.run_dir, processes.base)
+    layout = _layout(processes, asked.global_batch_size)
+    saved = model.count(
+        arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
+    )
+    plan = memory(model.shape, saved, asked, layout, hardware)
+    peak, more = peak_bytes(processes.launched.device), asked_bytes(str(error))
+    # The run needs at least what it had and asked for; the device refused it, so it was too much.
+    needed = max(peak + more, hardware.device_bytes + 1)
+    change = remedy(model.shape, model.count, asked, layout, hardware, needed - plan.total_bytes)
+    said, _, _ = first_line(error).partition(" Including ")  # how torch divided what it has
+    return Problem(
+        "device memory",
+        f"{gib(peak)} at the peak" + (f", and {gib(more)} more asked for" if more else ""),
+        f"{_in_words(plan, layout, hardware.device_bytes)} ({said})",
+        f"{change}; `llmtrain plan` shows other changes",
+    )
+
+
+def _layout(processes: Processes, global_batch_size: int) -> Layout:
+    """Return the layout of this start, with the micro-batch that was found by trying."""
+    layout = processes.planned.layout
+    micro = processes.auto.launch.get("micro_batch_size", layout.micro_batch_size)
+    share = global_batch_size // processes.launched.ranks.world_size
+    return replace(layout, micro_batch_size=micro, accumulation=share // micro)
+
+
+def _in_words(plan: MemoryPlan, layout: Layout, device_bytes: int) -> str:
+    planned, there = gib(plan.total_bytes), gib(device_bytes)
+    return f"at most the {planned} planned for {layout_in_words(layout)} of {there}"
+
+
+def asked_bytes(text: str) -> int:
+    """Return how many bytes the failed allocation asked for; 0 if the message does not tell."""
+    found = _ASKED.search(text)
+    return int(float(found[1]) * _BYTES[found[2]]) if found else 0

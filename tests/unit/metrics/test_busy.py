@@ -1,0 +1,56 @@
+import io
+
+import pytest
+from helpers.runs import numbers
+
+from llmtrain import heartbeat
+from llmtrain.metrics.busy import Busy
+from llmtrain.metrics.progress import Progress
+
+
+def told(seconds: int, *, loop: bool = False, shown: dict[int, str] | None = None) -> list[str]:
+    """What a plain log gets in so many seconds of one phase. shown: second → a line of its own"""
+    out = io.StringIO()
+    progress = Progress(out)
+    if loop:
+        progress.training(numbers(1))
+    begun = len(out.getvalue())
+    busy = Busy(progress)
+    for second in range(1, seconds + 1):
+        if shown and second in shown:
+            progress.note(shown[second])
+        heartbeat.beat("looking into the files of the data", second, 500)
+        busy.look()
+    return out.getvalue()[begun:].splitlines()
+
+
+def test_ux_07_what_takes_over_three_seconds_is_told_with_a_count() -> None:
+    assert told(2) == []
+    assert told(3) == ["looking into the files of the data (3 of 500), 3 s"]
+
+
+def test_each_line_comes_after_twice_the_time_of_the_last_but_at_least_once_a_minute() -> None:
+    assert [line.rpartition(", ")[2] for line in told(200)] == [
+        *("3 s", "6 s", "12 s", "24 s", "48 s", "1 min 36 s", "2 min 36 s"),
+    ]
+
+
+def test_whatever_else_is_shown_begins_the_wait_again() -> None:
+    assert told(6, shown={3: "resumed", 6: "ready"}) == [
+        "resumed",
+        "looking into the files of the data (5 of 500), 3 s",
+        "ready",
+    ]
+
+
+def test_between_the_lines_of_slow_steps_nothing_is_told_for_a_minute() -> None:
+    assert told(59, loop=True) == []
+    assert len(told(60, loop=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "of", "words"), [(0, 0, "waiting"), (1234, 0, "waiting (1,234)"), (0, 9, "waiting")]
+)
+def test_a_count_that_is_not_known_is_left_out(done: int, of: int, words: str) -> None:
+    heartbeat.beat("waiting", done, of)
+    assert heartbeat.in_words() == words

@@ -1,0 +1,101 @@
+"""The data of a start: how much is read and tokenized before the first step, counted."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import corpus
+
+from llmtrain.agreement import Alone
+from llmtrain.config.schema import Config, RunConfig
+from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.training.start.data import open_data
+
+GROUP = 20  # documents of a row group
+GROUPS = {"small": 96, "large": 480}  # four units a lane, and five times as many
+
+
+def config_of(path: Path) -> Config:
+    """A run that has more held-out documents than an evaluation scores, whatever the size."""
+    made = corpus.config(path, heldout=0.05, seq_len=64)
+    changes = {
+        "model": {"tokenizer": "sample"},
+        "evaluation": {"max_documents": 20},
+        "training": {"steps": 10, "global_batch_size": 24},
+    }
+    return Config.model_validate(made.model_dump(by_alias=True, exclude_unset=True) | changes)
+
+
+def write(path: Path, size: str) -> None:
+    """Documents of 2,000 characters, none like another."""
+    path.parent.mkdir()
+    draw = np.random.default_rng(7)
+    count = GROUP * GROUPS[size]
+    rows = [{"id": str(n), "text": draw.bytes(1000).hex()} for n in range(count)]
+    if path.suffix == ".parquet":
+        # The groups are so small that their statistics would be most of what is read.
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, path, row_group_size=GROUP, write_statistics=False)
+    else:
+        corpus.write_jsonl(path, rows)
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read so far, by whatever call."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+def before_step_1(folder: Path, name: str) -> Counter[str]:
+    """What a start reads and tokenizes up to its first batch."""
+    config, seen = config_of(folder / name), Counter[str]()
+    config = config.model_copy(update={"run": RunConfig(dir=str(folder / "run"))})
+    config.run_dir.mkdir()
+    encode = Tokenizer._encode
+
+    def encoding(self: Tokenizer, texts: Sequence[str]) -> Iterator[Any]:
+        seen.update(texts=len(texts), characters=sum(map(len, texts)))
+        return encode(self, texts)
+
+    launched = SimpleNamespace(ranks=Alone(), device=torch.device("cpu"))
+    processes: Any = SimpleNamespace(launched=launched, base=None)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(Tokenizer, "_encode", encoding)
+        begun = bytes_read()
+        data = open_data(config, processes, None, stack, Event().is_set)
+        batch = next(data.stream)
+        seen["bytes"] = bytes_read() - begun
+    assert batch.trained_tokens == 24 * 64
+    assert data.heldout is not None
+    assert data.heldout.documents == 20
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_ux_08_nothing_more_is_read_before_step_1_of_a_larger_source(
+    tmp_path: Path, kind: str
+) -> None:
+    found = {}
+    imports = ["small"] if kind == "parquet" else []  # whose bytes must not count
+    for size in (*imports, "small", "large"):
+        folder = tmp_path / f"{size}{len(found)}"
+        write(folder / f"data.{kind}", size)
+        found[size] = before_step_1(folder, f"data.{kind}")
+    small, large = found["small"], found["large"]
+    assert small["texts"] > 24  # each lane tokenizes one at least
+    # A unit of lines is longer where there are more of them, up to 4 MiB; a row group is as it is.
+    for what in ("texts", "characters", *(["bytes"] if kind == "parquet" else [])):
+        assert large[what] == pytest.approx(small[what], rel=0.2), what
