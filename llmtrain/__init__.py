@@ -54,11 +54,15 @@ _HOMES = {
 }
 
 
-def train(config: Config) -> Result:
+def train(config: Config, processes: int | None = None) -> Result:
     """Train up to the last step; if `config.run.dir` has a run, resume it.
 
-    In a launch of several processes, every rank calls it. While it runs, SIGTERM, SIGINT, SIGHUP
-    and SIGUSR1 ask for a stop that all ranks agree on (only in the main thread).
+    processes: how many to start on this machine, by `accelerate launch`; this process waits for
+        them. None = train in this process
+
+    In a launch of several processes, every rank calls it, without `processes`. While it runs,
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for a stop that all ranks agree on (only in the main
+    thread).
     Raises UserError for what a person can correct, RunError for a failure of the machine.
     """
     from llmtrain import faults
@@ -71,6 +75,11 @@ def train(config: Config) -> Result:
     problems = check(config)
     if config.run.dir is None:
         problems.append(Problem("run.dir", None, "a directory; load_config fills it in"))
+    if processes is not None:
+        from llmtrain.tools.launch.library import train_in_processes
+
+        raise_any(problems)
+        return train_in_processes(config, processes)
     try:
         faults.install(os.environ)
     except ValueError as error:

@@ -81,6 +81,17 @@ class UserError(Exception):
         return "\n".join([title, *(str(problem) for problem in self.problems)])
 
 
+class RefusedError(UserError):
+    """Bad input that the processes of a launched run have reported, with their message."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def __str__(self) -> str:
+        return harmless(self.text, keep=_LINES)
+
+
 def raise_any(problems: Iterable[Problem], where: str = "") -> None:
     """Raise UserError with every problem, if there is any. where: as its title names it."""
     if found := tuple(problems):

@@ -31,6 +31,7 @@ from llmtrain.errors import Problem, UserError, gib, raise_any
 from llmtrain.model.count import CannotCountError
 from llmtrain.model.trainable import quantized
 from llmtrain.tools.plan_file import launch_values, write_launch_file
+from llmtrain.tools.plan_table import table
 from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
 from llmtrain.types import ModelShape, Saved
@@ -128,6 +129,9 @@ class Plan:
             "disk_bytes": self.disk_bytes,
             "tokens_per_second": chosen.tokens_per_second if chosen else None,
         }
+
+    def _repr_html_(self) -> str:
+        return table(self.to_json())
 
 
 def plan(

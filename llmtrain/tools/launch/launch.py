@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -244,10 +245,13 @@ def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
     to_group: pass them on to the child's whole process group
 
     The signals are SIGTERM, SIGINT, SIGHUP and SIGUSR1. Orphaned descendants become children of
-    this process meanwhile.
+    this process meanwhile. Python passes signals to the main thread alone, so that in another one
+    none is passed on.
     """
     forward = Forward(to_group=to_group)
-    old = {number: signal.signal(number, forward) for number in processes.stop_signals()}
+    main = threading.current_thread() is threading.main_thread()
+    numbers = processes.stop_signals() if main else ()
+    old = {number: signal.signal(number, forward) for number in numbers}
     processes.adopt_orphans(True)  # ranks of a launcher that was killed become our children
     try:
         yield forward

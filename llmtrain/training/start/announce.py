@@ -126,8 +126,10 @@ def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
     manifest, training = run.data.manifest, run.config.training
     processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
     rows = f"{processes} × {run.built.micro_batch_size} × {_accumulation(run)}"
+    devices = torch.cuda.device_count() if run.device.type == "cuda" else 0
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
     return [
+        *_unused(devices, run.ranks.world_size),
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
         f"strategy  {run.processes.launched.strategy}: {run.processes.planned.reason}",
         f"memory    {_memory(run)}",
@@ -135,6 +137,14 @@ def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
     ]
+
+
+def _unused(devices: int, processes: int) -> list[str]:
+    """Return a line on the GPUs of this machine that a run of one process leaves unused."""
+    if processes > 1 or devices < 2:
+        return []
+    how = f"--processes {devices}, in Python train(config, processes={devices})"
+    return [f"devices   1 of {devices} GPUs is used; all of them: {how}"]
 
 
 def _memory(run: Run) -> str:

@@ -63,6 +63,13 @@ def test_the_json_has_the_keys_of_the_contract(tmp_path):
     assert (shown["devices"], shown["nodes"], shown["seq_len"]) == (2, 1, 128)
 
 
+def test_a_notebook_shows_every_strategy(tmp_path):
+    found = plan(small(tmp_path), devices=2)
+    page = found._repr_html_()
+    assert all(f"<td>{one.layout.strategy}" in page for one in found.choice.candidates)
+    assert f"<td>{found.chosen.layout.strategy}, chosen</td>" in page
+
+
 def test_the_public_name_is_this_function():
     assert llmtrain.plan is plan
 

@@ -1,0 +1,96 @@
+"""Train in several processes from Python: a program, a REPL or a notebook.
+
+The processes cannot run what is typed there, so they run the command line instead, with a config
+that is written to a temporary file. What the command line would print comes back as a `Result` or
+an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.config.binding import dump
+from llmtrain.config.schema import Config
+from llmtrain.errors import (
+    PeerError,
+    Problem,
+    RefusedError,
+    RunError,
+    UserError,
+    raise_any,
+)
+from llmtrain.rundir.status import read_status
+from llmtrain.tools.launch.launch import Ended, identity, launch
+
+if TYPE_CHECKING:
+    from llmtrain.training.ending import Result
+
+_log = logging.getLogger(__name__)
+_SHOWN = "the config"  # in messages, in place of the temporary file
+
+
+def train_in_processes(config: Config, processes: int) -> Result:
+    """Start `accelerate launch` on this machine, wait for the run, and return how it ended.
+
+    config: a checked one; it is not changed
+
+    Raises UserError or RunError by the exit code of the run.
+    """
+    raise_any(_problems(processes))
+    before = identity(config.run_dir)
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(dump(config), encoding="utf-8")
+        try:
+            ended = launch(str(path), [*_overrides(config)], processes=processes)
+        except UserError as error:
+            where = _SHOWN if error.where == str(path) else error.where
+            raise UserError(*error.problems, where=where) from None
+    message = ended.message.replace(str(path), _SHOWN).removeprefix("error: ")
+    if ended.exit_code:
+        raise _error(ended.exit_code, message)
+    if message:
+        _log.warning("%s", message)
+    return _result(config.run_dir, ended, began=identity(config.run_dir) != before)
+
+
+def _problems(processes: object) -> Iterator[Problem]:
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        yield Problem("processes", processes, "a whole number ≥ 1, or None for this process alone")
+
+
+def _overrides(config: Config) -> Iterator[str]:
+    """Yield the values that were set on a command line, so that the run records them as such."""
+    values = config.model_dump(mode="json", by_alias=True)
+    for key, origin in config.origins.items():
+        if origin == "command line":
+            yield f"{key}={json.dumps(_value(values, key), ensure_ascii=False)}"
+
+
+def _value(tree: Any, key: str) -> object:
+    for part in key.split("."):
+        tree = tree[int(part) if isinstance(tree, list) else part]
+    return tree
+
+
+def _error(exit_code: int, message: str) -> UserError | RunError:
+    """Return an error whose text is the message of the run."""
+    if exit_code == UserError.exit_code:
+        return RefusedError(message)
+    return PeerError(message, exit_code, rank=0)
+
+
+def _result(run_dir: Path, ended: Ended, *, began: bool) -> Result:
+    """Return how a run without an error ended. began: whether this start has written its status."""
+    from llmtrain.training.ending import Result
+
+    status = read_status(run_dir)
+    state, reason = status.get("state"), status.get("reason")
+    if not began:  # it was asked to stop before there was a rank
+        state, reason = "stopped", "signal"
+    return Result(run_dir, str(state), ended.exit_code, reason, int(status.get("step") or 0))
