@@ -41,10 +41,20 @@ def columns(text: str) -> int:
 
 
 def clip(text: str, width: int) -> str:
-    """Shorten a text to a width; three dots mark that something was cut off."""
+    """Shorten a text to a width; three dots mark that something was cut off.
+
+    It is cut between words, unless a long word would take half of the width with it.
+    """
     if columns(text) <= width:
         return text
-    return next(wrap(text, width - 3)) + "..."
+    room, kept = width - 3, ""
+    for char in text:
+        room -= _columns(char)
+        if room < 0:
+            break
+        kept += char
+    words = kept.rpartition(" ")[0]
+    return (words if 2 * columns(words) > width else kept) + "..."
 
 
 def wrap(text: str, width: int) -> Iterator[str]:

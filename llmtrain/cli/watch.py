@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmtrain.cli.escapes import clip, show
+from llmtrain.cli.escapes import clip, columns, show
 from llmtrain.errors import harmless
 from llmtrain.report.words import count, fixed, percent, plural, seconds, short
 from llmtrain.tools.watch import View, Watcher
 
 _ROWS = 6
+_NAME = 10  # columns that a long name of a run has at least
 _LEFT_OUT = 0.03
 _OVER = ("finished", "stopped", "failed", "killed")
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille sign, by row
@@ -61,7 +62,9 @@ def frame(view: View, width: int, height: int) -> list[str]:
         )
         if part
     )
-    lines = [f"{view.name}   {view.state}   {where}".rstrip()]
+    state = f"{view.state}   {where}".rstrip()
+    name = clip(harmless(view.name), max(_NAME, width - 4 - columns(state)))
+    lines = [f"{name}   {state}"]
     if view.silence:
         lines.append(f"! {view.silence}")
     lines += ["", _bar(view, width), "", _numbers(view), ""]
@@ -100,13 +103,13 @@ def _braille(curve: Sequence[tuple[int, float]], width: int) -> list[str]:
         return []
     begin = curve[0][0] + _LEFT_OUT * (curve[-1][0] - curve[0][0])
     points = [point for point in curve if point[0] >= begin]
-    columns = max(2, 2 * width)
+    dots = max(2, 2 * width)
     values = [loss for _, loss in points]
     low, high = min(values), max(values)
     first, span = points[0][0], max(1, points[-1][0] - points[0][0])
-    signs = [[0] * (columns // 2) for _ in range(_ROWS)]
+    signs = [[0] * (dots // 2) for _ in range(_ROWS)]
     before = None
-    for column, loss in _by_column(points, first, span, columns):
+    for column, loss in _by_column(points, first, span, dots):
         share = (high - loss) / (high - low) if high > low else 0.5
         now = int(share * (4 * _ROWS - 1) + 0.5)
         before = now if before is None else before
@@ -134,7 +137,7 @@ def _by_column(
 
 def _what_to_do(view: View) -> str:
     return {
-        "finished": "The run is over.",
+        "finished": 'llmtrain report RUN shows all of it; llmtrain generate RUN "…" uses it.',
         "stopped": "The same command resumes the run.",
         "failed": "The end of logs/rank-0.log says why.",
         "killed": "The same command resumes the run.",

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import json
+import socket
 
 import pytest
 from helpers.faults import KILLED
+from helpers.ranks import until
+
+from llmtrain.cli.watch import watch
+
+
+def watched(run, capsys):
+    """What `llmtrain watch --once --json` prints of a run."""
+    capsys.readouterr()
+    watch(run.run_dir, once=True, as_json=True)
+    return json.loads(capsys.readouterr().out)
 
 
 def test_a_killed_rank_ends_the_other_and_the_same_command_ends_in_equal_bits(faulty, straight):
@@ -32,13 +43,17 @@ def test_what_is_left_behind_is_noticed(faulty):
     (run.checkpoints / "step-00000099.partial").rmdir()
 
 
-def test_a_process_of_the_run_is_seen_as_long_as_it_lives(faulty):
+def test_a_process_of_the_run_is_seen_as_long_as_it_lives(faulty, capsys):
     run = faulty(2)
     ranks = run.start("loop.step@step=2=hang")
-    while not run.run_dir.exists():
-        time.sleep(0.01)
+    until(lambda: run.run_dir.exists() and bool(run.lines("start")), "the start of the run")
     assert set(ranks.pids) <= set(run.processes())
+    assert watched(run, capsys)["state"] == "running"
     assert ranks.kill() == [KILLED, KILLED]
     assert run.processes() == []
+    view = watched(run, capsys)
+    assert view["state"] == "killed"
+    assert f"process {ranks.pids[0]} on host {socket.gethostname()} is gone" in view["silence"]
     assert "LLMTRAIN_FAULTS=loop.step@step=2=hang llmtrain train" in run.replay()
     assert run.launch("", "training.steps=2") == [0, 0]
+    assert watched(run, capsys)["state"] == "finished"

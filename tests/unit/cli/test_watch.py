@@ -1,12 +1,19 @@
+import io
 import json
+import re
+import sys
 
+import pyte
 import pytest
 from helpers import runs
 
+from llmtrain.cli import watch as module
 from llmtrain.cli.escapes import columns
 from llmtrain.cli.watch import frame, watch
 from llmtrain.tools.watch import Watcher
 
+BRAILLE = re.compile("[\u2800-\u28ff]")
+RESUMES = "The same command resumes the run."
 LONG = "x" * 300 + "\n\x1b[2J漢字"
 
 
@@ -28,9 +35,8 @@ def test_a_screen_has_the_bar_the_numbers_the_curve_and_what_to_do(tmp_path):
     assert "50 %" in text
     assert "held-out 2." in text
     assert "tok/s" in text
-    rows = [line for line in text.split("\n") if any("\u2800" <= sign <= "\u28ff" for sign in line)]
-    assert len(rows) == 6
-    assert text.endswith("The same command resumes the run.")
+    assert sum(bool(BRAILLE.search(line)) for line in text.split("\n")) == 6
+    assert text.endswith(RESUMES)
 
 
 def test_json_is_one_object_and_once_is_one_screen(tmp_path, capsys):
@@ -39,3 +45,60 @@ def test_json_is_one_object_and_once_is_one_screen(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "finished"
     watch(run, once=True, as_json=False)
     assert "finished" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 × 24 cells: what is written to it, and what it then shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.screen = pyte.HistoryScreen(80, 24)
+        self._stream = pyte.Stream(self.screen)
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self._stream.feed(text.replace("\n", "\r\n"))  # as a terminal's driver does
+        return len(text)
+
+    def shown(self):
+        return [line.rstrip() for line in self.screen.display]
+
+
+def test_a_terminal_of_80_by_24_holds_all_of_the_picture_while_it_changes(tmp_path, monkeypatch):
+    run = tmp_path / ("a long name " * 8)
+    run.mkdir()
+    start, *lines = [line for line in runs.history(300) if line["kind"] != "end"]
+    events = [runs.event_line(0, LONG, reason=LONG) for _ in range(6)]
+    runs.write_run(run, [start | {"steps": 600}, *events, *lines[:-20]], runs.status("running"))
+    pictures = []
+
+    def next_second(_seconds):
+        pictures.append(terminal.shown())
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines[-20:])
+        (run / "status.json").write_text(json.dumps(runs.status("stopped")))
+
+    terminal = Terminal()
+    for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(module.time, "sleep", next_second)
+    watch(run, once=False, as_json=False)
+    pictures.append(terminal.shown())
+    for state, picture in zip(("silent", "stopped"), pictures, strict=True):
+        head, *rest = picture
+        assert head.startswith("a long name a long name")
+        assert head.endswith(f"{state}   ddp · 2 processes · cpu")
+        assert sum("of 600 steps" in line for line in rest) == 1
+        (numbers,) = (line for line in rest if line.startswith("loss "))
+        assert all(word in numbers for word in ("held-out", "tok/s", "data wait"))
+        assert ("left" in numbers) == (state == "silent")
+        assert sum(bool(BRAILLE.search(line)) for line in rest) == 6
+        assert sum(line.startswith("  step 0: xxx") for line in rest) == 4
+        assert any(line.startswith("! no line for ") for line in rest) == (state == "silent")
+        last = "Ctrl-C leaves; the run goes on." if state == "silent" else RESUMES
+        assert last in rest
+    assert "300 of 600 steps" in "\n".join(pictures[-1])
+    assert len(terminal.screen.history.top) == 0, "nothing was wrapped, nothing scrolled away"
