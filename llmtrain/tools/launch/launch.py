@@ -101,7 +101,7 @@ def launch(
             env = {**met, **env}
         elif file.values.get("main_process_port") is None:
             options = ["--main_process_port", "0"]  # any free one, so two runs do not share one
-        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher = [sys.executable, "-m", "llmtrain.tools.launch.quiet", str(config.run_dir)]
         launcher += ["--config_file", str(file.path), "--num_processes", str(file.processes)]
         command = [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
         return run_launcher(command, env, mark, config.run_dir, output)
