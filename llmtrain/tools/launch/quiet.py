@@ -26,8 +26,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     torchs = logging.getLogger("torch.distributed")
-    torchs.addHandler(_Log(log))
-    torchs.propagate = False
+    torchs.handlers, torchs.propagate = [_Log(log)], False  # its own one writes to stderr
     try:
         launch()
     except (SignalException, ChildFailedError, CalledProcessError):
