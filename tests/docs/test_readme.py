@@ -20,7 +20,11 @@ FOLDERS = ("configs", "accelerate_configs", "scripts")
 def commands() -> list[str]:
     """The lines of all bash fences."""
     tokens = MarkdownIt().parse((ROOT / "README.md").read_text("utf-8"))
-    fences = [token.content for token in tokens if token.type == "fence" and token.info == "bash"]
+    fences = [
+        token.content
+        for token in tokens
+        if token.type == "fence" and token.info.partition(" ")[0] == "bash"
+    ]
     return [line for fence in fences for line in fence.splitlines() if line.strip()]
 
 
