@@ -1,18 +1,20 @@
-"""What a finished start prints: how it ended, what it reached, what to do next."""
+"""What a finished start prints: what it reached, and what to do next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.metrics.progress import clipped
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, column
 from llmtrain.report.words import count, fixed, percent, seconds, short
 
-_TEXT = 160
 
+def end_block(run: Tables, width: int = 160) -> Iterator[str]:
+    """Yield at most eight lines, between how the run ended and the path of its report.
 
-def end_block(run: Tables) -> Iterator[str]:
-    """Yield at most eight lines, between how the run ended and the path of its report."""
+    width: of the terminal; the sample is cut there
+    """
     if losses := column(run.evaluations, "loss"):
         best, lowest = min(losses, key=lambda point: point[1])
         first, last = fixed(losses[0][1]), fixed(losses[-1][1])
@@ -26,7 +28,7 @@ def end_block(run: Tables) -> Iterator[str]:
     if run.samples:
         newest = run.samples[-1]
         said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
-        yield f"sample     {said if len(said) <= _TEXT else said[:_TEXT] + '…'}"
+        yield clipped(f"sample     {said}", width)
     where = run.settings.get("run.dir") or run.name
     if verdict.best_checkpoint(run):
         yield f'use        llmtrain generate {where} "…"'

@@ -83,13 +83,17 @@ def _report(run_dir: Path) -> str:
     """
     if _rank() != 0:
         return ""
+    import shutil
+
     from llmtrain.cli.end_block import end_block
     from llmtrain.report.collect import collect
     from llmtrain.report.page import write_report
 
     try:
         path = write_report(run_dir)
-        print("\n".join(harmless(line) for line in end_block(collect(run_dir))), file=sys.stderr)
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 160
+        block = end_block(collect(run_dir), width)
+        print("\n".join(harmless(line) for line in block), file=sys.stderr)
         sys.stderr.flush()  # the path comes last, wherever the two streams go
         print(path)
     except UserError as error:

@@ -57,9 +57,13 @@ class LogFile:
         assert stream is not None, "the file is open"
         return stream.fileno()
 
-    def show(self, note: Callable[[str], None]) -> None:
-        """Show llmtrain's own lines through `note` (rank 0's terminal)."""
-        self._screen = _Screen(lambda text: note(self._hide(text)))
+    def show(self, note: Callable[[str, str | None], None]) -> None:
+        """Show llmtrain's own lines through `note` (rank 0's terminal).
+
+        It gets the line as text and, if the caller gave one as `extra={"plain": …}`, as a line of
+        `word key=value`.
+        """
+        self._screen = _Screen(note, self._hide)
         self._ours.addHandler(self._screen)
 
     def close(self) -> None:
@@ -121,15 +125,18 @@ class _File(logging.FileHandler):
 
 
 class _Screen(logging.Handler):
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str, str | None], None], hide: secrets.Hide) -> None:
         super().__init__(logging.INFO)
         self._note = note
+        self._hide = hide
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             return  # a traceback is for the file; whoever caught the error reports it
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        self._note(prefix + record.getMessage())
+        plain = record.__dict__.get("plain")
+        text = self._hide(prefix + record.getMessage())
+        self._note(text, None if plain is None else self._hide(plain))
 
 
 def _quiet_libraries() -> None:

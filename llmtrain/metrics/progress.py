@@ -2,10 +2,11 @@
 
     1,240/5,000 ━━━╺────── 25 %  loss 3.412 ↓  held-out 3.51  12.4 k tok/s  6.1 GiB  2 h 10 min left
 
-Elsewhere (a batch queue, CI) each record of `metrics.jsonl` is shown as one line, a word and
-`key=value`, without control characters; texts are in quotes, their newlines as JSON has them. The
-trap: the loop calls `training` at every step, so a call that draws nothing must cost almost
-nothing: it reads the clock and returns.
+Elsewhere (a batch queue, CI) everything between `begin` and `close` is lines of a word and
+`key=value`: one for each record of `metrics.jsonl`, and one for anything else that is reported.
+They have no control characters; texts are in quotes, their newlines as JSON has them. The trap: the
+loop calls `training` at every step, so a call that draws nothing must cost almost nothing: it reads
+the clock and returns.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ class Progress:
         self._memory_gb: float | None = None
         self._heldout: float | None = None
         self._best: float | None = None
+        self._records_only = False
+        self._held: list[str] = []  # an evaluation and its samples, until it is known to be saved
+        self._held_step = -1
+
+    def begin(self) -> None:
+        """Call this after the start block: a log then has lines of `word key=value` only."""
+        self._records_only = not self._moves
 
     def training(
         self, numbers: Numbers, *, line: bool = True, memory_gb: float | None = None
@@ -70,8 +78,9 @@ class Progress:
             self._first = (numbers.step, now)
         if memory_gb is not None:
             self._memory_gb = memory_gb
+        self._flush()
         if not self._moves:
-            self._print("train " + _plain(self._facts(numbers, now)))
+            self._print(plain_line("train", self._facts(numbers, now)))
         elif now >= self._next_draw or numbers.step >= self.steps:
             self._next_draw = now + _SECONDS_BETWEEN_DRAWS
             self._draw(numbers, now)
@@ -80,45 +89,70 @@ class Progress:
         """Show an `eval` line: on a terminal only that of all held-out documents."""
         if not self._moves:
             shown = ("step", "split", "loss", "perplexity", "bits_per_byte", "documents")
-            self.note("eval " + _plain({key: fields[key] for key in shown if key in fields}))
+            self._print(plain_line("eval", {key: fields[key] for key in shown if key in fields}))
             return
-        loss, split = fields.get("loss"), fields.get("split", "heldout")
-        if split == "heldout" and isinstance(loss, float) and isfinite(loss):
-            self.note(self._evaluated(fields.get("step", 0), loss))
+        loss, split, step = fields.get("loss"), fields.get("split", "heldout"), fields.get("step")
+        if split == "heldout" and isinstance(loss, float) and isinstance(step, int):
+            self._flush()
+            self._held, self._held_step = [self._evaluated(step, loss)], step
 
-    def _evaluated(self, step: object, loss: float) -> str:
+    def _evaluated(self, step: int, loss: float) -> str:
         """Describe an evaluation, compared with the one before and with the best one."""
+        if not isfinite(loss):
+            return f"{_step(step)}held-out {loss}"
         change = "" if self._heldout is None else f" ({loss - self._heldout:+.3f})"
         lower = self._best is not None and loss < self._best
         self._heldout = loss
         self._best = loss if self._best is None else min(self._best, loss)
         best = "   best so far" if lower else ""
-        return f"step {step:<8,}held-out {loss:.3f}{change.replace('-', '−')}{best}"
+        return f"{_step(step)}held-out {loss:.3f}{change.replace('-', '−')}{best}"
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Show what the model has written; on a terminal its first line, and none at step 0."""
         if not self._moves:
-            self.note("sample " + _plain({"step": step, "prompt": prompt, "text": text}))
+            self._print(plain_line("sample", {"step": step, "prompt": prompt, "text": text}))
         elif step:
             first = f"  {prompt}{text}".strip("\n").partition("\n")[0]
-            self.note(_clipped(first, shutil.get_terminal_size().columns - 1))
+            self._held.append(clipped(first, shutil.get_terminal_size().columns - 1))
 
     def checkpoint(self, fields: Mapping[str, object]) -> None:
-        """Show a `checkpoint` line; a terminal shows none, as the end names the best."""
+        """Show a `checkpoint` line; on a terminal only that its evaluation's step is saved.
+
+        A save that goes on beside the training is shown as a line of its own, once it is complete.
+        """
         if not self._moves:
             shown = ("step", "name", "bytes", "seconds", "reason")
-            self.note("checkpoint " + _plain({key: fields[key] for key in shown if key in fields}))
+            known = {key: fields[key] for key in shown if key in fields}
+            self._print(plain_line("checkpoint", known))
+        elif self._held and fields.get("step") == self._held_step:
+            self._held[0] += "   saved"
+            self._flush()
+        elif fields.get("step") == self._held_step:
+            self._print(f"{_step(self._held_step)}saved")
 
-    def note(self, text: str) -> None:
-        """Print lines of text, above the moving line."""
-        if self._stream is not None:
-            self._print(_CONTROL.sub(" ", text))
+    def note(self, text: str, plain: str | None = None) -> None:
+        """Print lines of text, above the moving line.
+
+        plain: the same as `plain_line` returns it, for a log of records; None = `note text=…`
+        """
+        self._flush()
+        if self._records_only:
+            text = plain or plain_line("note", {"text": text})
+        self._print(text)
 
     def close(self) -> None:
-        """Stop the moving line; its last state stays visible. A second call does nothing."""
+        """Remove the moving line, and print text as it is again. A second call does nothing."""
+        self._flush()
+        self._records_only = False
         live, self._live = self._live, None
         if live is not None:
             self._guard(live.stop)
+
+    def _flush(self) -> None:
+        """Print what waits to learn whether it is saved."""
+        if self._held:
+            held, self._held = self._held, []
+            self._print("\n".join(held))
 
     def _facts(self, numbers: Numbers, now: float) -> dict[str, object]:
         left = self._seconds_left(numbers.step, now)
@@ -196,7 +230,9 @@ class Progress:
             self._guard(lambda: live.update(line, refresh=True))
 
     def _print(self, text: str) -> None:
-        live = self._live
+        if self._stream is None:
+            return
+        live, text = self._live, _CONTROL.sub(" ", text)
         if live is not None:
             self._guard(lambda: live.console.print(text, markup=False, highlight=False))
         else:
@@ -237,15 +273,26 @@ def _open_live(stream: TextIO | None) -> Live:
     # There is no refresh thread, since `_draw` decides when to draw, and stdout and stderr are not
     # replaced. The console itself reads NO_COLOR.
     console = Console(file=stream, force_terminal=True)
-    live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    live = Live(
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        transient=True,
+    )
     live.start()
     return live
 
 
-def _plain(facts: Mapping[str, object]) -> str:
+def plain_line(word: str, facts: Mapping[str, object]) -> str:
     """Return the facts that are known; numbers with four significant digits, for the eye."""
     parts = (f"{key}={_value(value)}" for key, value in facts.items() if value is not None)
-    return _CONTROL.sub(" ", " ".join(parts))
+    return _CONTROL.sub(" ", " ".join((word, *parts)))
+
+
+def _step(step: int) -> str:
+    """Return a step in a column of its own."""
+    return f"step {step:<8,}"
 
 
 def _value(value: object) -> str:
@@ -257,7 +304,7 @@ def _value(value: object) -> str:
     return text if bare else json.dumps(text, ensure_ascii=False)
 
 
-def _clipped(text: str, width: int) -> str:
+def clipped(text: str, width: int) -> str:
     """Return at most `width` cells of a text; an ellipsis shows that there were more."""
     from rich.cells import cell_len, set_cell_size
 
@@ -269,7 +316,9 @@ def _wait_share(numbers: Numbers) -> float:
 
 
 def _short(value: float) -> str:
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
+    """Format a rate with three digits: 520, 1.10 k, 14.8 k, 2.31 M."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= 0.9995 * size:
+            amount = value / size
+            return f"{amount:.{0 if amount >= 99.95 else 1 if amount >= 9.995 else 2}f}{unit}"
     return f"{value:.0f}"

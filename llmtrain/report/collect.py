@@ -18,7 +18,7 @@ from typing import Any
 from llmtrain.config import yaml12
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.goodput import Stretch, merged, stretches
+from llmtrain.rundir.goodput import Stretch, stretches
 
 Line = Mapping[str, Any]
 
@@ -103,7 +103,7 @@ def collect(run_dir: Path) -> Tables:
         expected = f"a run directory, with {contents.METRICS} in it"
         remedy = "give the directory that the config names as run.dir"
         raise UserError(Problem("RUN", run_dir, expected, remedy))
-    lines, text = record.record(run_dir), run_dir / contents.CONFIG
+    (lines, unread), text = record.record_and_unread(run_dir), run_dir / contents.CONFIG
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     history, starts = final_history(lines), _of("start", lines)
     return Tables(
@@ -122,8 +122,8 @@ def collect(run_dir: Path) -> Tables:
         events=tuple(event for event in _of("event", lines) if not _is_of_resident_memory(event)),
         end=_end(lines),
         redone=_redone(lines),
-        stretches=tuple(merged(stretches(lines))),
-        unread=record.count_unread(run_dir, len(lines)),
+        stretches=tuple(stretches(lines)),
+        unread=unread,
         settings=_settings(config),
         auto=_json(run_dir / contents.AUTO),
         profile=_json(run_dir / contents.PROFILE / contents.OPERATORS),
@@ -158,13 +158,14 @@ def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
     """Reduce points to at most `buckets` of equal size; up to that many points stay as they are."""
     size = -(-len(points) // buckets) if points else 1
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    values = [[value for _, value in group] for group in groups]
+    values = [value for _, value in points]
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
+    middles = (size * place + len(group) // 2 for place, group in enumerate(groups))
     return Curve(
-        steps=tuple(group[len(group) // 2][0] for group in groups),
-        low=tuple(min(group) for group in values),
-        mean=tuple(sum(group) / len(group) for group in values),
-        high=tuple(max(group) for group in values),
+        steps=tuple(points[middle][0] for middle in middles),
+        low=tuple(map(min, groups)),
+        mean=tuple(sum(group) / len(group) for group in groups),
+        high=tuple(map(max, groups)),
         thinned=size > 1,
     )
 

@@ -37,7 +37,7 @@ _KINDS = (
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
     ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
     ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),
-    ("logs", r"rank-\d+\.(log|failed(\.partial)?)", _FILE),
+    ("logs", r"rank-\d+\.(log|failed(\.partial)?)|launcher\.log", _FILE),
     ("checkpoints", r"step-\d{8,18}(\.partial|(\.damaged|\.superseded)(-\d+)?)?", _FOLDER),
     ("checkpoints", r"\.trash-.+", _FOLDER),
 )
@@ -84,6 +84,11 @@ def is_run(path: Path) -> bool:
 def log_file(run_dir: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run_dir / LOGS / f"rank-{rank}.log"
+
+
+def launcher_log(run_dir: Path) -> Path:
+    """Return the path of what the launcher of a run reports about itself."""
+    return run_dir / LOGS / "launcher.log"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -26,6 +26,8 @@ OWNERS = (
     "training", "waiting", "evaluating", "saving", "starting", "redone", "down", "other"
 )  # fmt: skip
 
+MOST_STRETCHES = 1000
+
 _Line = Mapping[str, Any]
 _Seconds = dict[str, float]
 
@@ -72,25 +74,19 @@ def totals(found: Iterable[Stretch]) -> dict[str, float]:
     return total
 
 
-def merged(found: Sequence[Stretch], most: int = 1000) -> list[Stretch]:
-    """Join neighbours until there are at most about `most` stretches."""
-    size = -(-len(found) // most)
-    groups = (found[first : first + size] for first in range(0, len(found), max(1, size)))
-    return [
-        Stretch(group[0].begin, group[-1].end, {o: s for o, s in totals(group).items() if s})
-        for group in groups
-    ]
-
-
-def stretches(lines: Sequence[_Line], *, until: float = 0.0) -> list[Stretch]:
+def stretches(
+    lines: Sequence[_Line], *, until: float = 0.0, most: int = MOST_STRETCHES
+) -> list[Stretch]:
     """Divide the time of a run among OWNERS.
 
     lines: the record, oldest first. A clock that goes back makes no negative time.
     until: Unix seconds at which the last stretch ends, if that is later than the last line
+    most: of a longer record, neighbours are joined, so that there are about this many stretches
 
     Lines of older versions may lack fields; their seconds are then "other".
     """
     redone = _redone(lines)
+    size = max(1, -(-sum(line["kind"] == "train" for line in lines) // most))
     found: list[Stretch] = []
     now = 0.0
     for first, after in _starts(lines):
@@ -99,7 +95,7 @@ def stretches(lines: Sequence[_Line], *, until: float = 0.0) -> list[Stretch]:
             found.append(Stretch(now, begin, {"down": begin - now}))
         now = max(now, begin)
         last = until if after == len(lines) else 0.0
-        found += _of_start(own, redone[first:after], now, last)
+        found += _of_start(own, redone[first:after], now, last, size)
         now = found[-1].end if found else now
     return found
 
@@ -127,47 +123,54 @@ def _redone(lines: Sequence[_Line]) -> list[bool]:
 
 
 def _of_start(
-    lines: Sequence[_Line], redone: Sequence[bool], begin: float, until: float
+    lines: Sequence[_Line], redone: Sequence[bool], begin: float, until: float, size: int
 ) -> list[Stretch]:
-    """Return the stretches of one start, whose time begins at `begin`."""
+    """Return the stretches of one start, whose time begins at `begin`.
+
+    The first stretch has one `train` line, each later one `size` of them.
+    """
     edges: list[float] = [begin]
     claims: list[_Seconds] = [{}]
     rest = "starting"  # who owns what nobody claims
     rests = []
+    left = 1  # `train` lines until the next edge
     for line, again in zip(lines, redone, strict=True):
         own = claims[-1]
-        for owner, claimed in _claims(line, again=again).items():
+        for owner, claimed in _claims(line, again=again):
             own[owner] = own.get(owner, 0.0) + claimed
-        if line["kind"] == "train":
+        left -= line["kind"] == "train"
+        if not left:
             edges.append(max(edges[-1], float(line["time"])))
             claims.append({})
             rests.append(rest)
-            rest = "other"
+            rest, left = "other", size
     edges.append(max(edges[-1], until, float(lines[-1]["time"])))
     rests.append(rest)
     lengths = [end - start for start, end in pairwise(edges)]
     given = _pour(claims, lengths)
     found = []
     for start, length, seconds, owner in zip(edges, lengths, given, rests, strict=False):
-        left = max(0.0, length - sum(seconds.values()))
         if length > 0:
-            seconds[owner] = seconds.get(owner, 0.0) + left
+            unclaimed = max(0.0, length - sum(seconds.values()))
+            seconds[owner] = seconds.get(owner, 0.0) + unclaimed
             found.append(Stretch(start, start + length, seconds))
     return found
 
 
-def _claims(line: _Line, *, again: bool) -> _Seconds:
-    """Return the seconds that a line gives to owners."""
+def _claims(line: _Line, *, again: bool) -> tuple[tuple[str, float], ...]:
+    """Return owners and the seconds that a line gives to each."""
     kind = line["kind"]
     if kind == "train":
         span = _positive(line.get("span_seconds"))
+        if again:
+            return (("redone", span),)
         wait = min(span, _positive(line.get("span_wait_seconds")))
-        return {"redone": span} if again else {"training": span - wait, "waiting": wait}
+        return (("training", span - wait), ("waiting", wait))
     if kind in ("eval", "sample"):
-        return {"evaluating": _positive(line.get("seconds"))}
+        return (("evaluating", _positive(line.get("seconds"))),)
     if kind == "checkpoint":
-        return {"saving": _positive(line.get("blocked_seconds"))}
-    return {}
+        return (("saving", _positive(line.get("blocked_seconds"))),)
+    return ()
 
 
 def _pour(claims: Sequence[_Seconds], lengths: Sequence[float]) -> list[_Seconds]:
@@ -176,15 +179,16 @@ def _pour(claims: Sequence[_Seconds], lengths: Sequence[float]) -> list[_Seconds
     What does not fit is carried to later stretches, then to earlier ones. If all claims together
     are longer than the start, which only a changed clock can cause, the rest is dropped.
     """
-    given: list[_Seconds] = [{} for _ in lengths]
+    given: list[_Seconds] = []
     carried: _Seconds = {}
-    for own, length, into in zip(claims, lengths, given, strict=True):
+    for own, length in zip(claims, lengths, strict=True):
         if not carried and sum(own.values()) <= length:  # nearly always
-            into.update(own)
+            given.append(own)
             continue
         for owner, seconds in own.items():
             carried[owner] = carried.get(owner, 0.0) + seconds
-        _move(carried, into, length)
+        given.append({})
+        _move(carried, given[-1], length)
     if carried:
         for length, into in zip(reversed(lengths), reversed(given), strict=True):
             _move(carried, into, length)

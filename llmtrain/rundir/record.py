@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +108,21 @@ def read(path: Path) -> list[dict[str, Any]]:
     A torn last line is skipped, since a run may be writing it. Any other line that is not a JSON
     object (a power cut can leave zeros) is skipped with a warning that names it.
     """
-    found: list[dict[str, Any]] = []
-    text = path.read_bytes().decode("utf-8", errors="replace") if path.exists() else ""
-    *lines, _torn = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        value = parse(line)
-        if value is not None:
-            found.append(value)
-        else:
-            _log.warning("left out line %d of %s, which is no JSON object", number, path)
-    return found
+    return [value for value in _values(path) if value is not None]
+
+
+def _values(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON object of each whole line, None for a line that is not one."""
+    if not path.exists():
+        return
+    # Line by line: a long record is not held as a whole beside its values.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            if (value := parse(line)) is None:
+                _log.warning("left out line %d of %s, which is no JSON object", number, path)
+            yield value
 
 
 def parse(line: str | bytes) -> dict[str, Any] | None:
@@ -131,19 +136,21 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
 
 def record(run_dir: Path) -> list[dict[str, Any]]:
     """Return the record of a run as `read` does, and skip lines without kind, time or step."""
-    path, found = run_dir / METRICS, []
-    for line in read(path):
-        if is_of_record(line):
+    return record_and_unread(run_dir)[0]
+
+
+def record_and_unread(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the record of a run, and the number of whole lines of its file that are not in it."""
+    path, unread = run_dir / METRICS, 0
+    found: list[dict[str, Any]] = []
+    for line in _values(path):
+        if line is not None and is_of_record(line):
             found.append(line)
-        else:
+            continue
+        unread += 1
+        if line is not None:
             _log.warning("left out a line of %s without kind, time and step: %.80s", path, line)
-    return found
-
-
-def count_unread(run_dir: Path, found: int) -> int:
-    """Return how many whole lines of the record are not among the `found` ones."""
-    path = run_dir / METRICS
-    return path.read_bytes().count(b"\n") - found if path.exists() else 0
+    return found, unread
 
 
 def finite(value: object) -> object:

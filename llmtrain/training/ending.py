@@ -61,7 +61,8 @@ def finish(run: Run) -> Result:
         report_documents(run.journal, run.step, label, met)
     run.requests.end_stop()
     run.journal.end(state, 0, reason)
-    _log.info("%s at step %d%s", state, run.step, f" ({reason})" if reason else "")
+    why = f" ({reason})" if reason else ""
+    _log.info("%-10s step %s of %s%s", state, f"{run.step:,}", f"{run.steps:,}", why)
     return Result(run.run_dir, state, 0, reason, run.step)
 
 

@@ -38,7 +38,7 @@ from llmtrain.distributed.launch.environment import (
 from llmtrain.distributed.launch.named import unsupported_problems, with_variables
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError, raise_any
-from llmtrain.rundir.contents import STATUS
+from llmtrain.rundir.contents import LOGS, STATUS
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.addresses import meeting
 from llmtrain.tools.launch.file import LaunchFile, read_launch_file
@@ -101,7 +101,7 @@ def launch(
             env = {**met, **env}
         elif file.values.get("main_process_port") is None:
             options = ["--main_process_port", "0"]  # any free one, so two runs do not share one
-        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher = [sys.executable, "-m", "llmtrain.tools.launch.quiet", str(config.run_dir)]
         launcher += ["--config_file", str(file.path), "--num_processes", str(file.processes)]
         command = [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
         return run_launcher(command, env, mark, config.run_dir, output)
@@ -200,8 +200,9 @@ def run_launcher(
     changed = identity(run_dir) != before
     code = _exit_code(run_dir if changed else None, launcher, asked_to_stop)
     message = (
-        "error: rank 0 ended without a word; the lines above say what is known\n"
-        f"    next:     look into {run_dir / 'logs'}; the same command resumes"
+        "error: rank 0 ended without a word\n"
+        f"    next:     look into {run_dir / LOGS}, where launcher.log says how each rank ended; "
+        "the same command resumes"
     )
     return Ended(code, message if code else "", asked_to_stop)
 

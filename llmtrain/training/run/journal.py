@@ -22,7 +22,7 @@ from llmtrain.distributed.plan.memory import MemoryPlan
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.profile import Profile
-from llmtrain.metrics.progress import Progress
+from llmtrain.metrics.progress import Progress, plain_line
 from llmtrain.metrics.trackers import Name, Trackers, open_trackers
 from llmtrain.model.compile import graphs
 from llmtrain.rundir import contents
@@ -91,7 +91,10 @@ class Journal:
         """Write an event, something that a person may want to know, to the record and the log."""
         self.write("event", step, event=name, detail=detail)
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
-        _log.info("%s at step %d%s", name.replace("_", " "), step, f": {facts}" if facts else "")
+        named = {"step": step, "event": name}
+        plain = plain_line("event", named | detail | named)
+        said = f": {facts}" if facts else ""
+        _log.info("%s at step %d%s", name.replace("_", " "), step, said, extra={"plain": plain})
 
     def check_lock(self) -> None:
         """Raise RunError (75) at rank 0 if another process has the run directory now."""
@@ -163,7 +166,11 @@ class Journal:
             self._lines.sync()
 
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
-        """Write the `end` line and the last status, unless another process has the directory."""
+        """Write the `end` line and the last status, unless another process has the directory.
+
+        From here on the terminal has no moving line, and a log has lines for people again.
+        """
+        self.progress.close()
         if self._lines is not None and not self._is_lost:
             end = {"state": state, "exit_code": exit_code, "reason": reason}
             seconds = time.perf_counter() - self._started

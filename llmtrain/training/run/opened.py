@@ -57,6 +57,7 @@ class Processes:
     base: the weights that the run begins with; None = random ones
     decided_again: whether values were chosen again, because no earlier start was of the same kind
         (strategy, device type, number of processes) or because what one froze no longer fits
+    precision: of the run, with the reason, for people
     """
 
     bound: Bound
@@ -67,6 +68,7 @@ class Processes:
     auto: Auto
     versions: dict[str, str]
     decided_again: bool
+    precision: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,17 +124,21 @@ def _accumulation(run: Run) -> int:
 
 def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
     manifest, training = run.data.manifest, run.config.training
-    processes = f"{run.ranks.world_size} process{'es' if run.ranks.world_size > 1 else ''}"
+    count = run.ranks.world_size
+    processes = f"{count} process{'es' if count > 1 else ''}"
     rows = f"{processes} × {run.built.micro_batch_size} × {_accumulation(run)}"
     devices = torch.cuda.device_count() if run.device.type == "cuda" else 0
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
+    strategy = run.processes.launched.strategy
+    place = f"{strategy} on {count} × {run.device.type}, {run.processes.precision}"
+    why = run.processes.planned.reason.removeprefix(f"{strategy}, ").replace(", is the ", ", the ")
     return [
         *_unused(devices, run.ranks.world_size),
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
-        f"strategy  {run.processes.launched.strategy}: {run.processes.planned.reason}",
-        f"memory    {_memory(run)}",
+        f"strategy  {place}: {why}",
         f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
+        f"memory    {_memory(run)}",
         f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
     ]
 
@@ -151,7 +155,7 @@ def _memory(run: Run) -> str:
     chosen = run.processes.planned
     plan, room = chosen.memory, chosen.hardware.device_bytes / 2**30
     recompute = chosen.layout.activation_checkpointing
-    planned = f"{plan.total_bytes / 2**30:.1f}" if plan else "an unknown part"
+    planned = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     return f"{planned} of {room:.1f} GiB planned, activation checkpointing: {recompute}"
 
 

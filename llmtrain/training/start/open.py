@@ -94,6 +94,7 @@ def start_run(config: Config) -> Iterator[Run]:
             report_changes(run, here.place, same_randomness=same)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
             reserve(run)
+            journal.progress.begin()
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here

@@ -94,8 +94,8 @@ def start_processes(
     torch.set_num_threads(auto.launch.setdefault("threads", threads))
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
-    _log.info("%s on %s, %s (%s)", launched.strategy, launched.device, precision, why)
-    return Processes(bound, launched, planned, base, run_id, auto, versions, again)
+    said = f"{precision} ({why})"
+    return Processes(bound, launched, planned, base, run_id, auto, versions, again, said)
 
 
 def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:

@@ -50,6 +50,7 @@ def find_checkpoint(
     on_rank_zero(ranks, lambda: _clear_away(root, journal))
     resume = asked_resume(asked.resume, os.environ)
     if resume == "never":  # `claim` has checked that there is no checkpoint
+        _log.info("run       %s: a new run, as checkpoint.resume = never asks", config.run_dir)
         return None
     start = time.perf_counter()
     found = read.find(
@@ -65,10 +66,14 @@ def find_checkpoint(
     agreed(ranks, lambda: _refuse_other(found, config, processes.bound, place))
     _report_missing(found, place, journal, resume)
     if found is None:
-        _log.info("a new run in %s", config.run_dir)
+        _log.info("run       %s: a new run", config.run_dir)
         return None
     seconds = time.perf_counter() - start
-    _log.info("resuming at step %s from %s (verified in %.1f s)", found.step, found.name, seconds)
+    why = "the newest one" if resume == "auto" else f"as checkpoint.resume = {resume} asks"
+    _log.info(
+        "run       %s: resuming at step %s from %s, %s (verified in %.1f s)",
+        *(config.run_dir, f"{found.step:,}", found.name, why, seconds),
+    )
     return found
 
 

@@ -165,9 +165,9 @@ class Signals:
     def _announcement(self, *, interrupted: bool) -> bytes:
         if not self._training:
             again = b" (interrupt again: at once)" if interrupted else b""
-            return b"\nstopping before the first step: there is nothing to save" + again + b"\n"
+            return b"stopping before the first step: there is nothing to save" + again + b"\n"
         again = b" (interrupt again: without one)" if interrupted else b""
-        return b"\nstopping after the step under way, with a checkpoint" + again + b"\n"
+        return b"stopping after the step under way, with a checkpoint" + again + b"\n"
 
 
 class _Listener:
@@ -238,6 +238,8 @@ def _leave(on_stop: Callable[[str], int], reason: str) -> NoReturn:
 
 
 def _write_line(line: bytes) -> None:
+    if os.isatty(_STDERR):
+        line = b"\r\x1b[2K" + line  # in place of the moving line, to which ^C was added
     # An error in a handler would be raised in whatever code is running, and end the run without a
     # checkpoint. It can happen: in `train | tee log`, Ctrl-C has already ended tee.
     with suppress(OSError):

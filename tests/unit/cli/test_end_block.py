@@ -22,3 +22,10 @@ def test_the_block_says_what_was_reached_and_what_to_do_next(tmp_path):
 def test_any_run_has_a_block(tmp_path, lines):
     said = list(end_block(collect(runs.write_run(tmp_path, lines, runs.status("stopped")))))
     assert "resume     give the same command again" in said
+
+
+def test_a_long_sample_is_cut_at_the_width_of_the_terminal(tmp_path):
+    lines = [runs.start_line(0), runs.sample_line(5, " 木" * 100 + "\n\nend")]
+    folder = runs.write_run(tmp_path, lines)
+    (shown,) = (one for one in end_block(collect(folder), 40) if one.startswith("sample"))
+    assert shown == "sample     The planet 木 木 木 木 木 木…"

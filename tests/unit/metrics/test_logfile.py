@@ -22,16 +22,16 @@ def test_lines_from_before_the_directory_is_there_are_kept(tmp_path: Path) -> No
 def test_warnings_of_libraries_go_to_the_file_and_not_to_the_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown: list[str] = []
+    shown: list[tuple[str, str | None]] = []
     with closing(LogFile()) as logfile, warnings.catch_warnings():
         warnings.simplefilter("always")
         logfile.open(tmp_path / "logs" / "rank-0.log")
-        logfile.show(shown.append)
+        logfile.show(lambda text, plain: shown.append((text, plain)))
         warnings.warn("a library warns", stacklevel=1)
         logging.getLogger("transformers").warning("another one")
         logging.getLogger("llmtrain.run").info("ours")
-        logging.getLogger("llmtrain.run").warning("mind this")
-    assert shown == ["ours", "warning: mind this"]
+        logging.getLogger("llmtrain.run").warning("mind this", extra={"plain": "event x=1"})
+    assert shown == [("ours", None), ("warning: mind this", "event x=1")]
     text = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "a library warns" in text
     assert "another one" in text
@@ -44,7 +44,7 @@ def test_the_loggers_are_given_back(tmp_path: Path) -> None:
     before = (root.level, list(root.handlers), ours.level, list(ours.handlers))
     with closing(LogFile()) as logfile:
         logfile.open(tmp_path / "logs" / "rank-0.log")
-        logfile.show(lambda text: None)
+        logfile.show(lambda text, plain: None)
     assert (root.level, list(root.handlers), ours.level, list(ours.handlers)) == before
 
 

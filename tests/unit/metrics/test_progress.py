@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers.runs import numbers
 
-from llmtrain.metrics.progress import Progress, duration
+from llmtrain.metrics.progress import Progress, duration, plain_line
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -74,7 +74,6 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     progress.evaluation({"step": 100, "split": "heldout", "loss": 3.61})
     progress.training(numbers(140, loss=3.5))
     progress.training(numbers(150, loss=3.4), memory_gb=1.25)
-    progress.close()
     last = visible(terminal.getvalue()).splitlines()[-1]
     for part in ("150/300 ━", "╺─", "50 %", "loss 3.400 ↓", "held-out 3.610", "tok/s", "1.2 GiB"):
         assert part in last
@@ -88,7 +87,6 @@ def test_a_narrow_terminal_keeps_what_matters_most(terminal, monkeypatch):
     progress.evaluation({"step": 40_000, "split": "heldout", "loss": 3.61})
     progress.training(numbers(41_000))
     progress.training(numbers(42_000), memory_gb=70.5)
-    progress.close()
     last = visible(terminal.getvalue()).splitlines()[-1].split("\r")[-1]
     assert "42,000/100,000" in last
     assert "9 min 40 s left" in last
@@ -171,24 +169,97 @@ def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text
 
 
+def evaluate(progress, step, loss):
+    progress.evaluation({"step": step, "split": "heldout", "loss": loss})
+    progress.evaluation({"step": step, "split": "heldout/wiki", "loss": 1.0})
+    progress.sample(step, "The planet", " is\nround. " + "x" * 300)
+
+
 def test_a_terminal_shows_how_each_evaluation_compares_and_what_the_model_writes(terminal):
     progress = progress_of(300, terminal)
     for step, loss in ((0, 7.5), (100, 3.25), (200, 3.5), (300, 3.0)):
-        progress.evaluation({"step": step, "split": "heldout", "loss": loss})
-        progress.evaluation({"step": step, "split": "heldout/wiki", "loss": 1.0})
-        progress.sample(step, "The planet", " is\nround. " + "x" * 300)
-    progress.sample(300, "Long", " " + "x" * 300)
+        evaluate(progress, step, loss)
+        if step in (100, 300):
+            progress.checkpoint({"step": step, "name": f"step-{step:08}"})
+    evaluate(progress, 310, math.nan)
+    progress.sample(310, "Long", " " + "x" * 300)
+    progress.close()
     lines = terminal.getvalue().splitlines()
     assert lines == [
         "step 0       held-out 7.500",
-        "step 100     held-out 3.250 (−4.250)   best so far",
+        "step 100     held-out 3.250 (−4.250)   best so far   saved",
         "  The planet is",
         "step 200     held-out 3.500 (+0.250)",
         "  The planet is",
-        "step 300     held-out 3.000 (−0.500)   best so far",
+        "step 300     held-out 3.000 (−0.500)   best so far   saved",
+        "  The planet is",
+        "step 310     held-out nan",
         "  The planet is",
         "  Long " + "x" * 111 + "…",
     ]
+
+
+def test_a_save_that_ends_steps_later_is_shown_then_and_one_without_evaluation_is_not(terminal):
+    progress = progress_of(10**6, terminal)
+    evaluate(progress, 100, 3.25)
+    progress.training(numbers(101))
+    progress.checkpoint({"step": 100})
+    progress.checkpoint({"step": 150})
+    progress.close()
+    shown = [line.strip() for line in re.split(r"[\r\n]+", visible(terminal.getvalue()))]
+    assert [line for line in shown if line.startswith("step")] == [
+        "step 100     held-out 3.250",
+        "step 100     saved",
+    ]
+
+
+def test_after_the_end_the_moving_line_is_gone(terminal):
+    import pyte
+
+    progress = progress_of(300, terminal)
+    evaluate(progress, 0, 7.5)
+    progress.training(numbers(140))
+    progress.close()
+    progress.note("stopped    step 140 of 300 (SIGINT)")
+    screen = pyte.Screen(120, 10)
+    pyte.Stream(screen).feed(terminal.getvalue().replace("\n", "\r\n"))
+    assert [line.rstrip() for line in screen.display if line.strip()] == [
+        "step 0       held-out 7.500",
+        "stopped    step 140 of 300 (SIGINT)",
+    ]
+
+
+def test_between_the_blocks_a_log_has_nothing_but_words_and_values():
+    import shlex
+
+    out = io.StringIO()
+    progress = progress_of(300, out)
+    progress.note("run       runs/a: a new run")
+    progress.begin()
+    progress.training(numbers(10))
+    progress.note("warning: two\nlines of \x1b[31mtext")
+    detail = {"step": 7, "loss": None, "names": ["a b"], "reason": 'is "x=1"'}
+    progress.note("save failed at step 7", plain_line("event", {"step": 10, "event": "e"} | detail))
+    progress.close()
+    progress.note("finished   step 300 of 300")
+    first, *records, last = out.getvalue().splitlines()
+    assert (first, last) == ("run       runs/a: a new run", "finished   step 300 of 300")
+    read = [shlex.split(line) for line in records]
+    assert [one[0] for one in read] == ["train", "note", "event"]
+    assert all("=" in part for one in read for part in one[1:])
+    assert read[1][1] == "text=warning: two\\nlines of \\u001b[31mtext"
+    assert read[2][1:] == ["step=7", "event=e", "names=['a b']", 'reason=is "x=1"']
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"),
+    [(520, "520"), (999.6, "1.00 k"), (1100, "1.10 k"), (9996, "10.0 k"), (14_800, "14.8 k"),
+     (99_960, "100 k"), (124_000, "124 k"), (2_310_000, "2.31 M"), (5e9, "5.00 B")],
+)  # fmt: skip
+def test_rates_have_three_digits(terminal, rate, shown):
+    progress = progress_of(300, terminal)
+    progress.training(numbers(10, step_tokens=rate, seconds=1.0))
+    assert f"  {shown} tok/s" in visible(terminal.getvalue())
 
 
 def test_each_record_is_one_line_of_a_log_that_can_be_read_back():

@@ -176,7 +176,8 @@ def started(monkeypatch, tmp_path):
 def test_several_processes_on_cpus(tmp_path, started):
     config = written(tmp_path)
     launch(str(config), ["training.steps=3"], processes=2, env={})
-    assert started["command"][:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert started["command"][:3] == [sys.executable, "-m", "llmtrain.tools.launch.quiet"]
+    assert started["command"][3] == "runs/my"
     assert started["command"][-5:] == ["-m", "llmtrain", "train", str(config), "training.steps=3"]
     assert "distributed_type: MULTI_GPU" in started["file"]
     assert "use_cpu: true" in started["file"]

@@ -227,7 +227,7 @@ def test_what_a_stop_waits_for_is_said(capfd, begun: bool, said: str) -> None:
         if begun:
             signals.begin()
         os.kill(os.getpid(), signal.SIGTERM)
-    assert capfd.readouterr().err == f"\n{said}\n"
+    assert capfd.readouterr().err == f"{said}\n"
 
 
 def test_the_first_signal_cuts_short_what_a_step_waits_for() -> None:
