@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "start" / "doctor.md").read_text("utf-8")
 
 def test_the_command_finds_this_machine_ready(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (fence,) = (one for one in MarkdownIt().parse(PAGE) if one.type == "fence")
+    (fence,) = (one for one in MarkdownIt().parse(PAGE) if one.info == "bash")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

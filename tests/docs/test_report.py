@@ -33,6 +33,8 @@ def test_the_page_of_reports_does_what_it_says(folder: Path) -> None:
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     said = []
     for language, text in fences("guides/report.md"):
+        if language == "text":
+            continue
         command = [sys.executable, "-c", text] if language == "python" else ["bash", "-ec", text]
         done = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=120
