@@ -12,6 +12,8 @@ from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import Manifest
 from llmtrain.types import NOT_TRAINED, Batch
 
+UNTRAINED_BLOCKS = "untrained_blocks"  # in `Batch.counts`
+
 
 def batch_of(
     numbered: Sequence[tuple[int, Block]],
@@ -41,7 +43,7 @@ def batch_of(
         digest=_digest([g for g, _ in numbered], ids, labels, trained),
         first_block=first_block,
         sources=_tokens(blocks, trained, names),
-        counts=_counts(blocks, names),
+        counts=_counts(blocks, names, trained),
         wait_seconds=wait_seconds,
         ended=ended,
     )
@@ -97,9 +99,14 @@ def _tokens(
     return tokens
 
 
-def _counts(blocks: Sequence[Block], labels: tuple[str, ...]) -> Mapping[str, Mapping[str, int]]:
+def _counts(
+    blocks: Sequence[Block], labels: tuple[str, ...], trained: Sequence[int]
+) -> Mapping[str, Mapping[str, int]]:
+    """Return what was met, by source, and how many blocks have nothing to train."""
     total: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for block in blocks:
+    for block, tokens in zip(blocks, trained, strict=True):
         for k, met in block.counts.items():
             total[labels[k]].update(met)
+        if not tokens and block.source >= 0:  # else it is padding behind the end of the data
+            total[labels[block.source]][UNTRAINED_BLOCKS] += 1
     return dict(total)

@@ -38,6 +38,7 @@ _WORDS = {
     "status_not_written": "status.json could not be written",
     "tracker_failed": "A tracker failed",
     "tracker_recovered": "A tracker works again",
+    "untrained_blocks": "Blocks had no token to train",
     "update_skipped": "An update was skipped, as its loss or gradient was not finite",
 }
 

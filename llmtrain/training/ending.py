@@ -14,6 +14,7 @@ from pathlib import Path
 
 from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
+from llmtrain.data.batches import UNTRAINED_BLOCKS
 from llmtrain.distributed.ranks import lost_peer, peer_lost
 from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of, explained
 from llmtrain.rundir import failures
@@ -69,11 +70,15 @@ def finish(run: Run) -> Result:
 def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
     """Report documents of a source that were left out, and those with bytes that are not UTF-8.
 
-    The latter were trained on, with U+FFFD in place of these bytes. met: as in `Block.counts`.
+    The latter were trained on, with U+FFFD in place of these bytes. Blocks without a trained token
+    are reported too. met: as in `Batch.counts`.
     """
     if met.get("dropped") or met.get("skipped") or met.get("rejected"):
-        counts = {name: count for name, count in met.items() if name != "replaced"}
+        own = ("replaced", UNTRAINED_BLOCKS)  # they have events of their own
+        counts = {name: count for name, count in met.items() if name not in own}
         journal.event("dropped_documents", step, source=label, **counts)
+    if blocks := met.get(UNTRAINED_BLOCKS):
+        journal.event(UNTRAINED_BLOCKS, step, source=label, blocks=blocks)
     if replaced := met.get("replaced"):
         journal.event("replaced_characters", step, source=label, documents=replaced)
 

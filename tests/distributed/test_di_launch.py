@@ -66,7 +66,7 @@ def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: obje
     assert {name: line[name] for name in start} == start
 
 
-def test_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
+def test_ux_27_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
     server: Server, config: Path, tmp_path: Path
 ) -> None:
     arguments = ["call", "helpers.launched_wrong", "alone", str(config)]

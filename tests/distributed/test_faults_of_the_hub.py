@@ -55,6 +55,10 @@ def expected(server: Server, tmp_path_factory: pytest.TempPathFactory, files: Pa
     return folder / "run"
 
 
+def etags(files: Path) -> set[str]:
+    return {hub.etag(file.read_bytes()) for file in files.rglob("*.parquet")}
+
+
 def digests(run_dir: Path) -> list[str]:
     return [line["batch_digest"] for line in lines(run_dir, "train")]
 
@@ -67,14 +71,32 @@ def check(run_dir: Path, expected: Path) -> None:
     assert weights(run_dir, STEPS) == weights(expected, STEPS)
 
 
-def test_passing_faults_change_no_bit(
-    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
+def test_ux_18_passing_faults_change_no_bit_and_nothing_is_kept_but_what_a_run_is_for(
+    server: Server, tmp_path: Path, away: hub.Hub, expected: Path, files: Path
 ) -> None:
     away.mixture = hub.mixture(3, share=0.15)
     path = write_config(tmp_path, config_of(tmp_path, hub.ID))
-    codes = server.run(["train", str(path)], 2, tmp_path, environment(away, tmp_path))
+    elsewhere = {name: str(tmp_path / name) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+    for folder in elsewhere.values():
+        Path(folder).mkdir()
+    env = environment(away, tmp_path / "HF_HOME", **elsewhere)
+    codes = server.run(["train", str(path)], 2, tmp_path, env)
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()
     check(tmp_path / "run", expected)
+    # All folders that a library writes to are below this one, beside the run directory.
+    found = [file for file in tmp_path.rglob("*") if file.is_file()]
+    run_dir = tmp_path / "run"
+    outside = {
+        str(file.relative_to(tmp_path))
+        for file in found
+        if file.stat().st_size and run_dir not in file.parents
+    }
+    revision = f"HF_HOME/hub/datasets--{hub.ID.replace('/', '--')}/refs/main"  # 40 bytes
+    assert outside == {"config.yaml", "output.txt", revision}
+    # A run on local files keeps the same, but for the footers, which the Hub is asked for once.
+    there = {file.relative_to(run_dir).parts[0] for file in found if run_dir in file.parents}
+    assert there - {one.name for one in expected.iterdir()} == {"footers"}
+    assert {file.name for file in (run_dir / "footers").iterdir()} == etags(files)
     assert away.requests["range"] > 45
     assert "trying again" in (tmp_path / "output.txt").read_text()
 

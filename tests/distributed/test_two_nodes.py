@@ -98,7 +98,7 @@ def test_a_static_launch_on_two_machines_equals_one_machine(
     assert weights(tmp_path / "run", STEPS) == weights(straight, STEPS)
 
 
-def test_di_25_di_28_a_node_is_killed_and_the_same_commands_resume_exactly(
+def test_ux_27_di_25_di_28_a_node_is_killed_and_the_same_commands_resume_exactly(
     network: Network, straight: Path, tmp_path: Path
 ) -> None:
     path, run_dir, output = written(tmp_path), tmp_path / "run", tmp_path / "output.txt"

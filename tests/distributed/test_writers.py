@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import zero
+from helpers.allocated import Allocated
 from helpers.ranks import Server
 from helpers.zero import Case
 
@@ -18,8 +20,18 @@ TWO = (
 THREE = (("ddp", "fp32", "odd"), ("zero2", "bf16", "odd"))
 
 
+def test_copies_are_counted_while_they_exist_and_views_are_not() -> None:
+    held = torch.zeros(4)
+    with Allocated() as allocated:
+        held.view(2, 2).add_(1)
+        for _ in range(3):
+            held.clone()  # gone before the next one
+        both = [held.clone(), held.double()]
+    assert allocated.peak == 16 + 32 == sum(one.nbytes for one in both)
+
+
 @pytest.mark.parametrize(("world_size", "forms"), [(2, TWO), (3, THREE)])
-def test_one_writer_and_all_write_the_same_files(
+def test_ux_11_all_writers_write_the_same_files_with_no_memory_but_for_one_tensor(
     server: Server, tmp_path: Path, world_size: int, forms: tuple[tuple[str, str, str], ...]
 ) -> None:
     models = sorted({model for _, _, model in forms})
@@ -39,7 +51,9 @@ def test_one_writer_and_all_write_the_same_files(
         for form in forms
         for writers in ("rank0", "all")
     }
-    zero.run(server, tmp_path / "again", world_size, list(cases.values()))
+    results = zero.run(server, tmp_path / "again", world_size, list(cases.values()))
+    for named, found in zip(cases, results, strict=True):  # the devices of these ranks are CPUs
+        assert found["allocated"] <= found["largest"], named
     for named, case in cases.items():
         expected = zero.files(tmp_path / case.model)
         assert len(expected) == 2

@@ -84,7 +84,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "refused launches": (
         "distributed/test_di_launch.py::"
-        "test_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them",
+        "test_ux_27_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them",
         "distributed/test_di_launch.py::"
         "test_a_rank_of_a_wrong_launch_ends_with_one_message[FSDP asked, DDP wanted]",
         "distributed/test_refusals.py::test_all_mistakes_come_at_once",

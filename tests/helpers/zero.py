@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import xxhash
 from helpers import uneven
+from helpers.allocated import Allocated, OnTheHost
 from helpers.ranks import Server, free_port
 from helpers.updates import run_of, with_loss
 from torch import nn
@@ -31,7 +32,7 @@ from llmtrain.model import attention, recompute
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
-from llmtrain.types import Batch, Spec, StepVector
+from llmtrain.types import Batch, Spec, StepVector, tensor_bytes
 
 RUN = "0123456789abcdef"
 LIMIT = 0.2  # of the gradient norm, which is above it in every step
@@ -170,7 +171,11 @@ def train(case: Case) -> dict[str, Any]:
         "other_moments": other_moments(spec, bare),
     }
     if case.save:
-        save(launched, spec, Path(case.save), case.start + case.steps, case.writers)
+        with Allocated() as allocated:
+            save(launched, spec, Path(case.save), case.start + case.steps, case.writers)
+        sizes = [tensor_bytes(tensor) for part in spec.values() for tensor in part.values()]
+        peaks = [json.loads(peak) for peak in ranks.gather(json.dumps(allocated.peak).encode())]
+        result |= {"allocated": max(peaks, default=0), "largest": max(sizes)}
     return result
 
 
@@ -236,14 +241,15 @@ def save(launched: Launched, spec: Spec, root: Path, step: int, writers: str) ->
     """A checkpoint, as a run writes it."""
     state_file = {"format": 1, "run_id": RUN, "step": step, "evaluation": None}
     small = {"config.json": b"{}", "trainer_state.json": json.dumps(state_file).encode() + b"\n"}
-    begun = write.begin(root, step, spec, small, launched.ranks, RUN)
+    ranks: Any = OnTheHost(launched.ranks)
+    begun = write.begin(root, step, spec, small, ranks, RUN)
     assert not isinstance(begun, write.Failed), begun
     pieces = launched.engine.pieces(spec, writing=True, dealt=writers == "all")
     if writers == "rank0":
-        extents = collect.pieces(begun, pieces, launched.ranks)
+        extents = collect.pieces(begun, pieces, ranks)
     else:
         extents = write.pieces(begun, pieces)
-    done = write.commit(begun, extents, None, launched.ranks)
+    done = write.commit(begun, extents, None, ranks)
     assert not isinstance(done, write.Failed), done
 
 

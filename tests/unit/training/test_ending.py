@@ -106,3 +106,10 @@ def test_a_skipped_unit_alone_is_told(tmp_path):
 
 def test_held_out_documents_alone_are_no_event(tmp_path):
     assert told(tmp_path, heldout=5, left_over_tokens=7) == {}
+
+
+def test_blocks_without_a_trained_token_are_an_event_of_their_own(tmp_path):
+    assert told(tmp_path, untrained_blocks=3, dropped=1) == {
+        "dropped_documents": {"source": "notes", "dropped": 1},
+        "untrained_blocks": {"source": "notes", "blocks": 3},
+    }

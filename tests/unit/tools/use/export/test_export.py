@@ -113,7 +113,7 @@ def test_a_large_tensor_is_read_in_pieces(run, tmp_path, monkeypatch):
     assert all(torch.equal(t, expected[n]) for n, t in stored(tmp_path / "out").items())
 
 
-def test_ft_32_an_export_ends_where_the_checkpoint_said(run, tmp_path):
+def test_ux_25_ft_32_an_export_ends_where_the_checkpoint_said(run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(run / contents.TOKENIZER)
     turn = tokenizer.convert_tokens_to_ids(used.END_OF_TURN)
     model = used.one_word(turn)
