@@ -11,7 +11,8 @@ from __future__ import annotations
 from llmtrain import heartbeat
 from llmtrain.metrics.progress import Progress, duration
 
-# Seconds without a line after which one is due. In the loop a few steps may take that long.
+# Seconds without a line after which one is due: at the start, and in the loop, where a step may
+# take that long.
 _FIRST = {False: 3, True: 60}
 _MOST = 60  # between two lines
 
@@ -34,7 +35,7 @@ class Busy:
         if self._progress.written != self._seen:
             self._seen, self._quiet, self._next = self._progress.written, 0, 0
         self._quiet += 1
-        due = self._next or _FIRST[self._progress.in_loop]
+        due = self._next or _FIRST[self._progress.begun]
         if self._quiet < due:
             return
         self._next = min(2 * due, due + _MOST)

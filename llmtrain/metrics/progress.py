@@ -49,6 +49,7 @@ class Progress:
     def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = 1
         self.written = 0  # how often something was shown
+        self.begun = False  # whether the start block was shown
         self._stream = stream
         self._moves = stream is not None and _is_terminal(stream)
         self._clock = clock
@@ -65,7 +66,7 @@ class Progress:
 
     def begin(self) -> None:
         """Call this after the start block: a log then has lines of `word key=value` only."""
-        self._records_only = not self._moves
+        self.begun, self._records_only = True, not self._moves
 
     def training(
         self, numbers: Numbers, *, line: bool = True, memory_gb: float | None = None
@@ -216,11 +217,6 @@ class Progress:
         if self._first is None or step <= self._first[0]:
             return None
         return (now - self._first[1]) / (step - self._first[0]) * max(0, self.steps - step)
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether a step was shown."""
-        return self._first is not None
 
     def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:
