@@ -58,10 +58,13 @@ def diff(
     ],
 ) -> None:
     """Print the keys whose values differ, with both values."""
-    left, right = (dict(_values(_open(name), experts=True)) for name in (one, other))
-    keys = [key for key in left if left[key][0] != right.get(key, (None,))[0]]
-    changes = (f"{key}: {_text(left[key][0])} → {_text(right[key][0])}" for key in keys)
-    show_lines(changes if keys else ["no key differs"])
+    left, right = (_flat(_open(name)) for name in (one, other))
+    changes = [
+        f"{key}: {_side(left, key)} → {_side(right, key)}"
+        for key in {**left, **right}
+        if _side(left, key) != _side(right, key)
+    ]
+    show_lines(changes or ["no key differs"])
 
 
 def _open(name: str) -> Config:
@@ -71,6 +74,21 @@ def _open(name: str) -> Config:
 
     inside = Path(name) / CONFIG
     return load_config(inside if inside.is_file() else name)
+
+
+def _flat(config: Config) -> Mapping[str, Any]:
+    """Return every value by its dotted key, those of a model or a source one by one."""
+    import os
+
+    from llmtrain.config import secrets
+    from llmtrain.config.binding import bind
+
+    values: Mapping[str, Any] = secrets.hidden(bind(config).values, secrets.hider(os.environ))
+    return values
+
+
+def _side(values: Mapping[str, Any], key: str) -> str:
+    return _text(values[key]) if key in values else "not set"
 
 
 def _values(config: Config, *, experts: bool) -> Iterator[tuple[str, tuple[Any, str]]]:

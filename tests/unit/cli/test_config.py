@@ -40,7 +40,34 @@ def test_the_keys_in_which_two_configs_differ(tmp_path, capsys):
     (run / "config.yaml").write_text(text.replace("steps: 10", "steps: 11"))
     diff(str(one), str(run))
     assert "training.steps: 10 → 11" in capsys.readouterr().out
+    one.write_text(text.replace("hidden_size: 8", "hidden_size: 16, num_hidden_layers: 2"))
+    diff(str(one), str(run))
+    assert capsys.readouterr().out == (
+        "run.dir: runs/my → runs/config\n"
+        "model.config.hidden_size: 16 → 8\n"
+        "model.config.num_hidden_layers: 2 → not set\n"
+        "training.steps: 10 → 11\n"
+    )
     diff(str(one), str(one))
     assert capsys.readouterr().out == "no key differs\n"
-    with pytest.raises(UserError):
-        diff(str(one), str(tmp_path / "missing.yaml"))
+    for name in ("missing.yaml", "."):
+        with pytest.raises(UserError):
+            diff(str(one), str(tmp_path / name))
+
+
+@pytest.mark.parametrize("command", ["show", "json", "diff"])
+def test_a_secret_of_the_environment_is_not_shown(tmp_path, monkeypatch, capsys, command):
+    secret = "correct-horse-9-battery"
+    monkeypatch.setenv("SERVICE_PASSWORD", secret)
+    path = str(written(tmp_path))
+    asks = f'evaluation.prompts=["say {secret}"]'
+    if command == "diff":
+        other = tmp_path / "other.yaml"
+        prompts = f"evaluation: {{prompts: ['say {secret}']}}\n"
+        other.write_text(written(tmp_path).read_text() + prompts)
+        diff(path, str(other))
+    else:
+        show(path, [asks], as_json=command == "json")
+    said = capsys.readouterr().out
+    assert "say ***" in said
+    assert secret not in said
