@@ -328,8 +328,9 @@ def _vote(
 
     A stop comes before every other error: the next start will find that error again.
     """
-    if error is not None and not isinstance(error, UserError):
-        expected = isinstance(error, DamagedError | StoppedError)
+    expected = isinstance(error, DamagedError | StoppedError)
+    reported = isinstance(error, UserError) or (expected and ranks.rank == 0)
+    if error is not None and not reported:
         traceback = None if expected else error
         logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
     vote = ranks.vote(error)

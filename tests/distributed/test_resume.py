@@ -109,7 +109,7 @@ def test_another_number_of_processes_sees_the_same_batches(server: Server, tmp_p
     assert "rng_reseeded" in events
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+def test_ux_16_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
     server: Server, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -121,8 +121,15 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     body = bytearray(damaged.read_bytes())
     body[-5] ^= 1
     damaged.write_bytes(body)
+    said = len((tmp_path / "output.txt").read_text())
 
     assert server.run(["train", str(path)], 1, tmp_path) == [0]
+    shown = (tmp_path / "output.txt").read_text()[said:].splitlines()
+    (warning,) = (line for line in shown if line.startswith("warning: "))
+    assert "step-00000008.damaged: model.safetensors" in warning
+    (begins,) = (line for line in shown if line.startswith("run "))
+    assert ": resuming at step 4 from step-00000004, the newest valid one (" in begins
+    assert [line["resumed_from"] for line in lines(run_dir, "start")] == [None, "step-00000004"]
     event = [e for e in lines(run_dir, "event") if e["event"] == "checkpoint_quarantined"]
     assert event[0]["detail"]["checkpoint"] == "step-00000008"
     assert "model.safetensors" in event[0]["detail"]["reason"]

@@ -19,11 +19,18 @@ def watched(run, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_killed_rank_ends_the_other_and_the_same_command_ends_in_equal_bits(faulty, straight):
+def test_ux_13_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first(
+    faulty, straight
+):
     run = faulty(2)
     assert run.launch("loop.micro@rank=1@step=6@nth=2=kill") == [75, KILLED]
     assert run.valid() == ["step-00000004"]
+    said = len(run.output())
     assert run.launch() == [0, 0]
+    first = run.output()[said:].partition("\n")[0]
+    assert first.startswith(
+        f"run       {run.run_dir}: resuming at step 4 from step-00000004, the newest valid one ("
+    )
     assert run.resumed() == [None, "step-00000004"]
     assert run.outcome() == straight(2)
 

@@ -55,7 +55,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "a lost rank ends the others, and the same command ends in equal bits": (
         "faults/test_frame.py::"
-        "test_a_killed_rank_ends_the_other_and_the_same_command_ends_in_equal_bits",
+        "test_ux_13_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first",
     ),
     "a kill in a save": (
         "faults/test_kills.py::test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits[f07_rename]",

@@ -69,7 +69,7 @@ def find_checkpoint(
         _log.info("run       %s: a new run", config.run_dir)
         return None
     seconds = time.perf_counter() - start
-    why = "the newest one" if resume == "auto" else f"as checkpoint.resume = {resume} asks"
+    why = "the newest valid one" if resume == "auto" else f"as checkpoint.resume = {resume} asks"
     _log.info(
         "run       %s: resuming at step %s from %s, %s (verified in %.1f s)",
         *(config.run_dir, f"{found.step:,}", found.name, why, seconds),
