@@ -346,12 +346,15 @@ class EvaluationConfig(Section):
     """This many evaluations in a row without a lower loss end the run; null = never."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class LoggingConfig(Section):
     """What is written down."""
 
     every_steps: Positive = 10
     """Steps between lines of metrics."""
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     """Where metrics go besides `metrics.jsonl`."""
     profile_steps: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
     """First and last step to profile: a trace of each rank in profile/; null = none."""

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, through accelerate's trackers, on rank 0 only.
+"""TensorBoard, Weights & Biases, MLflow and trackio, on rank 0 only.
 
 Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, and of one source
 `eval/LABEL/loss`. Ids are kept in `trackers.json`, so a resumed run continues the same tracker
@@ -15,19 +15,21 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from llmtrain import durable
 from llmtrain.config import secrets
+from llmtrain.config.schema import TrackerName
 from llmtrain.errors import Problem, UserError, needed_on_disk
-
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
+from llmtrain.metrics.services import Case, Opened, open_service
 
 RETRY_EVERY = 100
 
-Name = Literal["tensorboard", "wandb"]
 Report = Callable[[str, Mapping[str, object]], None]
+
+# The extra that has a tracker's package, unless it is `trackers`. trackio 0.43 takes no pillow
+# above 12, and the pinned one is 13.
+_OTHER_EXTRAS: Mapping[TrackerName, str] = {"trackio": "trackio"}
 
 _log = logging.getLogger(__name__)
 
@@ -35,13 +37,11 @@ _log = logging.getLogger(__name__)
 class _Guarded:
     """One tracker, whose failures are reported as events and not raised."""
 
-    def __init__(
-        self, name: Name, open_tracker: Callable[[], GeneralTracker], report: Report
-    ) -> None:
-        self._name = name
-        self._open = open_tracker
+    def __init__(self, name: TrackerName, case: Case, report: Report) -> None:
+        self.name = name
+        self._case = case
         self._report = report
-        self._tracker: GeneralTracker | None = None
+        self._opened: Opened | None = None
         self._failing = False
         self._to_skip = 0  # logs to skip before the next try: calling a dead service costs time
         self._works(self._get)
@@ -49,31 +49,38 @@ class _Guarded:
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._to_skip:
             self._to_skip -= 1
-        elif self._works(lambda: self._get().log(values, step=step)) and self._failing:
+        elif self._works(lambda: self._get().service.log(values, step=step)) and self._failing:
             self._failing = False
-            self._report("tracker_recovered", {"tracker": self._name})
+            self._report("tracker_recovered", {"tracker": self.name})
 
     def close(self) -> None:
-        if (tracker := self._tracker) is not None:
-            self._works(tracker.finish)
+        if (opened := self._opened) is not None:
+            self._works(opened.service.finish)
 
-    def _get(self) -> GeneralTracker:
-        if self._tracker is None:
-            self._tracker = self._open()
-        return self._tracker
+    @property
+    def address(self) -> str | None:
+        """Where a person finds the tracker's run; None if it could not be opened so far."""
+        return self._opened.address if self._opened else None
+
+    def _get(self) -> Opened:
+        if self._opened is None:
+            self._opened = open_service(self.name, self._case, self._failed)
+        return self._opened
 
     def _works(self, call: Callable[[], object]) -> bool:
         try:
             call()
         except Exception as error:  # an outside service may raise anything
-            _log.warning("tracker %s failed", self._name, exc_info=True)
+            _log.warning("tracker %s failed", self.name, exc_info=True)
             self._to_skip = RETRY_EVERY - 1
             if not self._failing:
                 self._failing = True
-                detail = {"tracker": self._name, "error": f"{type(error).__name__}: {error}"}
-                self._report("tracker_failed", detail)
+                self._failed(f"{type(error).__name__}: {error}")
             return False
         return True
+
+    def _failed(self, error: str) -> None:
+        self._report("tracker_failed", {"tracker": self.name, "error": error})
 
 
 class Trackers:
@@ -95,20 +102,31 @@ class Trackers:
             tracker.close()
 
 
-def check_installed(names: Iterable[Name]) -> None:
+def check_installed(names: Iterable[TrackerName]) -> None:
     """Raise UserError if a tracker's package is missing. It imports nothing, so it is fast."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if not _is_installed(name)]
     if missing:
-        expected, remedy = "an installed package of that name", "pip install 'llmtrain[trackers]'"
+        extras = ",".join(sorted({_OTHER_EXTRAS.get(name, "trackers") for name in missing}))
+        expected, remedy = "an installed package of that name", f"pip install 'llmtrain[{extras}]'"
         raise UserError(Problem("logging.trackers", ", ".join(missing), expected, remedy))
 
 
+def _is_installed(name: TrackerName) -> bool:
+    found = importlib.util.find_spec(name)
+    # A directory without code, such as the `wandb` of an earlier run, has no origin.
+    return found is not None and found.origin is not None
+
+
 def open_trackers(
-    names: Sequence[Name], ids_file: Path, config: Mapping[str, Any], step: int, report: Report
+    names: Sequence[TrackerName],
+    ids_file: Path,
+    config: Mapping[str, Any],
+    step: int,
+    report: Report,
 ) -> Trackers:
     """Open the trackers of a run, or continue those that an earlier start opened.
 
-    ids_file: in the run directory; TensorBoard and Weights & Biases write to that directory, too
+    ids_file: in the run directory, to which the trackers write, too
     step: the last finished step; TensorBoard drops what an earlier start wrote after it
     report: called as report(event, detail) for a failure and for a recovery
 
@@ -118,15 +136,15 @@ def open_trackers(
     check_installed(names)
     ids, run_dir = _ids(names, ids_file), ids_file.parent
     hide = secrets.hider(os.environ)
-    secretless = secrets.hidden(config, hide)
-    openers: dict[Name, Callable[[], GeneralTracker]] = {
-        "tensorboard": lambda: _open_tensorboard(run_dir, secretless, step),
-        "wandb": lambda: _open_wandb(run_dir, ids["wandb"], secretless),
-    }
-    return Trackers([_Guarded(name, openers[name], report) for name in names], hide)
+    name, values = hide(run_dir.name), secrets.hidden(config, hide)
+    trackers = [_Guarded(one, Case(run_dir, ids[one], name, values, step), report) for one in names]
+    for one in trackers:
+        if one.address:
+            _log.info("tracker   %s: %s", one.name, hide(one.address))
+    return Trackers(trackers, hide)
 
 
-def _ids(names: Sequence[Name], path: Path) -> dict[str, str]:
+def _ids(names: Sequence[TrackerName], path: Path) -> dict[str, str]:
     """Return one id for each tracker, from an earlier start or new.
 
     New ids are written before their first use, so that after a kill in between the next start does
@@ -154,34 +172,6 @@ def _kept(path: Path) -> dict[str, str]:
     expected = "a JSON object of trackers' ids, as this program has written there"
     remedy = "restore it, or delete it: trackers then begin new runs of their own"
     raise UserError(Problem(str(path), None, expected, remedy))
-
-
-def _open_tensorboard(run_dir: Path, config: Mapping[str, Any], step: int) -> GeneralTracker:
-    from accelerate.tracking import TensorBoardTracker
-
-    # purge_step: drop what a killed start logged after the checkpoint; redone steps log it again.
-    tracker = TensorBoardTracker("tensorboard", str(run_dir), purge_step=step + 1)
-    tracker.start()
-    # As text, because TensorBoard's hyperparameters would add a run to its list at every start.
-    text = json.dumps(config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
-    tracker.log({"config": f"    {text}"}, step=step)
-    return tracker
-
-
-def _open_wandb(run_dir: Path, run_id: str, config: Mapping[str, Any]) -> GeneralTracker:
-    from accelerate.tracking import WandBTracker
-
-    tracker = WandBTracker(
-        "llmtrain",
-        id=run_id,
-        name=run_dir.name,
-        dir=str(run_dir),
-        resume="allow",
-        settings={"console": "off"},  # it would record the progress line, frame by frame
-    )
-    tracker.start()
-    tracker.store_init_configuration(dict(config))
-    return tracker
 
 
 def _prefix(kind: str, fields: Mapping[str, object]) -> str:

@@ -3,9 +3,14 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
+from email import message_from_string
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -245,3 +250,57 @@ def test_ux_02_every_pin_is_within_its_bounds_and_every_dependency_has_one():
     for one in map(Requirement, DIRECT):
         version = known[normal(one.name)]
         assert one.specifier.contains(version, prereleases=True), f"{one} is pinned at {version}"
+
+
+def needed(requirements):
+    """Every installed distribution that these requirements bring, as pip follows them."""
+    from packaging.requirements import Requirement
+
+    found, ahead = {}, [(Requirement(one), "") for one in requirements]
+    while ahead:
+        one, extra = ahead.pop()
+        if one.marker is not None and not one.marker.evaluate({"extra": extra}):
+            continue
+        there = metadata.distribution(one.name)
+        for asked in {"", *one.extras}:
+            if (normal(one.name), asked) not in found:
+                found[normal(one.name), asked] = there
+                ahead += [(Requirement(text), asked) for text in there.requires or ()]
+    return {name: there for (name, _), there in found.items()}
+
+
+def test_ux_01_the_base_installation_needs_no_compiler():
+    there = needed(DIRECT)
+    assert {"torch", "numpy", "jinja2", "markupsafe", "hf-xet"} < there.keys()
+    compiled_here = []
+    for name, one in there.items():
+        record = message_from_string(one.read_text("WHEEL") or "")
+        tags = record.get_all("Tag") or ["none"]
+        # What a registry gives is for any Linux, macOS or Windows of that age. What a compiler has
+        # made here is for `linux_x86_64`, without an age.
+        if any(re.search(r"-linux_\w+$|^none$", tag) for tag in tags):
+            compiled_here.append((name, tags))
+    assert compiled_here == []
+    # Its makers give no wheel. What pip builds of it has no compiled part.
+    if "deepspeed" in there:
+        assert "Tag: py3-none-any" in (there["deepspeed"].read_text("WHEEL") or "")
+
+
+@pytest.mark.launches
+def test_ux_01_the_package_itself_is_pure_python_and_has_all_its_files(tmp_path):
+    package = (ROOT / "llmtrain").rglob("*")
+    ours = [path for path in package if path.is_file() and "__pycache__" not in path.parts]
+    for path in [*ours, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    code = "from setuptools import build_meta; build_meta.build_wheel('made')"
+    env = {"PATH": "/nonexistent", "CC": "/nonexistent/cc"}  # there is no compiler to be found
+    built = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = (tmp_path / "made").iterdir()
+    assert wheel.name == f"llmtrain-{PROJECT['version']}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {path.relative_to(ROOT).as_posix() for path in ours} - names == set()

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from llmtrain import durable
+from llmtrain.config.schema import TrackerName
 from llmtrain.distributed.plan.memory import MemoryPlan
 from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.profile import Profile
 from llmtrain.metrics.progress import Progress, plain_line
-from llmtrain.metrics.trackers import Name, Trackers, open_trackers
+from llmtrain.metrics.trackers import Trackers, open_trackers
 from llmtrain.model.compile import graphs
 from llmtrain.rundir import contents
 from llmtrain.rundir.goodput import goodput
@@ -69,7 +70,7 @@ class Journal:
         with needed_on_disk(self.run_dir):
             self._originals = Originals(self.run_dir)
 
-    def track(self, names: Sequence[Name], config: Mapping[str, object]) -> None:
+    def track(self, names: Sequence[TrackerName], config: Mapping[str, object]) -> None:
         """Open the trackers with these names (rank 0). config: values by key, shown in them."""
         if names:
             self._trackers = open_trackers(

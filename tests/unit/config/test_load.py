@@ -126,7 +126,7 @@ def test_rules_between_keys_hold_beside_a_mistake_elsewhere(tmp_path):
         ("run.dir=''", "a string or null\n    try:      one that is not blank"),
         ("run.seed=9223372036854775808", "≤ 9223372036854775807"),
         ("model.config.rope_theta=.inf", "a finite number"),
-        ("logging.trackers=[mlflow]", "tensorboard or wandb"),
+        ("logging.trackers=[comet]", "tensorboard, wandb, mlflow or trackio"),
         ("distributed.strategy=fsdp", "zero3 or zero3_offload"),
     ],
 )

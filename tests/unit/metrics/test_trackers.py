@@ -1,13 +1,21 @@
 import errno
 import importlib.util
 import json
+import re
+import tomllib
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from llmtrain.config.schema import TrackerName
 from llmtrain.errors import RunError, UserError
 from llmtrain.metrics import trackers
+from llmtrain.metrics.services import Opened
 from llmtrain.metrics.trackers import check_installed, open_trackers
 
+ROOT = Path(__file__).parents[3]
 IDS = "trackers.json"
 CONFIG = {"run": {"dir": "runs/a", "seed": 1}, "logging": {"trackers": ["tensorboard"]}}
 
@@ -32,9 +40,15 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     tracker = Fake()
-    monkeypatch.setattr(trackers, "_open_wandb", lambda *_: tracker)
-    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
+    opens(monkeypatch, lambda *_: tracker)
     return tracker
+
+
+def opens(monkeypatch, opened):
+    """Open a fake tracker: what opened(name, case) returns."""
+    found = lambda name, case, failed: Opened(opened(name, case), "https://example.org/me/a")  # noqa: E731
+    monkeypatch.setattr(trackers, "open_service", found)
+    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
 
 
 @pytest.fixture
@@ -87,11 +101,11 @@ def test_a_tracker_that_cannot_be_opened_is_opened_later(tmp_path, fake, events,
     def refuse(*_):
         raise OSError("no key")
 
-    monkeypatch.setattr(trackers, "_open_wandb", refuse)
+    opens(monkeypatch, refuse)
     run = opened(tmp_path, events)
     for step in range(1, 100):
         run.log("train", step, {"loss": 1.0})
-    monkeypatch.setattr(trackers, "_open_wandb", lambda *_: fake)
+    opens(monkeypatch, lambda *_: fake)
     for step in range(100, 103):
         run.log("train", step, {"loss": 1.0})
     run.close()
@@ -109,29 +123,61 @@ def test_a_tracker_that_fails_at_the_end_does_not_raise(tmp_path, fake, events):
 
 def test_a_resumed_run_keeps_its_ids(tmp_path, events, monkeypatch):
     seen = []
-    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
-    monkeypatch.setattr(
-        trackers, "_open_wandb", lambda _, run_id, __: seen.append(run_id) or Fake()
-    )
+    opens(monkeypatch, lambda _, case: seen.append(case.run_id) or Fake())
     opened(tmp_path, events)
     opened(tmp_path, events)
     assert seen[0] == seen[1] == json.loads((tmp_path / IDS).read_text())["wandb"]
 
 
-def test_ux_03_a_missing_package_is_said_with_the_command_that_cures_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "extras"),
+    [
+        (["wandb"], "trackers"),
+        (["tensorboard", "mlflow"], "trackers"),
+        (["trackio"], "trackio"),
+        (["trackio", "mlflow"], "trackers,trackio"),
+    ],
+)
+def test_ux_03_a_missing_package_is_said_with_the_command_that_cures_it(names, extras, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        check_installed(["wandb"])
-    assert "pip install 'llmtrain[trackers]'" in str(caught.value)
-    assert "wandb" in str(caught.value)
+        check_installed(names)
+    assert f"pip install 'llmtrain[{extras}]'" in str(caught.value)
+    assert ", ".join(names) in str(caught.value)
     check_installed([])
+
+
+def test_every_tracker_is_in_the_extra_that_is_named(monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for name in get_args(TrackerName):
+        with pytest.raises(UserError) as caught:
+            check_installed([name])
+        (extra,) = re.findall(r"llmtrain\[(\w+)\]", str(caught.value))
+        packages = project["optional-dependencies"][extra]
+        assert any(one.startswith((f"{name}>=", f"{name}-skinny>=")) for one in packages)
+
+
+def test_a_directory_of_that_name_is_no_package(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    with pytest.raises(UserError, match="wandb"):
+        check_installed(["wandb"])
+
+
+def test_the_address_is_a_line_at_the_start_without_its_password(tmp_path, events, monkeypatch):
+    lines = []
+    address = "https://me:hunter2@host/#/experiments/1/runs/2"
+    monkeypatch.setattr(trackers, "open_service", lambda *_: Opened(Fake(), address))
+    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
+    monkeypatch.setattr(trackers._log, "info", lambda text, *values: lines.append(text % values))
+    opened(tmp_path, events, names=("mlflow",))
+    assert lines == ["tracker   mlflow: https://***@host/#/experiments/1/runs/2"]
 
 
 def test_secrets_do_not_go_up(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a9b")
     given, fake, events = [], Fake(), []
-    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
-    monkeypatch.setattr(trackers, "_open_wandb", lambda *opened: given.append(opened[2]) or fake)
+    opens(monkeypatch, lambda _, case: given.append(case.config) or fake)
     config = {"model.from": "https://me:hunter2@host/model", "run.dir": "runs/canary-7f3a9b"}
     run = open_trackers(
         ["wandb"],
@@ -206,10 +252,12 @@ def test_wandb_is_resumed_under_its_id(tmp_path, events, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     run = opened(tmp_path, events)
     run.log("train", 1, {"loss": 1.0})
     kept = json.loads((tmp_path / IDS).read_text())["wandb"]
     assert (wandb.run.id, wandb.run.settings.resume) == (kept, "allow")
+    assert wandb.run.project == "mine"
     assert wandb.config["run"]["seed"] == 1
     run.close()
     assert events == []
