@@ -15,6 +15,33 @@ from pathlib import Path
 UNKNOWN_KEY = "unknown key"
 DISK_FAILED = 74
 RESTARTABLE = 75
+
+# Exit code → what it means, and what to do; for the reference pages.
+EXIT_CODES = {
+    0: (
+        "finished, or stopped on request after a complete checkpoint",
+        "to continue a stopped run, give the same command again",
+    ),
+    2: (
+        "bad input: a config, a row of the data, an option, a run directory that is in use, a "
+        "device without enough memory",
+        "change what the message says; all problems are listed at once",
+    ),
+    DISK_FAILED: (
+        "the disk failed permanently: three saves in a row, or the last one",
+        "make room or repair the disk, then give the same command again",
+    ),
+    RESTARTABLE: (
+        "a failure that a restart may cure: a process died, the network was away for 15 minutes, "
+        "a rank did not answer",
+        "give the same command again, or let `llmtrain supervise` do it",
+    ),
+    1: (
+        "anything else: training that diverged, a defect of llmtrain or of a library",
+        "read the traceback; it is in `logs/rank-N.log`, too",
+    ),
+}
+
 _LINES = "\n"  # not escaped in messages of several lines
 
 

@@ -39,6 +39,18 @@ MAX_FILES = 10_000
 MAX_JSON_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 
+# What each file of a checkpoint holds, for the reference pages.
+WORDS = {
+    "model.safetensors": "the weights; large ones in shards, with `model.safetensors.index.json`",
+    "config.json, generation_config.json": "the model's config",
+    "adapter_model.safetensors, adapter_config.json": "instead of them, in a run of adapters",
+    "adapter.json": "the base of the adapters: where it is, and its digest",
+    "tokenizer files": "as `save_pretrained` writes them",
+    "optimizer-00001-of-0000N.safetensors": "the optimizer's state, by parameter",
+    STATE: "step, positions in the data, random states, resolved `auto` values, config, versions",
+    MANIFEST: "size and digests of every file; written last",
+}
+
 _NAME = re.compile(r"step-(\d{8,18})")
 
 

@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, and what the shell completes them with.
 
 TAB starts a process, so completion imports only typer: the keys and their values come from
-`config/keys.json`, a list that `scripts/config_keys.py` writes and a test compares with the schema.
+`config/keys.json`, a list that `scripts/reference.py` writes and a test compares with the schema.
 
     llmtrain train configs/quickstart.yaml data.pack‸   →   data.packing=auto, =concat, =bestfit
 """

@@ -43,7 +43,7 @@ class RunConfig(Section):
     """Where the run lives and what its randomness starts from."""
 
     dir: Text | None = None
-    """Run directory; null = runs/<config file's name>."""
+    """Run directory; null = `runs/` and the name of the config file."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
     """Seed of the weights, the order of the data and dropout."""
 

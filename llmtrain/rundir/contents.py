@@ -29,6 +29,34 @@ TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
 PROFILE, OPERATORS = "profile", "operators.json"
 STAGED = "staged"  # a new tokenizer and manifest, until they replace those of the run
 
+# What each of them holds, for the reference pages. N is the number of a rank.
+WORDS = {
+    CONFIG: "the config that began the run, without secrets",
+    AUTO: "what `auto` became, by number of processes, strategy and type of device",
+    MANIFEST: "sources, revisions and units: what the order of the data is made of",
+    METRICS: "the record of the run, one JSON object a line; it is only appended to",
+    STATUS: "what the run is doing now; replaced as a whole",
+    REPORT: "the report, one file; written at the end of each start and by `llmtrain report`",
+    f"{CHECKPOINTS}/step-00000300/": "a complete checkpoint, which is a model directory",
+    f"{CHECKPOINTS}/step-00000300.partial/": "one that is being written or was interrupted; "
+    "it is never read",
+    f"{CHECKPOINTS}/step-00000300.damaged/": "one that did not match its digests and was set aside",
+    f"{CHECKPOINTS}/step-00000300.superseded/": "one of steps that a resume has undone",
+    f"{TOKENIZER}/": "the tokenizer of the run, as `save_pretrained` writes it",
+    f"{LOGS}/rank-N.log": "the log of a process, with warnings of libraries, tracebacks and stacks",
+    f"{LOGS}/rank-N.failed": "exit code and reason of a process that failed in the last start",
+    CURSORS: "the position in the data at every save",
+    HELDOUT: "the held-out documents as tokens",
+    "skipped-units.jsonl": "units of the data that `data.on_bad_unit: skip` left out",
+    TRACKERS: "the run's ids in its trackers",
+    f"{PROFILE}/": "traces of the steps of `logging.profile_steps`, one for each rank, and the "
+    "operators that took longest",
+    LOCK: "names the process that uses the directory; it changes every 5 s while that one lives",
+    STOP: "make it (`touch`) to stop the run with a checkpoint; it is deleted at the end",
+    SAVE: "make it (`touch`) for a checkpoint now; it is deleted when the save begins",
+    f"{STAGED}/": "a new tokenizer and manifest, until they replace those of the run",
+}
+
 _FOLDER, _FILE = "a directory", "a regular file"
 # For each row: a folder, a pattern of names in it, and what they must be if they exist.
 # `footers` is missing here, since data can be read without it.

@@ -1,4 +1,4 @@
-"""The events of a run in words."""
+"""The events of a run in words, for the report and the reference pages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_WORDS = {
+WORDS = {
     "auto_decided_anew": "Settings that are decided automatically were decided again",
     "begun_again": "The run began again, as there was no checkpoint to resume from",
     "changes_accepted": "Changed keys were accepted",
     "checkpoint_missing": "A checkpoint was missing",
+    "checkpoint_quarantined": "A damaged checkpoint was renamed and an older one used",
+    "checkpoint_superseded": "A checkpoint of steps that are undone was renamed",
     "compiled_again": "Blocks were compiled again after the warm-up",
     "cursors_not_noted": "The position in the data could not be noted",
     "dropped_documents": "Documents were left out",
@@ -28,9 +30,7 @@ _WORDS = {
     "other_versions": "Versions of libraries have changed",
     "profiled": "Steps were profiled",
     "profile_failed": "The profile could not be written",
-    "quarantined": "A damaged checkpoint was renamed and an older one used",
     "replaced_characters": "Bytes that are not UTF-8 were replaced",
-    "restart": "The run was restarted",
     "retention_failed": "Old checkpoints could not be deleted",
     "rng_reseeded": "Random numbers were seeded again for another number of processes",
     "save_failed": "A checkpoint could not be saved",
@@ -46,7 +46,7 @@ _WORDS = {
 def in_words(event: Mapping[str, Any]) -> str:
     """Return a sentence for an `event` line; an unknown event is shown by its name."""
     name = str(event.get("event"))
-    said = _WORDS.get(name, name)
+    said = WORDS.get(name, name)
     detail = event.get("detail")
     if not isinstance(detail, Mapping) or not detail:
         return f"{said}."

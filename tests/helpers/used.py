@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -196,8 +197,13 @@ def logits(made: Any, rows: int = 300) -> torch.Tensor:
 def given(server: Server, folder: Path, words: list[str]) -> str:
     """What a command of llmtrain, given in a folder, prints; it must end with 0."""
     assert words[0] == "llmtrain"
+    return called(server, folder, "command", *words[1:])
+
+
+def called(server: Server, folder: Path, function: str, *words: str) -> str:
+    """What a function of this module, called in a fork of the server, prints."""
     out = folder / "printed.txt"
-    call = ["call", "helpers.used", "command", str(out), *words[1:]]
+    call = ["call", "helpers.used", function, str(out), *words]
     codes = server.run(call, 1, folder, {"PYTHONPATH": str(ROOT)})
     assert codes == [0], f"{words}\n{(folder / 'output.txt').read_text()}"
     return out.read_text()
@@ -207,11 +213,20 @@ def command(output: str, *arguments: str) -> None:
     """Give a command of llmtrain in a process of the rank server; its stdout goes to a file."""
     from llmtrain.cli.main import main
 
+    _into(output, lambda: main(arguments))
+
+
+def program(output: str, file: str) -> None:
+    """Run a file as a program in a process of the rank server; its stdout goes to a file."""
+    _into(output, lambda: runpy.run_path(file, run_name="__main__"))
+
+
+def _into(output: str, work: Callable[[], object]) -> None:
     code = 0
     with Path(output).open("w", encoding="utf-8") as file:
         sys.stdout = file
         try:
-            main(arguments)
+            work()
         except SystemExit as ended:
             code = int(ended.code or 0)
     os._exit(code)

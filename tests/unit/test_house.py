@@ -165,35 +165,6 @@ def names_of_tests() -> list[str]:
     return [n for f in files for n in re.findall(r"^ *def (test_\w+)", f.read_text("utf-8"), re.M)]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
-    ],
-)
-def test_files_that_a_page_names_are_there(page):
-    path = ROOT / page
-    text = path.read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    folders = "configs|accelerate_configs|scripts|tests|benchmarks|llmtrain"
-    files = re.findall(rf"(?<![\w/])(?:{folders})/[\w./-]+\.(?:yaml|py)\b", text)
-    rooms = "|".join(room.name for room in (ROOT / "llmtrain").iterdir() if room.is_dir())
-    modules = re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text)
-    files += [f"llmtrain/{module}" for module in modules]
-    missing = [link for link in links if not (path.parent / link).exists()]
-    missing += [file for file in files if not (ROOT / file).exists()]
-    assert missing == []
-
-
-def test_the_first_page_leads_to_every_other():
-    docs = ROOT / "docs"
-    links = re.findall(r"\]\(([^)#:]+)\)", (docs / "index.md").read_text(encoding="utf-8"))
-    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
-    assert pages - {"index.md"} == set(links)
-
-
 def test_the_changelog_has_its_four_parts():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     version = PROJECT["version"]

@@ -10,7 +10,7 @@ from llmtrain.config.keys import all_keys
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "config_keys.txt"
-SCRIPT = "scripts/config_keys.py"
+SCRIPT = "scripts/reference.py"
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +21,6 @@ def script() -> dict:
 def test_keys_types_and_defaults_are_the_agreed_ones(script):
     command = f"python {SCRIPT} golden > tests/golden/config_keys.txt"
     assert script["golden"]() == GOLDEN.read_text(encoding="utf-8"), f"if this is meant: {command}"
-
-
-def test_the_reference_page_is_the_schema(script):
-    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
-    command = f"python {SCRIPT} reference > docs/reference/config.md"
-    assert script["reference"]() == page, f"if this is meant: {command}"
-
-
-def test_the_list_for_completion_is_the_schema(script):
-    kept = (ROOT / "llmtrain" / "config" / "keys.json").read_text(encoding="utf-8")
-    command = f"python {SCRIPT} completion > llmtrain/config/keys.json"
-    assert script["completion"]() == kept, f"if this is meant: {command}"
 
 
 def test_every_key_is_explained():
