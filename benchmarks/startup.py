@@ -1,4 +1,4 @@
-"""CPU time of the commands that a person waits for: help, version, and a config with mistakes.
+"""CPU time of what a person waits for: help, version, TAB, and a config with mistakes.
 
     python benchmarks/startup.py [--rounds 9] [--json FILE]
 
@@ -19,6 +19,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+# As the shell asks for a completion, by variables of the environment.
+TAB = [
+    "env",
+    "_LLMTRAIN_COMPLETE=complete_bash",
+    "COMP_WORDS=llmtrain train a.yaml data.pack",
+    "COMP_CWORD=3",
+]
 MISTAKES = "training: {lerning_rate: 1}\ndata: {seq_len: long}\n"
 
 
@@ -44,6 +51,7 @@ def main() -> None:
             "python -c pass": [sys.executable, "-c", "pass"],
             "llmtrain --help": [*llmtrain, "--help"],
             "llmtrain --version": [*llmtrain, "--version"],
+            "llmtrain train a.yaml data.pack, TAB": [*TAB, *llmtrain],
             "llmtrain train, config with mistakes": [*llmtrain, "train", str(config)],
         }
         found: dict[str, list[float]] = {name: [] for name in commands}

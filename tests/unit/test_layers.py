@@ -143,9 +143,10 @@ def test_help_loads_no_heavy_package():
 
 
 @pytest.mark.launches
-def test_reports_and_status_load_no_torch():
+def test_reports_runs_and_status_load_no_torch():
     code = (
-        "import sys, llmtrain.report.compare\n"
+        "import sys, llmtrain, llmtrain.cli.watch, llmtrain.report.compare\n"
+        "from llmtrain import Run, open_run\n"
         "from llmtrain.rundir import auto, contents, failures, goodput, lock, record, status\n"
         "assert not {'torch', 'numpy', 'accelerate'} & sys.modules.keys()\n"
     )
