@@ -20,8 +20,8 @@ from llmtrain.training.start.claim import Place
 _log = logging.getLogger(__name__)
 
 
-def announce(run: Run, seconds: float) -> None:
-    """Record the start of the run, and log a summary. seconds: how long the start took."""
+def announce(run: Run) -> None:
+    """Record the start of the run, and log a summary."""
     processes, journal, first = run.processes, run.journal, run.first_step
     resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
@@ -53,8 +53,15 @@ def announce(run: Run, seconds: float) -> None:
         set=dict(run.config.origins),
     )
     journal.status(step=first, checkpoint=resumed_from, strategy=strategy)
-    for line in _summary(run, trainable, seconds):
+    for line in _summary(run, trainable):
         _log.info(line)
+
+
+def ready(run: Run, seconds: float) -> None:
+    """Log the last line of the start block. seconds: how long the start took."""
+    step, steps = f"{run.first_step:,}", f"{run.steps:,}"
+    _log.info("ready     step %s of %s after %.1f s of start-up", step, steps, seconds)
+    run.journal.progress.begin()
 
 
 def _born() -> float:
@@ -122,7 +129,7 @@ def _accumulation(run: Run) -> int:
     return run.feed.rows // run.built.micro_batch_size
 
 
-def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
+def _summary(run: Run, trainable: int) -> list[str]:
     manifest, training = run.data.manifest, run.config.training
     count = run.ranks.world_size
     processes = f"{count} process{'es' if count > 1 else ''}"
@@ -139,7 +146,6 @@ def _summary(run: Run, trainable: int, seconds: float) -> list[str]:
         f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"memory    {_memory(run)}",
-        f"ready     step {run.first_step:,} of {run.steps:,} after {seconds:.1f} s of start-up",
     ]
 
 

@@ -39,7 +39,7 @@ from llmtrain.training.run.run import Run
 from llmtrain.training.saving import open_saves, reserve
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import resuming
-from llmtrain.training.start.announce import announce, report_changes
+from llmtrain.training.start.announce import announce, ready, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
 from llmtrain.training.start.planning import work
@@ -90,11 +90,11 @@ def start_run(config: Config) -> Iterator[Run]:
                 same = not found or resuming.fill_state(config, processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)
             here.watchdog.follow(run.guards.median_seconds)
-            announce(run, time.perf_counter() - started)
+            announce(run)
             report_changes(run, here.place, same_randomness=same)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
             reserve(run)
-            journal.progress.begin()
+            ready(run, time.perf_counter() - started)
             try:
                 yield run
             except DataFailedError as failed:  # all ranks are here

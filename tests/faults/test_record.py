@@ -1,0 +1,70 @@
+"""What a run that was killed twice has recorded: where its time went, and a line for each record."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.faults import KILLED, STEPS, FaultyRun
+
+from llmtrain.report import verdict
+from llmtrain.report.collect import collect
+from llmtrain.report.page import write_report
+from llmtrain.report.svg import shares
+from llmtrain.rundir import record
+
+KINDS = ("train", "eval", "sample", "checkpoint")
+
+
+@pytest.fixture
+def killed_twice(faulty) -> FaultyRun:
+    """A finished run whose first two starts were killed; steps behind its checkpoints are redone."""
+    run = faulty(1)
+    run.config["evaluation"]["prompts"] = ["The planet\nof two lines", 'say "a = b"']
+    assert run.launch("loop.step@step=7=kill") == [KILLED]
+    assert run.launch("loop.step@step=16=kill") == [KILLED]
+    assert run.launch() == [0], run.output()
+    return run
+
+
+def redone_steps(run_dir: Path) -> list[tuple[int, int]]:
+    """By hand: the steps with a line that the next start went back behind."""
+    found, last = [], 0
+    for line in record.record(run_dir):
+        if line["kind"] == "start":
+            if last > line["step"]:
+                found.append((line["step"] + 1, last))
+            last = line["step"]
+        elif line["kind"] == "train":
+            last = line["step"]
+    return found
+
+
+def test_a_run_that_was_killed_twice_accounts_for_each_second_and_logs_a_line_a_record(
+    killed_twice: FaultyRun,
+) -> None:
+    run = killed_twice
+    tables = collect(run.run_dir)
+    owned = {owner: share for owner, share, _ in shares(tables.stretches)}
+    assert sum(owned.values()) == pytest.approx(1.0, abs=0.001)
+    assert min(owned["redone"], owned["starting"], owned["training"]) > 0
+    assert verdict.goodput(tables) == pytest.approx(tables.end["goodput"], abs=0.005)
+    lost = redone_steps(run.run_dir)
+    assert len(lost) == 2
+    named = ", ".join(f"{first}–{last}" if first < last else f"{first}" for first, last in lost)
+    page = write_report(run.run_dir).read_text(encoding="utf-8")
+    assert f"2 restarts; done again: steps {named}" in page
+
+    blocks = re.split(r"^ready .*\n", run.output(), flags=re.MULTILINE)[1:]
+    assert len(blocks) == 3
+    between = [re.split(r"^(?:run|finished) ", one, flags=re.MULTILINE)[0] for one in blocks]
+    records = [shlex.split(line) for block in between for line in block.splitlines()]
+    assert all("=" in part for one in records for part in one[1:]), records
+    logged = Counter(one[0] for one in records if one[0] in KINDS)
+    kinds = Counter(line["kind"] for line in record.record(run.run_dir) if line["kind"] in KINDS)
+    assert logged == kinds
+    assert kinds["sample"] >= 2 * STEPS // 8
+    assert any(r"prompt=The planet\nof two lines" in one for one in records)
