@@ -24,6 +24,7 @@ Line = Mapping[str, Any]
 
 MAX_BUCKETS = 1000
 _NUMBERS = (float, int)
+_MOST = 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,14 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
 
 
 def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
-    """Return (step, value) of the lines whose field `name` is a number."""
+    """Return (step, value) of the lines whose field `name` is a number.
+
+    Numbers so large that a sum of them would overflow are left out, as those that are not finite.
+    """
     return [
         (line["step"], float(value))
         for line in lines
-        if (value := line.get(name)).__class__ in _NUMBERS and value - value == 0  # finite
+        if (value := line.get(name)).__class__ in _NUMBERS and -_MOST < value < _MOST
     ]
 
 

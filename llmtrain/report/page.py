@@ -185,7 +185,7 @@ def _loss(tables: Tables, marks: Mapping[str, Any]) -> list[Figure]:
     each = tokens[-1][1] / tokens[-1][0] if tokens and tokens[-1][0] else None
     return [
         Figure(
-            "loss", "Loss", "nats a token", tuple(series),
+            "loss", "Training and held-out", "nats a token", tuple(series),
             tokens_per_step=each, leave_out=True, **marks,
         )
     ]  # fmt: skip
@@ -237,7 +237,7 @@ def _samples(samples: Sequence[Line]) -> list[tuple[str, Line, list[Line]]]:
     """Return for each prompt its newest sample, and the earlier ones, newest first."""
     by_prompt: dict[str, list[Line]] = {}
     for one in samples:
-        by_prompt.setdefault(str(one.get("prompt")), []).append(one)
+        by_prompt.setdefault(str(one.get("prompt") or ""), []).append(one)
     return [(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()]
 
 
@@ -253,14 +253,16 @@ def _sources(tables: Tables) -> list[tuple[str, object]]:
 
 
 def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
-    """Return (key, value, origin) of each key that somebody or the start has set."""
+    """Return (key, value, origin) of each key that somebody has set or the start has decided."""
     origins = tables.starts[-1].get("set") if tables.starts else None
     said = origins if isinstance(origins, dict) else {}
     chosen = [
         (key, words.compact(tables.settings.get(key, "see the config")), str(origin))
         for key, origin in said.items()
     ]
-    return chosen + [(key, words.compact(value), "auto") for key, value in _flat(tables.auto)]
+    asked = {key.partition(".")[2] for key in said}
+    decided = [(key, value) for key, value in _flat(tables.auto) if key not in asked]
+    return chosen + [(key, words.compact(value), "auto") for key, value in decided]
 
 
 def _flat(decided: Mapping[str, Any]) -> list[tuple[str, object]]:

@@ -23,9 +23,11 @@ from llmtrain.rundir.goodput import OWNERS, Stretch, totals
 
 WIDTH, HEIGHT = 10_000, 3_000
 COLUMNS = 160
+_TALL = 20  # units of a column of the band
 _FAR = 30 * HEIGHT  # a point outside of the figure is not drawn farther away than this
 _TABLE_ROWS = 40
 _SMOOTHED = 20  # points from which a curve is smoothed
+_WORTH_LEAVING_OUT = 1.25  # the axis must become that much shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +126,29 @@ def draw(figure: Figure) -> str:
 
 
 def draw_band(stretches: Sequence[Stretch]) -> str:
-    """Return where the time went as a band over the wall time. Its legend is the page's."""
+    """Return where the time went as a band over the wall time. Its legend is the page's.
+
+    Each column is divided among the owners of its seconds, from the top in the order of OWNERS.
+    """
     if not stretches:
         return ""
     begin, end = stretches[0].begin, stretches[-1].end
     width = (end - begin) / COLUMNS
     if width <= 0:
         return ""
-    owners = [_owner(column) for column in _columns(stretches, begin, width)]
+    parts = [_parts(column) for column in _columns(stretches, begin, width)]
     rects, first = [], 0
     for place in range(1, COLUMNS + 1):
-        if place == COLUMNS or owners[place] != owners[first]:
-            rects.append(
-                f'<rect class="{owners[first]}" x="{first}" width="{place - first}" height="10"/>'
-            )
+        if place == COLUMNS or parts[place] != parts[first]:
+            rects += [
+                f'<rect class="{owner}" x="{first}" y="{top}" width="{place - first}" '
+                f'height="{height}"/>'
+                for owner, top, height in parts[first]
+            ]
             first = place
     return (
-        f'<svg class="band" viewBox="0 0 {COLUMNS} 10" preserveAspectRatio="none" role="img" '
-        f'aria-label="What most of each part of the time was spent on">{"".join(rects)}</svg>'
+        f'<svg class="band" viewBox="0 0 {COLUMNS} {_TALL}" preserveAspectRatio="none" role="img" '
+        f'aria-label="What each part of the time was spent on">{"".join(rects)}</svg>'
     )
 
 
@@ -161,9 +168,19 @@ def _columns(stretches: Sequence[Stretch], begin: float, width: float) -> list[d
     return columns
 
 
-def _owner(column: dict[str, float]) -> str:
-    """Return who has the most seconds of a column."""
-    return max(OWNERS, key=lambda owner: column.get(owner, 0.0)) if column else "other"
+def _parts(column: dict[str, float]) -> list[tuple[str, int, int]]:
+    """Return (owner, top, height) of the parts of a column, in units of which it has _TALL."""
+    whole = sum(column.values())
+    if whole <= 0:
+        return [("other", 0, _TALL)]
+    parts, so_far, top = [], 0.0, 0
+    for owner in OWNERS:
+        so_far += column.get(owner, 0.0)
+        bottom = round(_TALL * so_far / whole)
+        if bottom > top:
+            parts.append((owner, top, bottom - top))
+        top = bottom
+    return parts
 
 
 def shares(stretches: Sequence[Stretch]) -> list[tuple[str, float, float]]:
@@ -219,9 +236,12 @@ def _axes(figure: Figure) -> Axes:
             one.curve.steps, one.curve.high if one.band else one.curve.mean, strict=True
         )
     ]
-    hidden = figure.leave_out and all(one.curve.steps[-1] > start for one in figure.series)
-    high = max(value for step, value in every if step > start or not hidden)
     low = min([*lows, *([0.0] if figure.from_zero else [])])
+    high = max(value for _, value in every)
+    if figure.leave_out and all(one.curve.steps[-1] > start for one in figure.series):
+        later = max(value for step, value in every if step > start)
+        if high - low > _WORTH_LEAVING_OUT * (later - low):
+            high = later
     for _, value in figure.limits:
         if value <= 4 * high:
             high = max(high, value)

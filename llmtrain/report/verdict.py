@@ -169,7 +169,9 @@ def _steps(tables: Tables) -> Check:
     state = tables.status.get("state")
     mark = {"finished": GOOD, "failed": BAD}.get(str(state), LOOK)
     of = f" of {count(tables.steps)}" if tables.steps else ""
-    return Check(mark, "steps", f"{count(last_step(tables))}{of}, {state or 'state unknown'}")
+    return Check(
+        mark, "steps", f"{count(last_step(tables))}{of}, {clip(state or 'state unknown', 80)}"
+    )
 
 
 def _heldout(tables: Tables) -> Check:

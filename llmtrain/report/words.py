@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from datetime import UTC, datetime
 from typing import TypeGuard
+
+_TURNING = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
 
 
 def number(value: object) -> str:
@@ -14,7 +17,7 @@ def number(value: object) -> str:
         return "–"
     if abs(value) >= 1e6 or 0 < abs(value) < 1e-3:
         return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def fixed(value: object, digits: int = 3) -> str:
@@ -97,8 +100,12 @@ def compact(value: object) -> str:
 
 
 def clip(text: object, characters: int = 4000) -> str:
-    """Return at most so many characters of a text; an ellipsis shows that there were more."""
-    whole = str(text)
+    """Return at most that many characters of a text; an ellipsis shows that there were more.
+
+    Signs that turn the direction of writing are replaced, since they would turn the words after
+    the text, too. Arabic or Hebrew needs none of them.
+    """
+    whole = _TURNING.sub("\ufffd", str(text))
     return whole if len(whole) <= characters else whole[:characters] + " …"
 
 

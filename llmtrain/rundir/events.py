@@ -45,7 +45,7 @@ WORDS = {
 
 def in_words(event: Mapping[str, Any]) -> str:
     """Return a sentence for an `event` line; an unknown event is shown by its name."""
-    name = str(event.get("event"))
+    name = str(event.get("event") or "an event without a name")
     said = WORDS.get(name, name)
     detail = event.get("detail")
     if not isinstance(detail, Mapping) or not detail:

@@ -27,6 +27,8 @@ from llmtrain.rundir.contents import METRICS
 
 _log = logging.getLogger(__name__)
 
+_NAMED_LINES = 5  # that are left out; further ones are only counted
+
 
 class Lines:
     """Appends lines to the `metrics.jsonl` of an existing run directory.
@@ -115,14 +117,18 @@ def _values(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object of each whole line, None for a line that is not one."""
     if not path.exists():
         return
+    bad = 0
     # Line by line: a long record is not held as a whole beside its values.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
-                return
-            if (value := parse(line)) is None:
+                break
+            value = parse(line)
+            if value is None and (bad := bad + 1) <= _NAMED_LINES:
                 _log.warning("left out line %d of %s, which is no JSON object", number, path)
             yield value
+    if bad > _NAMED_LINES:
+        _log.warning("left out %d lines of %s that are no JSON objects", bad, path)
 
 
 def parse(line: str | bytes) -> dict[str, Any] | None:
@@ -148,7 +154,7 @@ def record_and_unread(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
             found.append(line)
             continue
         unread += 1
-        if line is not None:
+        if line is not None and unread <= _NAMED_LINES:
             _log.warning("left out a line of %s without kind, time and step: %.80s", path, line)
     return found, unread
 
@@ -170,8 +176,12 @@ def _encode(fields: Mapping[str, object]) -> str:
 
 def is_of_record(line: Mapping[str, object]) -> bool:
     """Whether a line has what every line of the record has: a kind, a time and a step."""
-    time_stamp = isinstance(line.get("time"), int | float)
-    return isinstance(line.get("kind"), str) and time_stamp and type(line.get("step")) is int
+    moment, step = line.get("time"), line.get("step")
+    if not isinstance(moment, int | float) or type(step) is not int:
+        return False
+    # No run has others, and a float holds these: nobody who computes with them needs a check.
+    plausible = -1e15 < moment < 1e15 and -(2**63) <= step < 2**63
+    return plausible and isinstance(line.get("kind"), str)
 
 
 def _open(path: Path) -> int:

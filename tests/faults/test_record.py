@@ -1,4 +1,4 @@
-"""What a run that was killed twice has recorded: where its time went, and a line for each record."""
+"""What a run that was killed twice has recorded: where its time went, a line for each record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("train", "eval", "sample", "checkpoint")
 
 @pytest.fixture
 def killed_twice(faulty) -> FaultyRun:
-    """A finished run whose first two starts were killed; steps behind its checkpoints are redone."""
+    """A finished run whose first two starts were killed some steps after a checkpoint."""
     run = faulty(1)
     run.config["evaluation"]["prompts"] = ["The planet\nof two lines", 'say "a = b"']
     assert run.launch("loop.step@step=7=kill") == [KILLED]

@@ -101,6 +101,16 @@ def test_keys_are_shown_with_who_set_them(tmp_path):
     assert re.search(r"training.steps</td>\s*<td class=\"text\">7</td><td>command line", table)
 
 
+def test_a_key_that_somebody_set_is_not_shown_as_decided_too(tmp_path):
+    start = runs.start_line(0) | {"set": {"training.precision": "file"}}
+    run = runs.write_run(tmp_path, [start], config="training:\n  precision: fp32\n")
+    (run / "auto.json").write_text('{"run": {"precision": "fp32", "lanes": 24}}')
+    page = write_report(run).read_text(encoding="utf-8")
+    table = page[page.index('<section id="config">') : page.index("all keys, with")]
+    rows = re.findall(r"<tr><td>(.*?)</td><td class=\"text\">(.*?)</td><td>(.*?)</td>", table)
+    assert rows == [("training.precision", "fp32", "file"), ("lanes", "24", "auto")]
+
+
 def test_the_notebooks_part_has_the_verdict_and_the_figure_and_no_script(tmp_path):
     part = inline(collect(runs.write_run(tmp_path, HOSTILE_LINES)))
     assert "Held-out loss" in part

@@ -95,17 +95,26 @@ def test_a_smooth_curve_is_the_mean_of_its_neighbours_between_their_extremes():
     assert smooth(short) == short
 
 
-def test_the_band_shows_who_had_most_of_each_part_and_the_shares_add_up_to_one():
+def test_the_band_divides_each_part_among_its_owners_and_the_shares_add_up_to_one():
     stretches = [
         Stretch(0, 60, {"starting": 60.0}),
         Stretch(60, 160, {"training": 90.0, "waiting": 10.0}),
     ]
     band = draw_band(stretches)
-    assert re.findall(r'rect class="(\w+)" x="(\d+)" width="(\d+)"', band) == [
-        ("starting", "0", "60"),
-        ("training", "60", "100"),
+    parts = r'rect class="(\w+)" x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"'
+    assert re.findall(parts, band) == [
+        ("starting", "0", "0", "60", "20"),
+        ("training", "60", "0", "100", "18"),
+        ("waiting", "60", "18", "100", "2"),
     ]
     found = shares(stretches)
     assert sum(share for _, share, _ in found) == pytest.approx(1)
     assert [owner for owner, *_ in found] == ["training", "waiting", "starting"]
     assert draw_band([]) == ""
+
+
+@pytest.mark.parametrize(("first", "hidden"), [(3.1, False), (9.0, True)])
+def test_first_steps_are_left_out_only_where_the_rest_is_seen_better(first, hidden):
+    curve = thin([(1, first), (50, 3.0), (100, 2.0)])
+    drawn = draw(Figure("loss", "Loss", "", (Series("training", curve),), leave_out=True))
+    assert ("lie above the figure" in drawn) == hidden
