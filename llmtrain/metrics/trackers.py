@@ -27,10 +27,6 @@ RETRY_EVERY = 100
 
 Report = Callable[[str, Mapping[str, object]], None]
 
-# The extra that has a tracker's package, unless it is `trackers`. trackio 0.43 takes no pillow
-# above 12, and the pinned one is 13.
-_OTHER_EXTRAS: Mapping[TrackerName, str] = {"trackio": "trackio"}
-
 _log = logging.getLogger(__name__)
 
 
@@ -106,8 +102,7 @@ def check_installed(names: Iterable[TrackerName]) -> None:
     """Raise UserError if a tracker's package is missing. It imports nothing, so it is fast."""
     missing = [name for name in names if not _is_installed(name)]
     if missing:
-        extras = ",".join(sorted({_OTHER_EXTRAS.get(name, "trackers") for name in missing}))
-        expected, remedy = "an installed package of that name", f"pip install 'llmtrain[{extras}]'"
+        expected, remedy = "an installed package of that name", "pip install 'llmtrain[trackers]'"
         raise UserError(Problem("logging.trackers", ", ".join(missing), expected, remedy))
 
 

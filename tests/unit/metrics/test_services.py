@@ -1,6 +1,5 @@
 """MLflow and trackio with real stores in `tmp_path`, and without a network."""
 
-import importlib.util
 import logging
 import os
 import socket
@@ -14,7 +13,6 @@ from llmtrain.metrics.trackers import open_trackers
 
 IDS = "trackers.json"
 CONFIG = {"run.dir": "runs/a", "optimizer.learning_rate": 0.1, "evaluation.prompts": ["The sea"]}
-MISSING = "trackio is not installed: pip install 'llmtrain[trackio]'"
 
 
 class MLflow:
@@ -88,10 +86,8 @@ class Trackio:
 @pytest.fixture(scope="session")
 def trackio_store(tmp_path_factory):
     """The directory that trackio has for this process, since it reads the variable once."""
-    if importlib.util.find_spec("trackio") is None:
-        pytest.skip(MISSING)
     with services._variable("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio"))):
-        import trackio
+        trackio = pytest.importorskip("trackio", reason="trackio is not installed")
     return trackio.utils.TRACKIO_DIR
 
 
