@@ -186,7 +186,7 @@ _CONVERTED = {
         "dora, rslora, lora or qlora",
     ),
     "use_wandb": ("logging.trackers", "[wandb]"),
-    "wandb_project": ("logging.trackers", "[wandb]; the project is llmtrain"),
+    "wandb_project": ("logging.trackers", "[wandb]; WANDB_PROJECT chooses the project"),
 }
 
 
