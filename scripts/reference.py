@@ -55,6 +55,11 @@ def config() -> Iterator[str]:
         "A config is a YAML file. `section.key=value` on the command line takes precedence. `*` is",
         "the number of an item of a list, counted from 0. `llmtrain config show` prints the values",
         "of a config and who set them.",
+        "",
+        "Editors check and complete a config by the JSON schema of `llmtrain config schema`. With",
+        "a YAML language server, save it as `schema.json` beside the config, whose first line is",
+        "`# yaml-language-server: $schema=schema.json`. In a shell, TAB completes keys and their",
+        "values after `llmtrain --install-completion`.",
     )
     for title, expert in (("Basic", False), ("Expert", True)):
         yield from ("", f"## {title}")

@@ -182,6 +182,18 @@ def test_a_report_of_no_run_is_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_several_runs_are_compared_only_where_a_file_is_named(tmp_path, capsys):
+    names = [str(tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *names])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "  --out\n" in said.err
+    assert "try:      --out comparison.html" in said.err
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, monkeypatch, capsys):
     from llmtrain.tools.launch import launch as tools
 
