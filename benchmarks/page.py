@@ -2,9 +2,9 @@
 
     python benchmarks/page.py [--results benchmarks/results] [--out docs/reference/speed.md]
 
-It reads loop.json, head.json, defaults.json, gpu.json and scaling.json, a row a line. A benchmark
-without results is named with its command. A rehearsal on a CPU is no result of a GPU and is left
-out.
+It reads loop.json, head.json, defaults.json, gpu.json, scaling.json and report.json, a row a line.
+A benchmark without results is named with its command. A rehearsal on a CPU is no result of a GPU
+and is left out.
 """
 
 from __future__ import annotations
@@ -82,8 +82,25 @@ python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
 Slopes of the logarithms: 1 is a cost in proportion, 0 one that does not grow.
 """
+_REPORT = """
+## Reports
+
+```bash
+python benchmarks/report.py --quickstart runs/quickstart --json benchmarks/results/report.json
+```
+
+The record is made up, its lines are as long as real ones. CPU time is that of a process of its own,
+imports included, the least of three. Drawn means: the load event of Chromium. `watch` shows the
+same record in a terminal while a line a second is appended.
+"""
 _TABLE = "| what | figure | unit | goal | | load |\n|---|---|---|---|---|---|\n"
-_PARTS = (("head", _HEAD_AND_LOSS), ("defaults", _DEFAULTS), ("gpu", _GPU), ("scaling", _SCALING))
+_PARTS = (
+    ("head", _HEAD_AND_LOSS),
+    ("defaults", _DEFAULTS),
+    ("gpu", _GPU),
+    ("scaling", _SCALING),
+    ("report", _REPORT),
+)
 
 
 def page(results: Path) -> str:

@@ -22,49 +22,33 @@ import time
 from pathlib import Path
 
 import psutil
+from _rows import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = 100_000
-GOALS = {
-    "report_cpu_seconds": 3.0,
-    "report_megabytes": 0.35,
-    "drawn_seconds": 0.5,
-    "quickstart_kilobytes": 80.0,
-    "help_cpu_seconds": 0.15,
-    "watch_cpu_milliseconds_per_second": 20.0,
-}
 WATCHED_SECONDS = 10
 
 
 def main() -> None:
-    """Measure everything, print a line each, and write JSON lines."""
+    """Measure everything, and write a row a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--quickstart", type=Path, help="run directory of a finished quickstart")
     options = parser.parse_args()
+    table = Table("report", options.json)
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
+        run_dir, out = Path(folder) / "run", Path(folder) / "report.html"
         size = write_record(run_dir)
-        out = Path(folder) / "report.html"
-        found: dict[str, float | None] = {
-            "report_cpu_seconds": cpu_seconds("report", str(run_dir), "--out", str(out)),
-            "report_megabytes": out.stat().st_size / 1e6,
-            "drawn_seconds": drawn_seconds(out),
-            "quickstart_kilobytes": kilobytes(options.quickstart, Path(folder) / "quickstart.html"),
-            "help_cpu_seconds": cpu_seconds("--help"),
-            "watch_cpu_milliseconds_per_second": watch_milliseconds(run_dir),
-        }
-    rows = [
-        {"bench": "report", "what": name, "figure": value, "at_most": GOALS[name],
-         "met": None if value is None else value <= GOALS[name]}
-        for name, value in found.items()
-    ]  # fmt: skip
-    rows.append({"bench": "report", "what": "record", "lines": LINES, "megabytes": size / 1e6,
-                 "cores": os.cpu_count(), "python": sys.version.split()[0]})  # fmt: skip
-    for row in rows:
-        print(json.dumps(row))
-    if options.json:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        what = f"the report of {LINES:,} lines ({size / 1e6:.0f} MB)"
+        spent = cpu_seconds("report", str(run_dir), "--out", str(out))
+        table.say(f"{what}: CPU time", spent, "s", "≤ 3.0")
+        table.say(f"{what}: the page", out.stat().st_size / 1e6, "MB", "≤ 0.35")
+        table.say(f"{what}: drawn after", drawn_seconds(out), "s", "≤ 0.5")
+        quickstart = kilobytes(options.quickstart, Path(folder) / "quickstart.html")
+        table.say("the report of the quickstart", quickstart, "kB", "≤ 80")
+        table.say("llmtrain --help: CPU time", cpu_seconds("--help"), "s", "≤ 0.15")
+        watched = watch_milliseconds(run_dir)
+        table.say("llmtrain watch: CPU time in a second", watched, "ms", "≤ 20")
 
 
 def write_record(run_dir: Path) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmtrain.config import secrets
-from llmtrain.errors import PeerError, RunError, UserError, explained, harmless
+from llmtrain.errors import PeerError, RunError, UserError, explained, first_line, harmless
 from llmtrain.tools.launch.last_words import leave
 
 _RANK_0_SPEAKS_SECONDS = 2.0
@@ -106,24 +106,38 @@ def describe(error: BaseException, log: Path | None = None) -> tuple[int, str]:
 
     log: the log file of this process, if it has one
 
-    The traceback of a defect is printed at once. Nothing that is printed contains a secret. A
-    mistake of the user is the same on every rank, or sent to all ranks as a `RunError` with the
-    same code, so only rank 0 reports it.
+    The traceback of a defect is printed at once; the message says where it was raised. Nothing that
+    is printed contains a secret. A mistake of the user is the same on every rank, or sent to all
+    ranks as a `RunError` with the same code, so only rank 0 reports it.
     """
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
     error = explained(error)
     if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
         return error.exit_code, "" if who else hide(f"error: {error}")
+    more = f"\n    log:      {log}" if log is not None and log.is_file() else ""
     if isinstance(error, RunError):
-        return error.exit_code, hide(f"{who}error: {error}")
+        return error.exit_code, hide(f"{who}error: {error}{more}")
     lines = harmless("".join(traceback.format_exception(error)), keep="\n\t")
     print(hide(lines), end="", file=sys.stderr)
-    where = f"; more in {log}" if log is not None and log.is_file() else ""
-    return 1, (
-        f"{who}error: {type(error).__name__}: a defect of llmtrain or of a library\n"
-        f"    next:     the traceback above says where{where}"
+    return 1, hide(
+        f"{who}error: {type(error).__name__}: {first_line(error)}\n"
+        f"    where:    {_where(error)}\n"
+        "    next:     this is a defect of llmtrain or of a library; the traceback is above and in "
+        f"the log{more}"
     )
+
+
+def _where(error: BaseException) -> str:
+    """Return the rank, what was noted on the error, and the innermost line of llmtrain's code."""
+    package = Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
+    lines = [
+        f"{Path(frame.filename).relative_to(package.parent)}, line {frame.lineno}"
+        for frame in ours[-1:]
+    ]
+    return ", ".join([f"rank {_rank()}", *error.__dict__.get("__notes__", ()), *lines])
 
 
 def _rank() -> int:

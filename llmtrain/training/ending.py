@@ -181,6 +181,7 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         lost = lost_peer(error)
         shown = peer_lost(error) if lost else explained(error)
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
+        error.add_note(f"after step {journal.step}")
         _log.error("the run failed", exc_info=True)
         if lost and journal.rank == 0 and (told := failures.outranking(journal.run_dir)):
             shown = PeerError(str(told), told.code, told.rank)  # why that peer was lost

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers import launcher, tiny
 from helpers.faults import KILLED, STEPS, FaultyRun
 
 from llmtrain.report import verdict
@@ -68,3 +70,19 @@ def test_a_run_that_was_killed_twice_accounts_for_each_second_and_logs_a_line_a_
     assert logged == kinds
     assert kinds["sample"] >= 2 * STEPS // 8
     assert any(r"prompt=The planet\nof two lines" in one for one in records)
+
+
+def test_ux_06_the_last_lines_are_ours_what_where_what_to_do_and_the_log(faulty) -> None:
+    """A defect on rank 1 under llmtrain's own launcher, whose torch prints tracebacks, too."""
+    run = faulty(2)
+    path = tiny.write_config(run.folder, run.config)
+    command = [sys.executable, "-m", "llmtrain", "train", str(path), "--processes", "2"]
+    ended = launcher.run(command, run.folder, LLMTRAIN_FAULTS="loop.step@step=7=raise")
+    assert ended.returncode == 1
+    what, where, todo, log = ended.stderr.splitlines()[-4:]
+    assert what.startswith("error: InjectedError: ")
+    assert re.match(r"    where:    rank 0, after step [56], llmtrain/faults.py, line \d+$", where)
+    assert todo.startswith("    next:     this is a defect")
+    assert log == f"    log:      {run.run_dir / 'logs' / 'rank-0.log'}"
+    assert "ChildFailedError" not in ended.stderr
+    assert "ChildFailedError" in (run.run_dir / "logs" / "launcher.log").read_text()

@@ -97,7 +97,7 @@ def test_a_defect_is_a_traceback_and_code_1(tmp_path, ends, capsys):
     assert ends(tmp_path, raising(ValueError("oops"))) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err
-    assert "ValueError: oops" in err
+    assert "\nerror: ValueError: oops\n    where:    rank 0" in err
     assert err.splitlines()[-1].lstrip().startswith("next:")
 
 
@@ -117,10 +117,33 @@ def test_a_device_without_memory_is_a_message_and_code_2(tmp_path, ends, capsys)
     assert "Traceback" not in err
 
 
-def test_ux_06_a_defect_names_the_log_file_if_there_is_one(tmp_path):
+def test_ux_06_a_defect_says_what_and_where_and_names_the_log_file_if_there_is_one(
+    tmp_path, capsys
+):
     log = tmp_path / "rank-0.log"
     log.write_text("")
-    assert str(log) in describe(ValueError(), log)[1]
+    try:
+        page.write(None, tmp_path)  # raises inside of llmtrain
+    except AttributeError as error:
+        error.add_note("after step 7")
+        code, said = describe(error, log)
+    assert code == 1
+    what, where, todo, more = said.splitlines()
+    assert what == "error: AttributeError: 'NoneType' object has no attribute 'encode'"
+    assert where.startswith("    where:    rank 0, after step 7, llmtrain/report/page.py, line ")
+    assert todo.startswith("    next:     this is a defect")
+    assert more == f"    log:      {log}"
+    assert "Traceback" in capsys.readouterr().err
+    assert "log:" not in describe(ValueError(), tmp_path / "none")[1]
+
+
+def test_ux_06_a_failure_of_the_machine_names_the_log_file_too(tmp_path):
+    log = tmp_path / "rank-0.log"
+    log.write_text("")
+    assert describe(RunError("disk full", 74, "make room"), log) == (
+        74,
+        f"error: disk full\n    next:     make room\n    log:      {log}",
+    )
 
 
 def test_other_ranks_say_only_what_rank_0_may_not_know(monkeypatch):
