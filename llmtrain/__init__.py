@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import Config
     from llmtrain.errors import RunError, UserError
     from llmtrain.report.run import Run, open_run
+    from llmtrain.rundir.status import Result
     from llmtrain.tools.data.stream import open_stream
     from llmtrain.tools.plan import plan
     from llmtrain.tools.use.evaluate import evaluate
     from llmtrain.tools.use.export.export import export
     from llmtrain.tools.use.generate import generate
-    from llmtrain.training.ending import Result
 
 __all__ = [
     "Config",
@@ -40,7 +40,7 @@ __all__ = [
 
 _HOMES = {
     "Config": "llmtrain.config.schema",
-    "Result": "llmtrain.training.ending",
+    "Result": "llmtrain.rundir.status",
     "Run": "llmtrain.report.run",
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
@@ -89,7 +89,8 @@ def train(config: Config, processes: int | None = None) -> Result:
     check_installed(config.logging.trackers)
     _set_variables_of_torch(os.environ)
     with signals.catching():  # before torch is imported, which takes seconds
-        from llmtrain.training.ending import Result, StoppedEarlyError
+        from llmtrain.rundir.status import Result
+        from llmtrain.training.ending import StoppedEarlyError
         from llmtrain.training.loop import train as run
 
         try:

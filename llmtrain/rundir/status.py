@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,17 @@ _EMPTY: dict[str, object] = {
 }
 _TEXT = ("run_id", "state", "reason", "checkpoint", "strategy", "updated")
 _CARRIED: tuple[str, ...] = ("run_id", "step", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a start of a run ended."""
+
+    run_dir: Path
+    state: str
+    exit_code: int
+    reason: str | None
+    step: int
 
 
 def start_status(

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.agreement import refuse
@@ -18,6 +17,7 @@ from llmtrain.data.batches import UNTRAINED_BLOCKS
 from llmtrain.distributed.ranks import lost_peer, peer_lost
 from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of, explained
 from llmtrain.rundir import failures
+from llmtrain.rundir.status import Result
 from llmtrain.training import saving
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.journal import Journal
@@ -29,17 +29,6 @@ from llmtrain.training.stop.signals import Signals
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a start of a run ended."""
-
-    run_dir: Path
-    state: str
-    exit_code: int
-    reason: str | None
-    step: int
 
 
 class StoppedEarlyError(Exception):

@@ -6,7 +6,8 @@ Order at a boundary: receive numbers, log what has arrived, evaluate, save, stop
 from __future__ import annotations
 
 from llmtrain.config.schema import Config
-from llmtrain.training.ending import Result, finish
+from llmtrain.rundir.status import Result
+from llmtrain.training.ending import finish
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.sample import sample
 from llmtrain.training.saving import save

@@ -146,7 +146,8 @@ def test_help_loads_no_heavy_package():
 def test_reports_runs_and_status_load_no_torch():
     code = (
         "import sys, llmtrain, llmtrain.cli.watch, llmtrain.report.compare\n"
-        "from llmtrain import Run, open_run\n"
+        "from llmtrain import Result, Run, open_run\n"
+        "import llmtrain.tools.launch.library\n"
         "from llmtrain.rundir import auto, contents, failures, goodput, lock, record, status\n"
         "assert not {'torch', 'numpy', 'accelerate'} & sys.modules.keys()\n"
     )

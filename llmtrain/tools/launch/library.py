@@ -12,7 +12,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.config.binding import dump
 from llmtrain.config.schema import Config
@@ -24,11 +24,8 @@ from llmtrain.errors import (
     UserError,
     raise_any,
 )
-from llmtrain.rundir.status import read_status
+from llmtrain.rundir.status import Result, read_status
 from llmtrain.tools.launch.launch import Ended, identity, launch
-
-if TYPE_CHECKING:
-    from llmtrain.training.ending import Result
 
 _log = logging.getLogger(__name__)
 _SHOWN = "the config"  # in messages, in place of the temporary file
@@ -87,8 +84,6 @@ def _error(exit_code: int, message: str) -> UserError | RunError:
 
 def _result(run_dir: Path, ended: Ended, *, began: bool) -> Result:
     """Return how a run without an error ended. began: whether this start has written its status."""
-    from llmtrain.training.ending import Result
-
     status = read_status(run_dir)
     state, reason = status.get("state"), status.get("reason")
     if not began:  # it was asked to stop before there was a rank
