@@ -97,7 +97,7 @@ def give(server: Server, folder: Path, fence: Fence) -> str:
         return used.called(server, folder, "program", str(folder / "program.py"))
     printed = ""
     for line in pages.command_lines(fence.text):
-        trains = re.search(r"(llmtrain|scripts/)train\b", line.replace(" ", ""))
+        trains = re.search(r"llmtrain train |scripts/train\.py ", line)
         added = fence.options.get("add", "") if trains else ""
         printed += command(server, folder, f"{line} {added}")
     return printed

@@ -16,6 +16,7 @@ def table(name):
     return rest.partition("\n\n<!-- end -->")[0].splitlines()
 
 
+@pytest.mark.wide  # seconds of arithmetic
 @pytest.mark.parametrize("name", ["1 B", "70 B"])
 def test_the_choices_of_the_page_are_those_of_the_plan(name):
     expected = list(BENCHMARK["choices"](list(BENCHMARK["plans"]([name]))))
