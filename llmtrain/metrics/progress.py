@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_DRAWS = 0.25
 _BAR = (5, 30)  # columns
+_LINES = 6  # of a note, such as the first conversation of a run
 _WAITS = 0.05  # the share from which waiting for data is shown
 # All control characters except the newline, and those that change the direction of writing: a
 # sample or a path must not move the cursor of a terminal.
@@ -132,13 +133,16 @@ class Progress:
             self._print(f"{_step(self._held_step)}saved")
 
     def note(self, text: str, plain: str | None = None) -> None:
-        """Print lines of text, above the moving line.
+        """Print lines of text, above the moving line; of a long text the first ones.
 
         plain: the same as `plain_line` returns it, for a log of records; None = `note text=…`
         """
         self._flush()
+        lines = text.split("\n")
         if self._records_only:
             text = plain or plain_line("note", {"text": text})
+        elif len(lines) > _LINES:
+            text = "\n".join([*lines[: _LINES - 1], "… (the rest is in logs/rank-0.log)"])
         self._print(text)
 
     def close(self) -> None:

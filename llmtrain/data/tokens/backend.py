@@ -40,11 +40,8 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
     if difference:
         _log.warning("tokenizing with tokenizers, because %s", difference)
         return reference
-    _log.info(
-        "tokenizing with tiktoken: ids equal those of tokenizers on %d documents and %d awkward "
-        "texts",
-        *(len(documents), len(reference.awkward)),
-    )
+    said = "tokenizing with tiktoken: ids equal those of tokenizers on %d documents"
+    _log.info(said, len(documents))
     return candidate
 
 

@@ -136,9 +136,10 @@ def _summary(run: Run, trainable: int) -> list[str]:
     rows = f"{processes} × {run.built.micro_batch_size} × {_accumulation(run)}"
     devices = torch.cuda.device_count() if run.device.type == "cuda" else 0
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
-    strategy = run.processes.launched.strategy
+    strategy, why = run.processes.launched.strategy, run.processes.planned.reason
+    for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
+        why = why.removeprefix(elsewhere)
     place = f"{strategy} on {count} × {run.device.type}, {run.processes.precision}"
-    why = run.processes.planned.reason.removeprefix(f"{strategy}, ").replace(", is the ", ", the ")
     return [
         *_unused(devices, run.ranks.world_size),
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",

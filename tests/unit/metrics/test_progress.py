@@ -229,6 +229,15 @@ def test_after_the_end_the_moving_line_is_gone(terminal):
     ]
 
 
+def test_of_a_long_note_the_first_lines_are_shown():
+    out = io.StringIO()
+    progress = progress_of(300, out)
+    progress.note("\n".join("abcdef"))
+    progress.note("\n".join("abcdefg"))
+    rest = "… (the rest is in logs/rank-0.log)"
+    assert out.getvalue().splitlines() == [*"abcdef", *"abcde", rest]
+
+
 def test_between_the_blocks_a_log_has_nothing_but_words_and_values():
     import shlex
 
