@@ -28,6 +28,15 @@ OVERLAPS = """
     a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom).map(() => kind));
 }))
 """
+UNHINTED = """
+() => [...document.querySelectorAll("*")].filter((one) => one.scrollWidth > one.clientWidth + 1
+  && getComputedStyle(one).overflowX === "auto"
+  && !getComputedStyle(one).backgroundImage.includes("gradient")).map((one) => one.outerHTML)
+"""
+SCROLLING = """
+() => [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth)
+  .length
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +88,9 @@ def test_a_page_is_silent_fits_and_its_labels_do_not_overlap(pages, chromium, na
     assert said == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(UNHINTED) == []
+    if (name, width) == ("compared", 390):
+        assert page.evaluate(SCROLLING) >= 1
     if folder := os.environ.get("LLMTRAIN_TEST_SHOTS"):
         page.screenshot(path=Path(folder) / f"{name}-{width}-{scheme}.png", full_page=True)
     page.close()
