@@ -9,23 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import used
+from helpers import pages, used
 from helpers.ranks import ROOT, Server
 from helpers.tiny import lines, status
-from markdown_it import MarkdownIt
 
 FOLDERS = ("configs", "accelerate_configs", "scripts")
 
 
 def commands() -> list[str]:
     """The lines of all bash fences."""
-    tokens = MarkdownIt().parse((ROOT / "README.md").read_text("utf-8"))
-    fences = [
-        token.content
-        for token in tokens
-        if token.type == "fence" and token.info.partition(" ")[0] == "bash"
-    ]
-    return [line for fence in fences for line in fence.splitlines() if line.strip()]
+    fences = (fence for fence in pages.fences("README.md") if fence.language == "bash")
+    return [line for fence in fences for line in pages.command_lines(fence.text)]
 
 
 def command(word: str) -> str:
@@ -103,22 +97,3 @@ def test_own_text_trains_with_the_command_that_names_it(server: Server, checkout
     line = f"{command('my.parquet')} {shorter} training.micro_batch_size=1 data.seq_len=32"
     used.given(server, checkout, shlex.split(line + " optimizer.warmup_steps=1"))
     assert status(checkout / "runs" / "wikipedia_small")["step"] == 2
-
-
-def test_every_other_command_parses_and_names_files_that_exist() -> None:
-    for line in commands():
-        words = shlex.split(line)
-        assert words[0] in ("make", "llmtrain", "accelerate", "source"), line
-        for word in words:
-            if word.startswith(FOLDERS):
-                assert (ROOT / word).is_file(), word
-        if words[0] == "make":
-            target = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True)
-            assert target.returncode == 0, line
-
-
-def test_the_124m_config_of_the_gpu_command_loads() -> None:
-    import llmtrain
-
-    words = shlex.split(command("accelerate_configs/ddp.yaml"))
-    llmtrain.load_config(ROOT / words[-1])
