@@ -340,7 +340,8 @@ def _legend(figure: Figure) -> str:
     parts = []
     for one in figure.series:
         look = f"c{one.colour % 4}" + (" dashed" if one.colour >= 4 else "")
-        last = number(one.curve.mean[-1])
+        value = one.curve.mean[-1]
+        last = short(value) if abs(value) >= 1e4 else number(value)  # as `hover.js` writes it
         parts.append(
             f'<span class="entry"><svg class="swatch" viewBox="0 0 20 8"><path class="line {look}" '
             f'd="M0 4h20"/></svg>{escape(one.label)} <output>{last}</output></span>'

@@ -60,6 +60,13 @@ def test_a_run_that_was_killed_twice_accounts_for_each_second_and_logs_a_line_a_
     page = write_report(run.run_dir).read_text(encoding="utf-8")
     assert f"2 restarts; done again: steps {named}" in page
 
+    start, *_, rest = run.output().partition("ready  ")
+    slow = re.compile(r", (\d+ min )?\d+ s$")  # what a busy machine adds about long stages
+    assert sum(not slow.search(line) for line in start.splitlines()) <= 11
+    end = rest[rest.index("\nfinished  ") :].strip().splitlines()
+    assert len(end) <= 10
+    assert end[-1].endswith("report.html")
+
     blocks = re.split(r"^ready .*\n", run.output(), flags=re.MULTILINE)[1:]
     assert len(blocks) == 3
     between = [re.split(r"^(?:run|finished) ", one, flags=re.MULTILINE)[0] for one in blocks]

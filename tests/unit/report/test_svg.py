@@ -118,3 +118,9 @@ def test_first_steps_are_left_out_only_where_the_rest_is_seen_better(first, hidd
     curve = thin([(1, first), (50, 3.0), (100, 2.0)])
     drawn = draw(Figure("loss", "Loss", "", (Series("training", curve),), leave_out=True))
     assert ("lie above the figure" in drawn) == hidden
+
+
+@pytest.mark.parametrize(("last", "shown"), [(2724.4, "2,724"), (20_554, "20.6 k"), (0.5, "0.5")])
+def test_the_legend_shows_the_last_value_as_hovering_does(last, shown):
+    drawn = draw(Figure("speed", "Speed", "", (Series("speed", thin([(1, 1.0), (2, last)])),)))
+    assert f"speed <output>{shown}</output>" in drawn
