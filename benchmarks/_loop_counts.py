@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llmtrain
 
-FIRST, EACH = 100, 20  # steps: those before, and those of each of the two counts
+FIRST, EACH = 70, 10  # steps: those before, and those of each of the two counts
 STEPS = FIRST + 2 * EACH + 1
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 

@@ -8,6 +8,7 @@ done. So a rank flushes its streams and exits by `os._exit`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmtrain.config import secrets
-from llmtrain.errors import PeerError, RunError, UserError, explained, first_line, harmless
+from llmtrain.errors import PeerError, Problem, RunError, UserError, explained, first_line, harmless
 from llmtrain.tools.launch.last_words import leave
 
 _RANK_0_SPEAKS_SECONDS = 2.0
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
@@ -113,6 +115,9 @@ def describe(error: BaseException, log: Path | None = None) -> tuple[int, str]:
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
     error = explained(error)
+    if not who and isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename:
+        expected = f"a path that this command can use ({error.strerror})"
+        error = UserError(Problem(os.fsdecode(error.filename), None, expected))
     if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
         return error.exit_code, "" if who else hide(f"error: {error}")
     more = f"\n    log:      {log}" if log is not None and log.is_file() else ""

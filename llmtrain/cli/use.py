@@ -55,6 +55,8 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out data, on documents, on tasks."""
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if tasks is not None and not names:
+        raise UserError(Problem("--tasks", tasks, "names of tasks, joined by commas"))
     with busy("loading torch and the model") as end:
         from llmtrain.tools.use.evaluate import evaluate as measure
 

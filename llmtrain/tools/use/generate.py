@@ -6,6 +6,7 @@ effect. It ends at the ids that `generation_config.json` names, in a chat model 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,7 +111,12 @@ def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:
     """Open the model, after the options have been checked."""
     checks = (
         ("--max-new-tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
-        ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
+        (
+            "--temperature",
+            sampling.temperature,
+            0 <= sampling.temperature < math.inf,
+            "0 (greedy) or more",
+        ),
         ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
     )
     raise_any(Problem(key, value, expected) for key, value, fine, expected in checks if not fine)

@@ -1,3 +1,5 @@
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +191,18 @@ def test_nothing_comes_behind_the_last_line_while_semaphores_are_still_held():
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     # The tracker has the pipe, too: it has ended, and has said all it says.
     assert (ended.returncode, ended.stderr) == (75, "the last line\n")
+
+
+def test_a_path_that_the_system_refuses_is_one_message(tmp_path, capsys):
+    for path, why in ((tmp_path / ("x" * 300), "File name too long"), (tmp_path / "a", "denied")):
+        number = errno.ENAMETOOLONG if "long" in why else errno.EACCES
+        code, message = describe(OSError(number, os.strerror(number), str(path)))
+        assert code == 2
+        assert str(path) in message
+        assert why in message
+    assert capsys.readouterr().err == ""
+
+
+def test_another_error_of_a_disk_is_a_defect(capsys):
+    assert describe(OSError(errno.EIO, os.strerror(errno.EIO), "/disk"))[0] == 1
+    assert "Input/output error: '/disk'" in capsys.readouterr().err
