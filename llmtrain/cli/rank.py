@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmtrain.config import secrets
-from llmtrain.errors import PeerError, Problem, RunError, UserError, explained, first_line, harmless
+from llmtrain.errors import (
+    DISK_FAILED,
+    PeerError,
+    Problem,
+    RunError,
+    UserError,
+    explained,
+    first_line,
+    harmless,
+)
 from llmtrain.tools.launch.last_words import leave
 
 _RANK_0_SPEAKS_SECONDS = 2.0
@@ -118,6 +127,8 @@ def describe(error: BaseException, log: Path | None = None) -> tuple[int, str]:
     if not who and isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename:
         expected = f"a path that this command can use ({error.strerror})"
         error = UserError(Problem(os.fsdecode(error.filename), None, expected))
+    if not who and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = RunError(f"cannot write: {error}", DISK_FAILED, "make room, then try again")
     if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
         return error.exit_code, "" if who else hide(f"error: {error}")
     more = f"\n    log:      {log}" if log is not None and log.is_file() else ""

@@ -154,7 +154,8 @@ def test_ranks_send_each_other_tensors_and_no_objects():
 )
 def test_each_failure_seen_elsewhere_is_a_test(kind, count):
     """`test_df_NN_…` says what other libraries did to a stream of data, `di` to many processes,
-    `ft` in fine-tuning; `ux` is what users of others report; `test_bad_input_NN_…` what a person may ask of checkpoints that cannot be.
+    `ft` in fine-tuning; `ux` answers what their users report; `test_bad_input_NN_…` says what a
+    person may ask of checkpoints that cannot be.
     """
     found = (one for name in names_of_tests() for one in re.findall(rf"_{kind}_(\d\d)(?=_)", name))
     numbers = {int(one) for one in found}

@@ -215,3 +215,11 @@ def test_every_command_of_the_program_has_a_place_in_the_help():
     for command in app.registered_commands:
         assert command.rich_help_panel in ("Start", "Train", "Use")
     assert module.app.pretty_exceptions_enable is False
+
+
+def test_a_command_whose_output_was_closed_does_its_work(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "schema"])
+    sys.stdout.close()
+    assert not ended.value.code

@@ -203,6 +203,12 @@ def test_a_path_that_the_system_refuses_is_one_message(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_full_disk_is_a_message_and_code_74():
+    code, message = describe(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert code == 74
+    assert "No space left on device" in message
+
+
 def test_another_error_of_a_disk_is_a_defect(capsys):
     assert describe(OSError(errno.EIO, os.strerror(errno.EIO), "/disk"))[0] == 1
     assert "Input/output error: '/disk'" in capsys.readouterr().err

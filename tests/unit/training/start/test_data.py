@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -20,7 +20,8 @@ from helpers import corpus
 
 from llmtrain.agreement import Alone
 from llmtrain.config.schema import Config, RunConfig
-from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.training.start import prepare
 from llmtrain.training.start.data import open_data
 
 GROUP = 20  # documents of a row group
@@ -58,6 +59,13 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
+def chosen(directory: Path, texts: Iterable[str]) -> Tokenizer:
+    """The comparison of back ends without its awkward texts, which take a second each time."""
+    tokenizer = open_tokenizer(directory)
+    tokenizer.encode_batch(list(texts))
+    return tokenizer
+
+
 def before_step_1(folder: Path, name: str) -> Counter[str]:
     """What a start reads and tokenizes up to its first batch."""
     config, seen = config_of(folder / name), Counter[str]()
@@ -73,6 +81,7 @@ def before_step_1(folder: Path, name: str) -> Counter[str]:
     processes: Any = SimpleNamespace(launched=launched, base=None)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(Tokenizer, "_encode", encoding)
+        patch.setattr(prepare, "choose_tokenizer", chosen)
         begun = bytes_read()
         data = open_data(config, processes, None, stack, Event().is_set)
         batch = next(data.stream)
