@@ -250,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="llmtrain")
     except Exception as error:
-        from llmtrain.cli.rank import describe
+        from llmtrain.cli.rank import describe, refused
 
-        code, message = describe(error)
+        code, message = describe(refused(error))
         print(message, file=sys.stderr)
         sys.exit(code)

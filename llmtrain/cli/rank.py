@@ -124,11 +124,6 @@ def describe(error: BaseException, log: Path | None = None) -> tuple[int, str]:
     who = f"rank {_rank()}: " if _rank() else ""
     hide = secrets.hider(os.environ)
     error = explained(error)
-    if not who and isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename:
-        expected = f"a path that this command can use ({error.strerror})"
-        error = UserError(Problem(os.fsdecode(error.filename), None, expected))
-    if not who and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        error = RunError(f"cannot write: {error}", DISK_FAILED, "make room, then try again")
     if isinstance(error, UserError | RunError) and error.exit_code == UserError.exit_code:
         return error.exit_code, "" if who else hide(f"error: {error}")
     more = f"\n    log:      {log}" if log is not None and log.is_file() else ""
@@ -142,6 +137,21 @@ def describe(error: BaseException, log: Path | None = None) -> tuple[int, str]:
         "    next:     this is a defect of llmtrain or of a library; the traceback is above and in "
         f"the log{more}"
     )
+
+
+def refused(error: BaseException) -> BaseException:
+    """Return what a command, unlike a run, makes of an error of the operating system.
+
+    A path that cannot be used is the user's to change (2), and a full disk (74) is no defect.
+    """
+    if not isinstance(error, OSError):
+        return error
+    if error.errno in _OF_A_PATH and error.filename:
+        expected = f"a path that this command can use ({error.strerror})"
+        return UserError(Problem(os.fsdecode(error.filename), None, expected))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(f"cannot write: {error}", DISK_FAILED, "make room, then try again")
+    return error
 
 
 def _where(error: BaseException) -> str:

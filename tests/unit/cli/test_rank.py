@@ -11,7 +11,7 @@ from helpers.config import written
 
 import llmtrain
 from llmtrain.cli import rank as module
-from llmtrain.cli.rank import describe, train_here
+from llmtrain.cli.rank import describe, refused, train_here
 from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.report import page
 from llmtrain.training.stop import signals
@@ -196,7 +196,7 @@ def test_nothing_comes_behind_the_last_line_while_semaphores_are_still_held():
 def test_a_path_that_the_system_refuses_is_one_message(tmp_path, capsys):
     for path, why in ((tmp_path / ("x" * 300), "File name too long"), (tmp_path / "a", "denied")):
         number = errno.ENAMETOOLONG if "long" in why else errno.EACCES
-        code, message = describe(OSError(number, os.strerror(number), str(path)))
+        code, message = describe(refused(OSError(number, os.strerror(number), str(path))))
         assert code == 2
         assert str(path) in message
         assert why in message
@@ -204,11 +204,11 @@ def test_a_path_that_the_system_refuses_is_one_message(tmp_path, capsys):
 
 
 def test_a_full_disk_is_a_message_and_code_74():
-    code, message = describe(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    code, message = describe(refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     assert code == 74
     assert "No space left on device" in message
 
 
 def test_another_error_of_a_disk_is_a_defect(capsys):
-    assert describe(OSError(errno.EIO, os.strerror(errno.EIO), "/disk"))[0] == 1
+    assert describe(refused(OSError(errno.EIO, os.strerror(errno.EIO), "/disk")))[0] == 1
     assert "Input/output error: '/disk'" in capsys.readouterr().err
