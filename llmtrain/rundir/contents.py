@@ -44,6 +44,7 @@ WORDS = {
     f"{CHECKPOINTS}/step-00000300.superseded/": "one of steps that a resume has undone",
     f"{TOKENIZER}/": "the tokenizer of the run, as `save_pretrained` writes it",
     f"{LOGS}/rank-N.log": "the log of a process, with warnings of libraries, tracebacks and stacks",
+    f"{LOGS}/launcher.log": "what the launcher of several processes reported about itself",
     f"{LOGS}/rank-N.failed": "exit code and reason of a process that failed in the last start",
     CURSORS: "the position in the data at every save",
     HELDOUT: "the held-out documents as tokens",
