@@ -1,6 +1,6 @@
 """Shows the progress of a run: one moving line on a terminal, plain lines elsewhere.
 
-    1,240/5,000 ━━━╺────── 25 %  loss 3.412 ↓  held-out 3.51  12.4 k tok/s  6.1 GiB  2 h 10 min left
+    1,240/5,000 ━━━╺────── 25 %  loss 3.412 ↓  held-out 3.51  12.4 k tok/s  6.1/24 GiB  9 min left
 
 Elsewhere (a batch queue, CI) everything between `begin` and `close` is lines of a word and
 `key=value`: one for each record of `metrics.jsonl`, and one for anything else that is reported.
@@ -42,6 +42,7 @@ class Progress:
     """Shows a run on `stream`; shows nothing if that is None (ranks > 0).
 
     steps: number of steps of the whole run; must be set before the first step is shown
+    device_gb: GiB of memory of the device; None on a CPU
 
     If writing to the stream fails (its terminal was closed), it is not used again. The run
     continues.
@@ -49,6 +50,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = 1
+        self.device_gb: float | None = None
         self.written = 0  # how often something was shown
         self.begun = False  # whether the start block was shown
         self._stream = stream
@@ -201,7 +203,8 @@ class Progress:
         if _wait_share(numbers) > _WAITS:
             parts["wait"] = f"wait {_wait_share(numbers):.0%}".replace("%", " %")
         if self._memory_gb is not None:
-            parts["memory"] = f"{self._memory_gb:.1f} GiB"
+            whole = "" if self.device_gb is None else f"/{self.device_gb:.0f}"
+            parts["memory"] = f"{self._memory_gb:.1f}{whole} GiB"
         if (left := self._seconds_left(numbers.step, now)) is not None:
             parts["left"] = f"{duration(left)} left"
         return parts

@@ -61,6 +61,8 @@ def ready(run: Run, seconds: float) -> None:
     """Log the last line of the start block. seconds: how long the start took."""
     step, steps = f"{run.first_step:,}", f"{run.steps:,}"
     _log.info("ready     step %s of %s after %.1f s of start-up", step, steps, seconds)
+    if run.device.type == "cuda":
+        run.journal.progress.device_gb = run.processes.planned.hardware.device_bytes / 2**30
     run.journal.progress.begin()
 
 

@@ -80,6 +80,13 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     assert "2 min 30 s left" in last  # 150 steps at one a second
 
 
+def test_memory_of_a_device_is_shown_with_what_the_device_has(terminal):
+    progress = progress_of(300, terminal)
+    progress.device_gb = 23.7
+    progress.training(numbers(140), memory_gb=6.12)
+    assert "  6.1/24 GiB" in visible(terminal.getvalue())
+
+
 def test_a_narrow_terminal_keeps_what_matters_most(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     clock = iter([0.0, 10.0])
