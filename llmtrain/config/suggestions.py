@@ -29,7 +29,7 @@ _NAMES = {
     "max_position_embeddings tie_word_embeddings",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
     "model.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing "
-    "activation_checkpoint.mode",
+    "activation_checkpoint",
     "data.sources": "datasets pretraining_dataset",
     f"{_SOURCE}.path": "dataset dataset_name dataset_path train_file train_data data_path data_dir",
     f"{_SOURCE}.name": "dataset_config_name dataset_config",
@@ -65,7 +65,7 @@ _NAMES = {
     "checkpoint.keep_last": "save_total_limit keep_latest_k",
     "checkpoint.background": "async_mode async_save",
     "checkpoint.keep_best": "load_best_model_at_end",
-    "evaluation.every_steps": "eval_steps eval_interval eval_every eval.interval validation.freq",
+    "evaluation.every_steps": "eval_steps eval_interval eval_every eval.interval validator.freq",
     "evaluation.max_documents": "max_eval_samples",
     "evaluation.patience": "early_stopping_patience",
     "logging.every_steps": "logging_steps log_interval log_every log_freq",
