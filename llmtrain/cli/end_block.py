@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from llmtrain.metrics.progress import clipped
@@ -29,7 +30,7 @@ def end_block(run: Tables, width: int = 160) -> Iterator[str]:
         newest = run.samples[-1]
         said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
         yield clipped(f"sample     {said}", width)
-    where = run.settings.get("run.dir") or run.name
+    where = shlex.quote(str(run.settings.get("run.dir") or run.name))
     if verdict.best_checkpoint(run):
         yield f'use        llmtrain generate {where} "…"'
     if run.status.get("state") != "finished":

@@ -191,8 +191,18 @@ class Manifest:
 
 
 def glance(path: Path) -> dict[str, Any]:
-    """Return the content of a stored manifest, without a look at the data."""
-    stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    """Return the content of a stored manifest, without a look at the data.
+
+    Raises UserError for a file with something else in it.
+    """
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        stored = {}
+    if not isinstance(stored, dict) or not {*_PLAIN, "sources", "tokenizer"} <= stored.keys():
+        expected = "the manifest of a run, as this program has written it"
+        remedy = "restore it, or begin again in another run.dir"
+        raise UserError(Problem(str(path), None, expected, remedy))
     return stored
 
 

@@ -29,3 +29,8 @@ def test_a_long_sample_is_cut_at_the_width_of_the_terminal(tmp_path):
     folder = runs.write_run(tmp_path, lines)
     (shown,) = (one for one in end_block(collect(folder), 40) if one.startswith("sample"))
     assert shown == "sample     The planet 木 木 木 木 木 木…"
+
+
+def test_a_directory_with_spaces_is_one_word_of_the_commands(tmp_path):
+    folder = runs.write_run(tmp_path / "my first run", [runs.start_line(0), runs.train_line(1)])
+    assert any("report 'my first run' OTHER" in line for line in end_block(collect(folder)))
