@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -267,8 +267,7 @@ class Ranks(Protocol):
         """Return the largest number that any rank gives, on every rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
+class Flags(NamedTuple):
     """A rank's values for the 0/1 slots of its `StepVector`."""
 
     signal: bool = False
@@ -286,7 +285,7 @@ class Flags:
 # signal, one rank after another.
 STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
-FLAGS = tuple(flag.name for flag in fields(Flags))
+FLAGS = Flags._fields
 
 # The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
 # follows, with its trained tokens. The sum of a 0/1 slot is the number of ranks that set it.

@@ -13,6 +13,7 @@ from llmtrain.data.manifest import Manifest
 from llmtrain.types import NOT_TRAINED, Batch
 
 UNTRAINED_BLOCKS = "untrained_blocks"  # in `Batch.counts`
+_HASHED = np.dtype("<i4")
 
 
 def batch_of(
@@ -81,10 +82,10 @@ def _digest(
     """
     total = 0
     for row, g in enumerate(numbers):
-        digest = xxhash.xxh3_64(ids[row].astype("<i4", copy=False), seed=g % 2**64)
+        covered = [ids[row].astype(_HASHED, copy=False)]
         if trained[row] < labels.shape[1]:
-            digest.update(labels[row].astype("<i4"))
-        total += digest.intdigest()
+            covered.append(labels[row].astype(_HASHED))
+        total += xxhash.xxh3_64_intdigest(b"".join(covered), seed=g % 2**64)
     return total % 2**64
 
 

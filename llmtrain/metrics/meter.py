@@ -18,6 +18,8 @@ from torch import Tensor
 
 from llmtrain.types import SLOTS, STOPS, Numbers, StepVector
 
+_LIMBS = SLOTS.index("digest_0")  # the first of four
+
 
 class DataFailedError(Exception):
     """A rank's stream failed in `step`; the ranks then vote on the cause."""
@@ -121,10 +123,11 @@ class Meter:
         values = sent.values()
         slots = dict(zip(SLOTS, values, strict=False))
         tokens = [round(value) for value in values[len(SLOTS) : -1]]
-        norm = values[-1]
+        step_tokens, norm = sum(tokens), values[-1]
         failed = slots["data_failed"] > 0
-        skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not any(tokens)
-        digest = sum(round(slots[f"digest_{k}"]) << (16 * k) for k in range(4)) % 2**64
+        skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not step_tokens
+        limbs = values[_LIMBS : _LIMBS + 4]
+        digest = sum([round(limb) << (16 * k) for k, limb in enumerate(limbs)]) % 2**64
         if not failed:
             self.stream_digest = self._roll(self.stream_digest, digest)
         if not skipped:
@@ -132,11 +135,11 @@ class Meter:
                 self.sources[label] += count
         return Numbers(
             step=sent.step,
-            loss=slots["loss_sum"] / sum(tokens) if any(tokens) else math.nan,
+            loss=slots["loss_sum"] / step_tokens if step_tokens else math.nan,
             learning_rate=self._learning_rate(sent.step),
             grad_norm=norm,
             tokens=self.tokens,
-            step_tokens=sum(tokens),
+            step_tokens=step_tokens,
             seconds=seconds,
             data_wait_seconds=slots["wait_seconds"],
             batch_digest=digest,

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,16 +91,14 @@ def chunk_of(device_type: str) -> Chunk:
     return _CHUNKS["cuda" if device_type == "cuda" else "cpu"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
+class _Settings(NamedTuple):
     scale: float
     softcap: float | None
     z_loss: float
     chunk_rows: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     """The positions in a row, and the head, in the dtype of the products.
 
     hidden: (N, h); weight: (V, h); bias: (V,); labels, factors: (N, 1)
@@ -127,7 +125,7 @@ def _in_rows(
     if isinstance(weight, DTensor):
         raise TypeError("the head's weight is sharded: it must be gathered before its loss")
     dtype = _compute_dtype(hidden)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     column = labels.reshape(-1, 1)
     factors = (column != NOT_TRAINED).to(wide)
     if token_weights is not None:
@@ -153,7 +151,7 @@ class _Wanted:
 
     @property
     def anything(self) -> bool:
-        return any(one is not None for one in (self.hidden, self.weight, self.bias))
+        return not (self.hidden is None and self.weight is None and self.bias is None)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -166,30 +164,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *others: Any,  # labels, token_weights, settings
     ) -> Tensor:
         rows = _in_rows(hidden, weight, bias, *others)
-        inputs = (rows.hidden, rows.weight, rows.bias)
+        for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
         made = _Wanted(
-            *(
-                torch.empty_like(one, dtype=rows.wide) if one is not None and wanted else None
-                for one, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
-            )
+            torch.empty_like(rows.hidden, dtype=rows.wide) if for_hidden else None,
+            torch.empty_like(rows.weight, dtype=rows.wide) if for_weight else None,
+            torch.empty_like(bias, dtype=rows.wide) if bias is not None and for_bias else None,
         )
-        ctx.made = made
-        ctx.like = [
-            None if one is None else (one.shape, one.dtype) for one in (hidden, weight, bias)
-        ]
+        ctx.made, ctx.shape = made, hidden.shape
         return _losses(rows, made).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """autograd casts each gradient to the dtype of its input."""
         if ctx.made is None:
             raise RuntimeError("linear_cross_entropy has one backward: its gradients were used up")
         made, ctx.made = ctx.made, None
-        found = [
-            None if one is None else one.mul_(gradient).view(like[0]).to(like[1])
-            for one, like in zip((made.hidden, made.weight, made.bias), ctx.like, strict=True)
-        ]
-        return (*found, None, None, None)
+        for one in (made.hidden, made.weight, made.bias):
+            if one is not None:
+                one.mul_(gradient)
+        for_hidden = None if made.hidden is None else made.hidden.view(ctx.shape)
+        return for_hidden, made.weight, made.bias, None, None, None
 
 
 def _sum(*arguments: Any) -> Tensor:
@@ -217,13 +212,14 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
     device = rows.hidden.device.type
     most = chunk_of(device)
     with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
-        size = min(len(rows.labels), rows.settings.chunk_rows or most.rows(len(rows.weight)))
-        logits = rows.hidden.new_empty(size, len(rows.weight), dtype=_made_in(rows))
-        scratch = torch.empty_like(logits[: most.piece], dtype=rows.wide)
+        vocabulary = rows.weight.shape[0]
+        size = min(rows.labels.shape[0], rows.settings.chunk_rows or most.rows(vocabulary))
+        logits = rows.hidden.new_empty(size, vocabulary, dtype=_made_in(rows))
+        scratch = rows.hidden.new_empty(min(size, most.piece), vocabulary, dtype=rows.wide)
         losses: list[Tensor] = []
         parts = _split(size, rows.hidden, rows.labels, rows.factors, made.hidden)
         for number, (x, labels, factors, dx) in enumerate(parts):
-            z = _first(logits, len(x))
+            z = _first(logits, x)
             _product(x, rows.weight.t(), z)
             narrow = z.dtype != x.dtype and made.anything
             dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
@@ -242,16 +238,17 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
 
 def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:
     """Yield so many rows of each tensor at a time; of None, None."""
-    if len(tensors[0]) <= size:
+    if tensors[0].shape[0] <= size:
         yield tensors
         return
     split = (repeat(None) if one is None else one.split(size) for one in tensors)
     yield from zip(*split, strict=False)  # None is repeated without an end
 
 
-def _first(tensor: Tensor, count: int) -> Tensor:
-    """Return the first rows."""
-    return tensor if len(tensor) == count else tensor[:count]
+def _first(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return the first rows, as many as `rows` has."""
+    count = rows.shape[0]
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 def _piece(
@@ -271,7 +268,7 @@ def _piece(
         logits.div_(settings.softcap).tanh_()
         slope = 1.0 - logits.square()
         logits *= settings.softcap
-    logs = torch.log_softmax(logits, -1, out=_first(scratch, len(z)))
+    logs = torch.log_softmax(logits, -1, out=_first(scratch, z))
     nll = -logs.gather(1, labels)
     if dz is not None:
         norm = logits.gather(1, labels) + nll if settings.z_loss else None  # logsumexp

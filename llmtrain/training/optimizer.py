@@ -23,6 +23,7 @@ from llmtrain.config.schema import GroupConfig, OptimizerConfig
 from llmtrain.distributed.optimizer_state import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.trainable.freeze import no_match
+from llmtrain.training.adamw import FusedAdamW
 from llmtrain.training.muon import Muon
 from llmtrain.types import Algorithm
 
@@ -62,8 +63,7 @@ def make_optimizer(
     ]
     match config.name:
         case "adamw":
-            rate = config.learning_rate
-            return torch.optim.AdamW(groups, rate, config.betas, fused=fused)
+            return _adamw(groups, config.betas, fused=fused)
         case "muon":
             return MuonAndAdamW(groups, config.betas, fused=fused)
         case "adamw_8bit":
@@ -74,6 +74,13 @@ def make_optimizer(
             return eight_bit
         case _:
             assert_never(config.name)
+
+
+def _adamw(
+    groups: list[dict[str, Any]], betas: tuple[float, float], *, fused: bool
+) -> torch.optim.AdamW:
+    kind = FusedAdamW if fused else torch.optim.AdamW
+    return kind(groups, betas=betas, fused=fused)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -89,7 +96,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     ) -> None:
         kinds: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
             "muon": Muon,
-            "adamw": lambda own: torch.optim.AdamW(own, betas=betas, fused=fused),
+            "adamw": lambda own: _adamw(own, betas, fused=fused),
         }
         own = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
         self._parts = {name: make(own[name]) for name, make in kinds.items() if own[name]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -18,7 +17,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.training.run.run import Run
-from llmtrain.types import FLAGS, Batch, Flags, StepVector
+from llmtrain.types import Batch, Flags, StepVector
 
 
 def begin(run: Run, step: int) -> None:
@@ -76,11 +75,10 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
     ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
     labels = on(run.device, batch.labels)
-    size = run.built.micro_batch_size
-    parts = [slice(first, first + size) for first in range(0, len(ids), size)]
-    if len(parts) == 1:
-        rows: list[dict[str, Any]] = [{"input_ids": ids, "labels": labels}]
-    else:
+    size, count = run.built.micro_batch_size, ids.shape[0]
+    parts = [slice(first, first + size) for first in range(0, count, size)]
+    rows: list[dict[str, Any]] = [{"input_ids": ids, "labels": labels}]
+    if len(parts) > 1:
         rows = [{"input_ids": ids[part], "labels": labels[part]} for part in parts]
     if batch.starts is None:  # documents may attend to each other
         return rows
@@ -105,7 +103,7 @@ def flags(run: Run, *, look: bool = True) -> Flags:
     look: as `Requests.flags` takes it
     """
     asked, writer = run.requests.flags(run.signals.reason, look=look), run.checkpoints.flags()
-    return replace(asked, **writer) if any(writer.values()) else asked
+    return asked._replace(**writer) if any(writer.values()) else asked
 
 
 def step_vector(run: Run, batch: Batch, losses: Sequence[Tensor]) -> StepVector:
@@ -130,9 +128,6 @@ def host_part(
 ) -> list[float]:
     """Return `SLOTS` after the first three, in their order, then each source's trained tokens."""
     limbs = [(batch.digest >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]
-    said = [getattr(flags, name) for name in FLAGS]  # each has a slot with its name
-    padding_only = not batch.sources
-    values = [failed, *limbs, batch.wait_seconds / world_size, *said, padding_only, batch.ended]
-    return [float(value) for value in values] + [
-        float(batch.sources.get(label, 0)) for label in labels
-    ]
+    wait, padding_only = batch.wait_seconds / world_size, not batch.sources
+    tokens = [batch.sources.get(label, 0) for label in labels]
+    return [failed, *limbs, wait, *flags, padding_only, batch.ended, *tokens]

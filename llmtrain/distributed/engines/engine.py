@@ -253,7 +253,7 @@ class TorchEngine(Engine):
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, which may be empty for a short parameter."""
-        held = [p.grad for p in self._parameters if p.grad is not None]
+        held = [grad for p in self._parameters if (grad := p.grad) is not None]
         return [state.local(gradient) for gradient in held] if self._sharding else held
 
 

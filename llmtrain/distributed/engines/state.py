@@ -135,18 +135,22 @@ def create_state(optimizer: Optimizer, steps: int) -> None:
             if algorithm_of(group) == "adamw_8bit":  # not all of it is zero
                 optimizer.init_state(group, parameter, number, index)  # type: ignore[attr-defined]
             else:
-                optimizer.state[parameter] = _zeros(group, parameter)
+                names = states(algorithm_of(group), tuple(parameter.shape))
+                made = {name: torch.zeros_like(parameter) for name in names}
+                optimizer.state[parameter] = made
+        if algorithm_of(group) == "adamw":  # Muon does not count its updates
+            _add_counts(optimizer, group)
     set_steps(optimizer, steps)
 
 
-def _zeros(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    names = states(algorithm_of(group), tuple(parameter.shape))
-    made = {name: torch.zeros_like(parameter) for name in names}
-    if algorithm_of(group) == "muon":  # it does not count its updates
-        return made
+def _add_counts(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Give each parameter of a group its count of updates, an element of one tensor for all."""
+    parameters = group["params"]
     on_device = group.get("fused") or group.get("capturable")
-    device = parameter.device if on_device else torch.device("cpu")
-    return {"step": torch.zeros((), dtype=torch.float32, device=device), **made}
+    device = parameters[0].device if on_device else torch.device("cpu")
+    counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
+    for parameter, count in zip(parameters, counts.unbind(), strict=True):
+        optimizer.state[parameter] = {"step": count} | optimizer.state[parameter]
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:

@@ -6,7 +6,7 @@ received.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from llmtrain.types import STOPS, Flags, Numbers, Ranks
 
@@ -147,7 +147,7 @@ def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
 
     For use outside a step, whose own reduction shares the flags.
     """
-    said = asdict(flags)
+    said = flags._asdict()
     levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
     highest = ranks.highest(max(levels, default=0))
     return (STOPS[-highest],) if highest else ()

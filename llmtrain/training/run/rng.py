@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import ctypes
 import random  # noqa: TID251  # not drawn from here; models and libraries may, so its state is kept
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from llmtrain.hashing import mix
+
+G = TypeVar("G")
 
 _SEED_STREAM = 7  # for `mix`: dropout and all else that draws during training
 
@@ -63,61 +65,88 @@ class States:
 def capture(device: torch.device) -> States:
     """Return the current states. Takes some microseconds and does not wait for a device."""
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return States(random.getstate(), _numpy.state(), torch.get_rng_state(), there)
+    return States(_python.state(), _numpy.state(), torch.get_rng_state(), there)
 
 
-class _Numpy:
-    """The state of numpy's legacy generator, which is asked for only if it is another one.
+class _Kept(Generic[G]):
+    """The state of a generator, which is asked for only if it is another one.
 
-    numpy takes 0.1 ms to tell it, in a loop over its 624 words, and in most models nobody draws
-    from it. (Some do: BigBird's sparse attention does, so it is not enough to keep the state of
-    the start.) So the words are compared where numpy keeps them, at the address that it publishes,
-    which takes 1 µs. Where that is not as expected, numpy is asked each time.
+    Python and numpy make 625 numbers of a state, and in most models nobody draws from them. (Some
+    do: BigBird's sparse attention does, so it is not enough to keep the state of the start.) So the
+    words are compared in the memory of the generator, which takes 1 µs. Where they are not as
+    expected, the generator is asked each time.
+
+    generator: returns the generator that is in use now
+    words: returns a view of its memory, (625,) uint32: 624 words and the position in them; None if
+        it has no such words
+    ask: returns its state, with the number that is kept beside the words last or None or 0
     """
 
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._words: np.ndarray | None = None  # (625,) uint32: 624 words and the position in them
+    def __init__(
+        self,
+        generator: Callable[[], G],
+        words: Callable[[G], np.ndarray | None],
+        ask: Callable[[], Any],
+    ) -> None:
+        self._generator, self._words, self._ask = generator, words, ask
+        self._owner: G | None = None
+        self._memory: np.ndarray | None = None
         self._known = b""
         self._state: Any = None
 
     def state(self) -> Any:
-        """Return what `np.random.get_state` does."""
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
-        if generator is not self._generator:
-            self._generator, self._words = generator, _words(generator)
+        """Return what `ask` does."""
+        owner = self._generator()
+        if owner is not self._owner:
+            self._owner, self._memory = owner, self._words(owner)
             self._known = b""
-        if self._words is None:
-            return np.random.get_state()
-        words = self._words.tobytes()
+        if self._memory is None:
+            return self._ask()
+        words = self._memory.tobytes()
         if words != self._known:
-            self._state = np.random.get_state()
+            self._state = self._ask()
             # A normal number that is drawn, but not handed out, is a state beside the words.
-            self._known = b"" if self._state[3] else words
+            self._known = b"" if self._state[-1] else words
         return self._state
 
     def forget(self) -> None:
-        """Ask numpy the next time: the state was set."""
+        """Ask the next time: the state was set."""
         self._known = b""
 
 
-def _words(generator: Any) -> np.ndarray | None:
-    """Return a view of the words of an MT19937 generator, (625,) uint32; None for another one."""
+def _words_of_python(generator: random.Random) -> np.ndarray | None:
+    """Return a view of the words in an object of CPython, which begins with its position."""
+    begin, size = object.__basicsize__, 4 * 625
+    if type(generator).__basicsize__ < begin + size:
+        return None
+    words = _view(id(generator) + begin)
+    *state, position = generator.getstate()[1]
+    return words if np.array_equal(words, [position, *state]) else None
+
+
+def _words_of_numpy(generator: Any) -> np.ndarray | None:
+    """Return a view of the words of an MT19937 generator, whose address it publishes."""
     if not isinstance(generator, np.random.MT19937):
         return None
-    address = ctypes.cast(generator.ctypes.state_address, ctypes.POINTER(ctypes.c_uint32))
-    words = np.ctypeslib.as_array(address, (625,))
+    words = _view(generator.ctypes.state_address)
     state = generator.state["state"]
     return words if np.array_equal(words, [*state["key"], state["pos"]]) else None
 
 
-_numpy = _Numpy()
+def _view(address: int) -> np.ndarray:
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint32))
+    return np.ctypeslib.as_array(pointer, (625,))
+
+
+_python = _Kept(lambda: random._inst, _words_of_python, random.getstate)
+_numpy = _Kept(np.random.get_bit_generator, _words_of_numpy, np.random.get_state)  # type: ignore[attr-defined]  # not in its stubs
 
 
 def restore(states: States, device: torch.device) -> None:
     """Restore the states that `capture` returned."""
     random.setstate(states.python)
     np.random.set_state(states.numpy)
+    _python.forget()
     _numpy.forget()
     torch.set_rng_state(states.torch)
     if device.type == "cuda" and states.device is not None:

@@ -45,7 +45,7 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """started: the time by `clock` when this process began. clock: seconds, never goes back."""
-        self._run_dir = run_dir
+        self._paths = {name: run_dir / name for name in (STOP, SAVE)}
         self._decides = rank == 0
         self._clock = clock
         self._started = started
@@ -74,7 +74,7 @@ class Requests:
             return asked(reason)
         now = self._clock()
         if look or now - self._looked >= _LOOK_SECONDS:
-            self._there = frozenset(name for name in (STOP, SAVE) if self._is_there(name))
+            self._there = frozenset(filter(self._is_there, self._paths))
             self._looked = now
         own = asked(reason)
         return Flags(
@@ -104,7 +104,7 @@ class Requests:
 
     def _is_there(self, name: str) -> bool:
         try:
-            there = (self._run_dir / name).exists()
+            there = self._paths[name].exists()
         except OSError as error:
             # Without an answer of the file system there is no request; the next step looks again.
             if name not in self._unseen:
@@ -119,7 +119,7 @@ class Requests:
     def _delete(self, name: str) -> None:
         self._looked = -math.inf  # what was found is out of date
         try:
-            (self._run_dir / name).unlink(missing_ok=True)
+            self._paths[name].unlink(missing_ok=True)
         except OSError as error:
             self._served.add(name)
             _log.warning("%s could not be deleted, and counts no more: %s", name, error)

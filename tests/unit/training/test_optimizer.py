@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from llmtrain.config.schema import AdapterConfig, GroupConfig, OptimizerConfig
 from llmtrain.distributed import optimizer_state
+from llmtrain.distributed.engines.state import create_state
 from llmtrain.errors import UserError
 from llmtrain.model.trainable import adapters
 from llmtrain.training.muon import Muon
@@ -79,7 +80,7 @@ def test_without_groups_of_its_own_adamw_has_two_the_decayed_one_first() -> None
     first = [p for p in model.parameters() if p.ndim >= 2 and p is not table]
     second = [p for p in model.parameters() if p.ndim < 2 or p is table]
     optimizer = make_optimizer(model, OptimizerConfig())
-    assert type(optimizer) is torch.optim.AdamW
+    assert isinstance(optimizer, torch.optim.AdamW)
     for group, expected in zip(optimizer.param_groups, (first, second), strict=True):
         assert [id(p) for p in group["params"]] == [id(p) for p in expected]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -251,3 +252,36 @@ def test_of_adapters_a_alone_decays() -> None:
     optimizer = make_optimizer(model, OptimizerConfig())
     held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     assert held == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("scale", [None, 1.7])
+@pytest.mark.parametrize("refused", [None, 0.0, 1.0])
+@pytest.mark.parametrize("without", ["", "norm"])
+def test_fused_adamw_has_the_bits_of_torchs_own(
+    scale: float | None, refused: float | None, without: str
+) -> None:
+    """without: parameters with this in their names have no gradient in the second step."""
+    ours, theirs = tiny(False), tiny(False)
+    own = make_optimizer(ours, config(learning_rate=0.01))
+    create_state(own, 0)
+    groups = [{**group, "params": []} for group in own.param_groups]
+    named = {id(p): dict(theirs.named_parameters())[n] for n, p in ours.named_parameters()}
+    for group, kept in zip(groups, own.param_groups, strict=True):
+        group["params"] = [named[id(p)] for p in kept["params"]]
+    torchs = torch.optim.AdamW(groups, fused=True)
+    for step in range(3):
+        for model, optimizer in ((ours, own), (theirs, torchs)):
+            gradients(model, step)
+            if step == 1:
+                optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+                optimizer.found_inf = None if refused is None else torch.tensor(refused)
+                for name, parameter in model.named_parameters():
+                    if without and without in name:
+                        parameter.grad = None
+            optimizer.step()
+            optimizer.grad_scale = optimizer.found_inf = None
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+        kept = own.state[one]
+        assert kept.keys() == torchs.state[other].keys()
+        assert all(torch.equal(kept[key], torchs.state[other][key]) for key in kept)

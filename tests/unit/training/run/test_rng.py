@@ -32,18 +32,18 @@ def test_ranks_and_resumed_steps_draw_other_numbers() -> None:
     assert len(found) == 4
 
 
-def kept_numpy() -> list[object]:
-    """numpy's state as `capture` tells it."""
-    return json.loads(json.dumps(rng.capture(CPU).to_json()))["numpy"]
+def kept() -> dict[str, object]:
+    """The states as `capture` tells them."""
+    return json.loads(json.dumps(rng.capture(CPU).to_json()))
 
 
-def told_by_numpy() -> list[object]:
-    """numpy's state as numpy tells it, in the same form."""
+def told() -> dict[str, object]:
+    """The states as the generators tell them, in the same form."""
     states = rng.States(random.getstate(), np.random.get_state(), torch.get_rng_state(), None)
-    return json.loads(json.dumps(states.to_json()))["numpy"]
+    return json.loads(json.dumps(states.to_json()))
 
 
-def test_numpys_state_is_the_one_that_numpy_tells_whoever_draws() -> None:
+def test_states_are_those_that_the_generators_tell_whoever_draws() -> None:
     rng.seed_rank(3, 0)
     draws = [
         lambda: None,
@@ -53,12 +53,17 @@ def test_numpys_state_is_the_one_that_numpy_tells_whoever_draws() -> None:
         lambda: np.random.permutation(9),
         lambda: np.random.seed(3),  # BigBird does that in each forward
         lambda: np.random.random(624),  # as many as there are words
+        random.random,
+        lambda: random.gauss(0, 1),  # keeps a second one, too
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(3),
+        lambda: [random.random() for _ in range(312)],  # two words each
         lambda: rng.seed_rank(3, 0),
     ]
     choose = np.random.default_rng(0)
     for which in choose.integers(0, len(draws), 300):
         draws[which]()
-        assert kept_numpy() == told_by_numpy()
+        assert kept() == told()
 
 
 def test_a_restored_state_is_known_even_if_only_its_kept_number_differs() -> None:
@@ -73,13 +78,15 @@ def test_a_restored_state_is_known_even_if_only_its_kept_number_differs() -> Non
         assert rng.capture(CPU).numpy[3:] == states.numpy[3:]
 
 
-def test_numpy_is_asked_once_while_nobody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_generator_is_asked_again_while_nobody_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     rng.seed_rank(3, 0)
     rng.capture(CPU)
-    monkeypatch.setattr(np.random, "get_state", pytest.fail)
+    for one in (rng._python, rng._numpy):
+        monkeypatch.setattr(one, "_ask", pytest.fail)
     rng.capture(CPU)
 
 
 def test_a_generator_of_another_kind_is_asked_each_time() -> None:
-    assert rng._words(np.random.PCG64()) is None
-    assert rng._words(np.random.MT19937(1)).shape == (625,)
+    assert rng._words_of_numpy(np.random.PCG64()) is None
+    assert rng._words_of_numpy(np.random.MT19937(1)).shape == (625,)
+    assert rng._words_of_python(random.Random(1)).shape == (625,)
