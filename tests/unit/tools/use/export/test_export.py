@@ -225,13 +225,14 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
 
     expected = used.logits(with_adapter(grown, checkpoint), rows)
     opened = open_model(find(str(checkpoint))).model
-    assert float((used.logits(opened, rows) - expected).abs().max()) <= 1e-5
+    bound = 1e-5 * float(expected.abs().max())
+    assert float((used.logits(opened, rows) - expected).abs().max()) <= bound
     weights = tool.merge.merged_weights(find(str(checkpoint)), rows, "F32")
     found = {name: torch.cat([*weights.read(name)]) for name in weights.specs}
     config = weights.config
     made = AutoModelForCausalLM.from_config(config)
     made.load_state_dict(found, strict=False)
-    assert float((used.logits(made.eval(), rows) - expected).abs().max()) <= 1e-5
+    assert float((used.logits(made.eval(), rows) - expected).abs().max()) <= bound
     assert ("lm_head.weight" in found) is not tied
 
 
