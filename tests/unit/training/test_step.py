@@ -122,7 +122,9 @@ def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     settings = importlib.import_module("loop").settings(tmp_path / "run", counting.STEPS)
     found = added(counting.row(llmtrain.load_config(write_config(tmp_path, settings))))
     most = added(recorded)
-    assert {name for name, count in found.items() if count > 1.1 * most[name]} == set()
+    whole = recorded["counts"]["llmtrain"]  # of which 1 % may come from where a test runs
+    over = {name: count - most[name] for name, count in found.items()}
+    assert {name for name, more in over.items() if more > 0.01 * whole[name]} == set()
 
 
 def added(row: dict[str, Any]) -> dict[str, float]:
