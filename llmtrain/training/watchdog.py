@@ -118,23 +118,27 @@ def watching(
     """Run a watchdog during the block.
 
     timeout_minutes: how long peers wait for each other
-    tell: called once a second too
+    tell: called once a second too, in a thread of its own: it may wait for a terminal
     """
     watchdog = Watchdog(journal, timeout_minutes)
     over = threading.Event()
 
-    def watch() -> None:
+    def each_second(call: Callable[[], object]) -> None:
         while not over.wait(_TICK_SECONDS):
-            watchdog.look()
-            tell()
+            call()
 
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
+    watches, tells = (
+        threading.Thread(target=each_second, args=(call,), name=name, daemon=True)
+        for name, call in (("watchdog", watchdog.look), ("teller", tell))
+    )
+    watches.start()
+    tells.start()
     try:
         yield watchdog
     finally:
         over.set()
-        thread.join()
+        watches.join()
+        tells.join(_WRITING_SECONDS)
 
 
 def _append_stacks(log_file: Path, said: str) -> None:

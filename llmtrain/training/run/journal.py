@@ -169,9 +169,8 @@ class Journal:
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
         """Write the `end` line and the last status, unless another process has the directory.
 
-        From here on the terminal has no moving line, and a log has lines for people again.
+        After that the terminal has no moving line, and a log has lines for people again.
         """
-        self.progress.close()
         if self._lines is not None and not self._is_lost:
             end = {"state": state, "exit_code": exit_code, "reason": reason}
             seconds = time.perf_counter() - self._started
@@ -181,6 +180,7 @@ class Journal:
             finally:  # a supervisor relies on the status, so it is written if there is room for it
                 write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
         self.exit_code = exit_code
+        self.progress.close()  # after the status is written: the terminal may take no output
         # Not in `close`: accelerate's trackers use its process state. Once our process group is
         # gone, that would make a new one, which waits for peers.
         if self._trackers is not None:

@@ -198,6 +198,19 @@ def test_a_thread_looks_as_long_as_the_run_is_open(
     assert len(record.events) == 1
 
 
+def test_a_terminal_that_takes_no_lines_does_not_stop_the_watchdog(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.001)
+    monkeypatch.setattr(watchdog, "_REPORT_SECONDS", 5)
+    monkeypatch.setattr(watchdog, "_WRITING_SECONDS", 0.01)
+    paused = threading.Event()
+    with watching(record, 1e6, paused.wait):
+        until(lambda: bool(record.events), "a report")
+    paused.set()
+    assert "watchdog" not in {one.name for one in threading.enumerate()}
+
+
 def test_the_long_calls_have_the_names_that_the_start_gives_them() -> None:
     package = Path(watchdog.__file__).parents[1]
     said = "".join(path.read_text() for path in package.rglob("*.py") if path.stem != "watchdog")
