@@ -245,8 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit. arguments: without the program's name; None = sys.argv."""
     if logging.lastResort is not None:  # it prints the warnings of libraries to the terminal
         logging.lastResort.setFormatter(LogLine())
-    if sys.stdout is None:  # it was closed: the command still does its work
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # until the exit
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: the command still does its work
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     try:
         app(args=arguments, prog_name="llmtrain")
     except Exception as error:

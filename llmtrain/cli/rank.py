@@ -107,8 +107,10 @@ def _report(run_dir: Path) -> str:
         print("\n".join(harmless(line) for line in block), file=sys.stderr)
         sys.stderr.flush()  # the path comes last, wherever the two streams go
         print(path)
-    except UserError as error:
+    except (UserError, OSError) as error:  # `tee` may have ended, so that nobody reads the stream
         return secrets.hider(os.environ)(f"the run is complete, its report is not: {error}")
+    except Exception as error:  # a defect; it prints the traceback
+        return f"the run is complete, its report is not: {describe(error)[1]}"
     return ""
 
 

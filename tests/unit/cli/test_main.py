@@ -217,9 +217,10 @@ def test_every_command_of_the_program_has_a_place_in_the_help():
     assert module.app.pretty_exceptions_enable is False
 
 
-def test_a_command_whose_output_was_closed_does_its_work(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_command_whose_output_was_closed_does_its_work(monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, None)
     with pytest.raises(SystemExit) as ended:
         main(["config", "schema"])
-    sys.stdout.close()
+    getattr(sys, stream).close()
     assert not ended.value.code

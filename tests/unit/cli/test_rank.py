@@ -1,4 +1,5 @@
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -75,6 +76,35 @@ def test_a_report_that_cannot_be_written_does_not_undo_the_run(tmp_path, ends, c
     monkeypatch.chdir(tmp_path)
     assert ends(tmp_path, train) == 0
     assert "the run is complete, its report is not" in capsys.readouterr().err
+
+
+def test_a_defect_of_the_report_does_not_change_the_code_of_the_run(
+    tmp_path, ends, capsys, monkeypatch
+):
+    def train(config):
+        monkeypatch.setattr(page, "write_report", lambda run_dir: 1 // 0)
+        return finished(config)
+
+    monkeypatch.chdir(tmp_path)
+    assert ends(tmp_path, train) == 0
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "the run is complete, its report is not: error: ZeroDivisionError" in said
+
+
+def test_a_run_whose_output_nobody_reads_any_more_keeps_its_code(tmp_path, ends, monkeypatch):
+    """In `train | tee log`, Ctrl-C ends `tee` at once, and the run after its checkpoint."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    def train(config):
+        monkeypatch.setattr(sys, "stderr", Gone())
+        return finished(config)
+
+    monkeypatch.chdir(tmp_path)
+    assert ends(tmp_path, train) == 0
 
 
 def raising(error: Exception):
