@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from math import isfinite
 from time import perf_counter
@@ -66,6 +67,7 @@ class Progress:
         self._records_only = False
         self._held: list[str] = []  # an evaluation and its samples, until it is known to be saved
         self._held_step = -1
+        self._lock = threading.Lock()  # for `_held`: the thread of `Busy` calls `note`
 
     def begin(self) -> None:
         """Call this after the start block: a log then has lines of `word key=value` only."""
@@ -117,7 +119,12 @@ class Progress:
             self._print(plain_line("sample", {"step": step, "prompt": prompt, "text": text}))
         elif step:
             first = f"  {prompt}{text}".strip("\n").partition("\n")[0]
-            self._held.append(clipped(first, shutil.get_terminal_size().columns - 1))
+            line = clipped(first, shutil.get_terminal_size().columns - 1)
+            with self._lock:
+                alone = not self._held  # its evaluation was shown: a note came between them
+                self._held.append(line)
+            if alone:
+                self._flush()
 
     def checkpoint(self, fields: Mapping[str, object]) -> None:
         """Show a `checkpoint` line; on a terminal only that its evaluation's step is saved.
@@ -128,11 +135,10 @@ class Progress:
             shown = ("step", "name", "bytes", "seconds", "reason")
             known = {key: fields[key] for key in shown if key in fields}
             self._print(plain_line("checkpoint", known))
-        elif self._held and fields.get("step") == self._held_step:
-            self._held[0] += "   saved"
-            self._flush()
         elif fields.get("step") == self._held_step:
-            self._print(f"{_step(self._held_step)}saved")
+            if held := self._take_held():
+                held[0] += "   saved"
+            self._print("\n".join(held or [f"{_step(self._held_step)}saved"]))
 
     def note(self, text: str, plain: str | None = None) -> None:
         """Print lines of text, above the moving line; of a long text the first ones.
@@ -157,9 +163,13 @@ class Progress:
 
     def _flush(self) -> None:
         """Print what waits to learn whether it is saved."""
-        if self._held:
-            held, self._held = self._held, []
+        if held := self._take_held():
             self._print("\n".join(held))
+
+    def _take_held(self) -> list[str]:
+        with self._lock:
+            held, self._held = self._held, []
+        return held
 
     def _facts(self, numbers: Numbers, now: float) -> dict[str, object]:
         left = self._seconds_left(numbers.step, now)

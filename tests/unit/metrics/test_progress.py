@@ -220,6 +220,21 @@ def test_a_save_that_ends_steps_later_is_shown_then_and_one_without_evaluation_i
     ]
 
 
+def test_a_note_between_an_evaluation_and_its_save_is_not_the_one_that_is_saved(terminal):
+    progress = progress_of(10**6, terminal)
+    progress.evaluation({"step": 100, "split": "heldout", "loss": 3.25})
+    progress.note("a token of a sample (7 of 64), 1 min 0 s")
+    progress.sample(100, "The planet", " is round.")
+    progress.checkpoint({"step": 100})
+    progress.close()
+    assert terminal.getvalue().splitlines() == [
+        "step 100     held-out 3.250",
+        "a token of a sample (7 of 64), 1 min 0 s",
+        "  The planet is round.",
+        "step 100     saved",
+    ]
+
+
 def test_after_the_end_the_moving_line_is_gone(terminal):
     import pyte
 
