@@ -183,8 +183,10 @@ def way_out(key: str) -> str:
     return f"checkpoint.accept_changes=[{key}] if it is meant, or another run.dir"
 
 
-def dump(config: Config) -> str:
+def dump(config: Config, *, whole: bool = True) -> str:
     """Return the config as YAML, which `load_config` reads back as an equal config.
+
+    whole: with the keys that nobody has set, too
 
     Without an evaluation `keep_best` is written as 0: `load_config` would refuse the default. A
     `text_column` that was not set is left out, since setting it makes conversations a text.
@@ -197,6 +199,9 @@ def dump(config: Config) -> str:
                 del written["text_column"]
     if not evaluates(config.data, config.evaluation):
         values["checkpoint"]["keep_best"] = 0
+    if not whole:
+        chosen = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        values = {name: {key: values[name][key] for key in chosen[name]} for name in chosen}
     return write(values)
 
 

@@ -42,7 +42,8 @@ def train_in_processes(config: Config, processes: int) -> Result:
     before = identity(config.run_dir)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(dump(config), encoding="utf-8")
+        # Without the defaults: the run records for each key in the file that somebody has set it.
+        path.write_text(dump(config, whole=False), encoding="utf-8")
         try:
             ended = launch(str(path), [*_overrides(config)], processes=processes)
         except UserError as error:

@@ -51,7 +51,7 @@ def test_the_run_gets_the_resolved_config_and_its_end_is_returned(tmp_path, laun
     result = llmtrain.train(config, processes=3)
     assert launched.processes == 3
     assert launched.config == config
-    assert dict(launched.config.origins)["training.steps"] == "command line"
+    assert launched.config.origins == config.origins, "who set each key, and no default"
     assert (result.state, result.exit_code, result.reason) == ("finished", 0, "steps")
     assert (result.step, result.run_dir) == (7, tmp_path / "run")
     assert not launched.path.exists()
