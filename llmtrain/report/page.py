@@ -145,7 +145,7 @@ def figures(tables: Tables) -> list[Figure]:
     plan = tables.starts[-1].get("plan") if tables.starts else None
     planned = plan.get("total_bytes") if isinstance(plan, dict) else None
     limits: tuple[tuple[str, float], ...] = ()
-    if _has_peak(tables):  # on a CPU, memory is that of the whole process, which nothing planned
+    if _is_of_device(tables):  # else it is that of the whole process, which nothing planned
         limits += (("planned", planned / 2**30),) if isinstance(planned, int | float) else ()
         limits += (("device", room),) if room else ()
     small = [
@@ -156,20 +156,18 @@ def figures(tables: Tables) -> list[Figure]:
         _small("speed", "Speed", "tokens a second", _speeds(tables)),
         _small("mfu", "Model FLOPs utilization", "%", _scaled(tables.numbers("mfu"), 100)),
         _small("wait", "Waiting for data", "% of the step time", _waits(tables)),
-        _small(
-            "memory",
-            "Memory",
-            "GiB",
-            tables.numbers("memory_gb"),
-            limits if _has_peak(tables) else (),
-        ),
+        _small("memory", "Memory", "GiB", tables.numbers("memory_gb"), limits),
     ]
     return found + [_marked(one, marks) for one in small if one]
 
 
-def _has_peak(tables: Tables) -> bool:
+def _is_of_device(tables: Tables) -> bool:
     """Whether memory is that of a device, which is what the plan is about."""
-    return any(isinstance(line.get("mfu"), int | float) for line in tables.train[-1:])
+    kind = tables.starts[-1].get("device_type") if tables.starts else None
+    if kind is not None:
+        return str(kind) != "cpu"
+    # An older record has no such field; it compares memory with the plan on a device alone.
+    return any(one.get("event") == "memory_compared" for one in tables.events)
 
 
 def _loss(tables: Tables, marks: Mapping[str, Any]) -> list[Figure]:

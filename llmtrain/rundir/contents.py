@@ -40,7 +40,7 @@ WORDS = {
     f"{CHECKPOINTS}/step-00000300/": "a complete checkpoint, which is a model directory",
     f"{CHECKPOINTS}/step-00000300.partial/": "one that is being written or was interrupted; "
     "it is never read",
-    f"{CHECKPOINTS}/step-00000300.damaged/": "one that did not match its digests and was set aside",
+    f"{CHECKPOINTS}/step-00000300.damaged/": "one that did not match its digests, renamed",
     f"{CHECKPOINTS}/step-00000300.superseded/": "one of steps that a resume has undone",
     f"{TOKENIZER}/": "the tokenizer of the run, as `save_pretrained` writes it",
     f"{LOGS}/rank-N.log": "the log of a process, with warnings of libraries, tracebacks and stacks",

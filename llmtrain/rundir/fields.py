@@ -27,6 +27,7 @@ FIELDS = {
         "world_size": "number of processes",
         "strategy": "`ddp`, `fsdp2`, `zero3` …",
         "device": "name of rank 0's device",
+        "device_type": "`cuda` or `cpu`",
         "micro_batch_size": "blocks of a micro-batch",
         "accumulation": "micro-batches of a step on one device",
         "parameters": "of the whole model",

@@ -73,6 +73,7 @@ def start_line(step: int, resumed_from: str | None = None) -> dict:
         "world_size": 2,
         "strategy": "ddp",
         "device": "cpu",
+        "device_type": "cpu",
         "micro_batch_size": 8,
         "accumulation": 2,
         "parameters": 1_234_567,

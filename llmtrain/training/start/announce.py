@@ -38,6 +38,7 @@ def announce(run: Run) -> None:
         world_size=run.ranks.world_size,
         strategy=strategy,
         device=_device_name(run.device),
+        device_type=run.device.type,
         micro_batch_size=run.built.micro_batch_size,
         accumulation=_accumulation(run),
         parameters=parameters,

@@ -10,7 +10,7 @@ from helpers.runs import HOSTILE
 from llmtrain.errors import UserError
 from llmtrain.report import words
 from llmtrain.report.collect import collect
-from llmtrain.report.page import inline, write_report
+from llmtrain.report.page import figures, inline, write_report
 
 HOSTILE_LINES = [
     *runs.interrupted_history()[:-1],
@@ -109,6 +109,25 @@ def test_a_key_that_somebody_set_is_not_shown_as_decided_too(tmp_path):
     table = page[page.index('<section id="config">') : page.index("all keys, with")]
     rows = re.findall(r"<tr><td>(.*?)</td><td class=\"text\">(.*?)</td><td>(.*?)</td>", table)
     assert rows == [("training.precision", "fp32", "file"), ("lanes", "24", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("start", "event", "shown"),
+    [
+        ({"device": "arm", "device_type": "cpu"}, {"device": "cpu"}, False),
+        ({"device": "NVIDIA H100", "device_type": "cuda"}, {}, True),
+        ({"device": "NVIDIA GeForce GT 9", "device_type": None}, {}, True),  # an older record
+        ({"device": "x86_64", "device_type": None}, {"device": "cpu"}, False),
+    ],
+)
+def test_memory_is_shown_with_its_plan_where_it_is_that_of_a_device(tmp_path, start, event, shown):
+    plan = {"plan": {"total_bytes": 3 << 30, "device_bytes": 4 << 30}}
+    _, *lines = runs.history(20)
+    lines = [runs.start_line(0) | start | plan, *lines]
+    lines.append(runs.event_line(4, "memory_compared", planned_gb=3.0) | event)
+    found = {one.name: one for one in figures(collect(runs.write_run(tmp_path, lines)))}
+    assert [name for name, _ in found["memory"].limits] == ["planned", "device"] * shown
+    assert all(line.get("mfu") is None for line in lines), "the peak of many GPUs is not known"
 
 
 def test_the_notebooks_part_has_the_verdict_and_the_figure_and_no_script(tmp_path):
