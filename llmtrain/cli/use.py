@@ -99,11 +99,11 @@ def generate(
             sampling = tool.Sampling(max_new_tokens, temperature, top_p, seed)
             if chat:
                 messages = _lines(loaded) if prompt is None else iter([prompt])
-                tell = _ignore if as_json else _behind("", loaded)
+                tell = _quietly(loaded) if as_json else _behind("", loaded)
                 answers = tool.converse(model, messages, sampling, tell)
             else:
                 assert prompt is not None
-                tell = _ignore if as_json else _behind(prompt, loaded)
+                tell = _quietly(loaded) if as_json else _behind(prompt, loaded)
                 answers = iter([tool.continue_text(model, prompt, sampling, tell)])
             for answer in answers:
                 show([json.dumps(answer.to_json()) if as_json else ""])
@@ -223,5 +223,6 @@ def _behind(prompt: str, loaded: Callable[[], None]) -> Callable[[str], None]:
     return write
 
 
-def _ignore(text: str) -> None:
-    return None
+def _quietly(loaded: Callable[[], None]) -> Callable[[str], None]:
+    """Return a function that writes nothing. loaded: as for `_behind`"""
+    return lambda text: loaded()

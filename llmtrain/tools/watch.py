@@ -23,6 +23,7 @@ from llmtrain.rundir.tail import Tail
 _POINTS = 2000
 _SILENT = 60.0  # seconds without a line after which a person should know
 _EVENTS = 4
+_MOST = 1e100  # sums of larger numbers could overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +179,9 @@ def _lives(holder: lock.Holder) -> bool:
 
 
 def _number(value: object) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0
-    return float(value) if known else None  # type: ignore[arg-type]  # `known` has checked it
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if -_MOST < value < _MOST else None  # neither inf nor NaN
 
 
 def _whole(value: object) -> int:

@@ -82,7 +82,7 @@ def test_what_is_kept_does_not_grow_with_the_run_and_nothing_is_written(tmp_path
 @pytest.mark.parametrize(
     "lines",
     [[], [runs.start_line(0)], [runs.train_line(1, loss=None, tokens=None, span_seconds=None)],
-     [runs.train_line(1, loss=1e30, tokens=True)]],
+     [runs.train_line(1, loss=1e30, tokens=True)], [runs.train_line(1, loss=10**400)]],
 )  # fmt: skip
 def test_any_record_has_a_view(tmp_path, lines):
     assert Watcher(runs.write_run(tmp_path, lines)).look().name == tmp_path.name
