@@ -10,11 +10,13 @@ of the run. Until the run directory has a folder for logs, everything still goes
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from pathlib import Path
 from subprocess import CalledProcessError
 
+from llmtrain.config import secrets
 from llmtrain.rundir import contents
 
 
@@ -35,12 +37,13 @@ def main() -> None:
 
 
 def tell(log: Path, text: str) -> None:
-    """Append text to the log if its folder exists, else write it to stderr."""
+    """Append text without secrets to the log if its folder exists, else write it to stderr."""
+    lines = f"{secrets.hider(os.environ)(text).rstrip()}\n"
     try:
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"{text.rstrip()}\n")
+            file.write(lines)
     except OSError:
-        sys.stderr.write(f"{text.rstrip()}\n")
+        sys.stderr.write(lines)
 
 
 class _Log(logging.Handler):

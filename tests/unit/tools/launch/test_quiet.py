@@ -47,3 +47,13 @@ def test_before_the_run_has_a_folder_for_logs_they_go_to_stderr(launched, tmp_pa
     assert "Received 2 death signal" in said
     assert said.endswith("Process 7 got signal: 2\n")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("folder", ["logs", "elsewhere"])
+def test_no_secret_is_written(tmp_path, capfd, monkeypatch, folder):
+    monkeypatch.setenv("HUB_TOKEN", "correct-horse-battery")
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / folder / "launcher.log"
+    quiet.tell(log, "Command '[train, x=correct-horse-battery]' returned 1")
+    said = log.read_text() if log.exists() else capfd.readouterr().err
+    assert said == "Command '[train, x=***]' returned 1\n"
