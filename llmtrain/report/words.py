@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from datetime import UTC, datetime
 from typing import TypeGuard
 
+_MOST = sys.float_info.max
 _TURNING = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
 
 
@@ -110,4 +111,6 @@ def clip(text: object, characters: int = 4000) -> str:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -_MOST < value < _MOST  # no inf, NaN or integer that no float holds

@@ -27,6 +27,7 @@ OWNERS = (
 )  # fmt: skip
 
 MOST_STRETCHES = 1000
+_MOST = 1e15  # seconds: no run takes longer
 
 _Line = Mapping[str, Any]
 _Seconds = dict[str, float]
@@ -210,4 +211,4 @@ def _move(carried: _Seconds, into: _Seconds, length: float) -> None:
 
 def _positive(value: object) -> float:
     """Return a number of seconds; 0 for what is none."""
-    return float(value) if isinstance(value, int | float) and value > 0 else 0.0
+    return float(value) if isinstance(value, int | float) and 0 < value < _MOST else 0.0

@@ -66,6 +66,17 @@ CASES: dict[str, tuple[list[dict], bytes, str | None, str]] = {
         "finished",
         "1e+30",
     ),
+    "numbers of 400 digits": (
+        [
+            START | {"parameters": 10**400},
+            *(runs.train_line(n, loss=2.0) for n in (1, 2)),
+            runs.train_line(3, span_seconds=10**400, span_wait_seconds=10**400, tokens=10**400),
+            runs.checkpoint_line(3) | {"bytes": 10**400, "blocked_seconds": 10**400},
+        ],
+        b"",
+        "finished",
+        "Training loss",
+    ),
     "clocks that go back": (
         [
             START | {"time": 2e9, "born": 2.1e9},
