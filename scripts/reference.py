@@ -138,7 +138,7 @@ def exit_codes() -> Iterator[str]:
     yield from (
         "# Exit codes",
         "",
-        "They are those of every command and of every process of a run.",
+        "Every command and every process of a run ends with one of these codes.",
         "",
     )
     rows = [(f"{code}", means, do) for code, (means, do) in EXIT_CODES.items()]

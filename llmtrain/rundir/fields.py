@@ -17,7 +17,7 @@ KINDS = {
     "checkpoint": "when a checkpoint is complete",
     "sample": "for each prompt, when the model has continued it",
     "event": "when something happened that a person may want to know",
-    "end": "once, when a start ends; a killed one has none",
+    "end": "once, when a start ends; a killed start does not write it",
 }
 
 # Kind of a line → field → what it holds.

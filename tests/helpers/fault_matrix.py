@@ -28,8 +28,8 @@ class Scenario(NamedTuple):
 
 
 _OLDER = "the partial is never read; the checkpoint before it is used"
-_DAMAGED = "found, named, set aside; the checkpoint before it is used"
-_CONTINUES = "an event; training goes on; the old checkpoints are whole"
+_DAMAGED = "found, reported, renamed; the checkpoint before it is used"
+_CONTINUES = "an event; training continues; the old checkpoints are whole"
 SCENARIOS = {
     "F01": Scenario("`kill` at `save.mkdir`", _OLDER, True),
     "F02": Scenario("`kill` at `save.create`", _OLDER, True),
@@ -48,7 +48,7 @@ SCENARIOS = {
     ),
     "F12": Scenario("`kill` in the very first save", "begins again, with an event", True),
     "F13": Scenario(
-        "background: training goes on while a save is slow; `kill` then",
+        "background: training continues while a save is slow; `kill` then",
         "the files hold the state of their step; the old one is still there",
         True,
     ),
