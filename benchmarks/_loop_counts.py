@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import _loop_contenders as contenders
@@ -18,6 +19,8 @@ import llmtrain
 
 FIRST, EACH = 70, 10  # steps: those before, and those of each of the two counts
 STEPS = FIRST + 2 * EACH + 1
+# torch's compiler wraps functions of its optimizers, or not, depending on what a process has done.
+COMPILER = tuple(str(Path(torch.__file__).parent / name) for name in ("_dynamo", "compiler"))
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -103,8 +106,8 @@ class Counter:
             "python_calls": statistics.median(b - a for a, b in pairwise(self._after)),
         }
 
-    def _called(self, _frame: Any, event: str, _argument: Any) -> None:
-        self._calls += event == "call"
+    def _called(self, frame: Any, event: str, _argument: Any) -> None:
+        self._calls += event == "call" and not frame.f_code.co_filename.startswith(COMPILER)
 
 
 def row(config: Any) -> dict[str, Any]:
