@@ -216,6 +216,10 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
         size = min(rows.labels.shape[0], rows.settings.chunk_rows or most.rows(vocabulary))
         logits = rows.hidden.new_empty(size, vocabulary, dtype=_made_in(rows))
         scratch = rows.hidden.new_empty(min(size, most.piece), vocabulary, dtype=rows.wide)
+        # Made once: a heap that gets and frees these for each chunk grows by hundreds of MB.
+        apart = logits.dtype != rows.wide
+        widened = torch.empty_like(scratch) if apart else None
+        product = torch.empty_like(rows.weight) if apart and made.weight is not None else None
         losses: list[Tensor] = []
         parts = _split(size, rows.hidden, rows.labels, rows.factors, made.hidden)
         for number, (x, labels, factors, dx) in enumerate(parts):
@@ -224,12 +228,12 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
             narrow = z.dtype != x.dtype and made.anything
             dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
             pieces = _split(most.piece, z, labels, factors, dz if made.anything else None)
-            losses += (_piece(rows, scratch, *piece) for piece in pieces)
+            losses += (_piece(rows, scratch, widened, *piece) for piece in pieces)
             if dx is not None:
                 _product(dz, rows.weight, dx)
             if made.weight is not None:
                 add = _add_product if number else _product
-                add(dz.t(), x, made.weight)
+                add(dz.t(), x, made.weight, product)
             if made.bias is not None:
                 summed = dz.sum(0, dtype=rows.wide)
                 made.bias.copy_(made.bias + summed if number else summed)
@@ -252,14 +256,21 @@ def _first(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def _piece(
-    rows: _Rows, scratch: Tensor, z: Tensor, labels: Tensor, factors: Tensor, dz: Tensor | None
+    rows: _Rows,
+    scratch: Tensor,
+    widened: Tensor | None,
+    z: Tensor,
+    labels: Tensor,
+    factors: Tensor,
+    dz: Tensor | None,
 ) -> Tensor:
     """Return the losses of n rows, (n, 1); write the gradient of their products into `dz`, if any.
 
+    scratch, widened: room for n rows or more in fp32; widened where the products are narrow
     z: the products, (n, V); used up
     """
     settings = rows.settings
-    logits = z.to(rows.wide)
+    logits = z if widened is None else _first(widened, z).copy_(z)
     if rows.bias is not None:
         logits += rows.bias
     if settings.scale != 1.0:
@@ -279,7 +290,10 @@ def _piece(
         if settings.softcap is not None:
             logs *= slope
         scaled = factors if settings.scale == 1.0 else factors * settings.scale
-        torch.mul(logs, scaled, out=dz)
+        if dz.dtype == logs.dtype:
+            torch.mul(logs, scaled, out=dz)
+        else:  # on a CPU in half the time of a product that is written narrow
+            dz.copy_(logs.mul_(scaled))
     return nll * factors
 
 
@@ -288,21 +302,21 @@ def _made_in(rows: _Rows) -> torch.dtype:
     return rows.wide if rows.hidden.is_cuda else rows.hidden.dtype
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write a·b. No kernel of a CPU multiplies narrow tensors into fp32."""
+def _product(a: Tensor, b: Tensor, out: Tensor, narrow: Tensor | None = None) -> None:
+    """Write a·b. No kernel of a CPU multiplies narrow tensors into fp32; narrow: room for that."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
-        out.copy_(a @ b)
+        out.copy_(torch.mm(a, b, out=narrow))
 
 
-def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+def _add_product(a: Tensor, b: Tensor, total: Tensor, narrow: Tensor | None) -> None:
     """Add a·b to a sum in fp32, without a second tensor of its size where a kernel can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += a @ b
+        total += torch.mm(a, b, out=narrow)
