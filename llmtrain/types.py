@@ -200,7 +200,7 @@ class Chunk:
 
     least_rows: rows whose logits are in memory
     logits_bytes: as long as their fp32 logits take no more than this, there are more rows
-    piece: of them, rows whose softmax is computed at once
+    piece: of them, rows whose softmax is computed at once, in fp32
     wide: whether narrow operands are multiplied into fp32
     """
 

@@ -4,13 +4,14 @@ The logits of a micro-batch are often its largest tensors: with 16 k tokens and 
 their copy in fp32 and its gradient take 25 GB. Here each chunk's logits are made, turned into
 their gradient and used up, before the next chunk:
 
-    forward, for each chunk    z = x·Wᵀ    loss += −log softmax(z)[y]
-                               dz = softmax(z) − onehot(y)    dx = dz·W    dW += dzᵀ·x
+    forward, for each chunk    z = x·Wᵀ    p = softmax(z)    loss += max z − z[y] − log max p
+                               dz = p − onehot(y)    dx = dz·W    dW += dzᵀ·x
     backward                   dx and dW times the gradient of the sum
 
-The gradients are made in the forward, because the logits would otherwise be made twice. Products
-take the compute dtype, as in `F.linear` under autocast. Softmax, loss, dx and the sum of dW are
-fp32.
+The gradients are made in the forward, because the logits would otherwise be made twice. One
+softmax, in the place of the logits, serves loss and gradient: max z − log max p is logsumexp, as
+accurate as one that is computed apart. Products take the compute dtype, as in `F.linear` under
+autocast. Softmax, loss, dx and the sum of dW are fp32.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _CHUNKS = {
     # Fewer rows starve the products, and the traffic of dW outweighs that of the logits.
     "cuda": Chunk(least_rows=2048, logits_bytes=512 * 2**20, piece=512, wide=True),
 }
+_SLAB = 2**20  # elements of dW that are multiplied, widened and added while a CPU's cache has them
 
 
 def linear_cross_entropy(
@@ -215,11 +217,8 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
         vocabulary = rows.weight.shape[0]
         size = min(rows.labels.shape[0], rows.settings.chunk_rows or most.rows(vocabulary))
         logits = rows.hidden.new_empty(size, vocabulary, dtype=_made_in(rows))
-        scratch = rows.hidden.new_empty(min(size, most.piece), vocabulary, dtype=rows.wide)
         # Made once: a heap that gets and frees these for each chunk grows by hundreds of MB.
-        apart = logits.dtype != rows.wide
-        widened = torch.empty_like(scratch) if apart else None
-        product = torch.empty_like(rows.weight) if apart and made.weight is not None else None
+        room = None if logits.dtype == rows.wide else _room(rows, min(size, most.piece))
         losses: list[Tensor] = []
         parts = _split(size, rows.hidden, rows.labels, rows.factors, made.hidden)
         for number, (x, labels, factors, dx) in enumerate(parts):
@@ -228,12 +227,11 @@ def _losses(rows: _Rows, made: _Wanted) -> Tensor:
             narrow = z.dtype != x.dtype and made.anything
             dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
             pieces = _split(most.piece, z, labels, factors, dz if made.anything else None)
-            losses += (_piece(rows, scratch, widened, *piece) for piece in pieces)
+            losses += (_piece(rows, room, *piece) for piece in pieces)
             if dx is not None:
                 _product(dz, rows.weight, dx)
             if made.weight is not None:
-                add = _add_product if number else _product
-                add(dz.t(), x, made.weight, product)
+                _add_product(dz.t(), x, made.weight, room, first=number == 0)
             if made.bias is not None:
                 summed = dz.sum(0, dtype=rows.wide)
                 made.bias.copy_(made.bias + summed if number else summed)
@@ -257,8 +255,7 @@ def _first(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def _piece(
     rows: _Rows,
-    scratch: Tensor,
-    widened: Tensor | None,
+    room: _Room | None,
     z: Tensor,
     labels: Tensor,
     factors: Tensor,
@@ -266,11 +263,11 @@ def _piece(
 ) -> Tensor:
     """Return the losses of n rows, (n, 1); write the gradient of their products into `dz`, if any.
 
-    scratch, widened: room for n rows or more in fp32; widened where the products are narrow
     z: the products, (n, V); used up
+    dz: (n, V), in the place of `z` if both have one dtype
     """
     settings = rows.settings
-    logits = z if widened is None else _first(widened, z).copy_(z)
+    logits = z if room is None else _first(room.logits, z).copy_(z)
     if rows.bias is not None:
         logits += rows.bias
     if settings.scale != 1.0:
@@ -279,21 +276,19 @@ def _piece(
         logits.div_(settings.softcap).tanh_()
         slope = 1.0 - logits.square()
         logits *= settings.softcap
-    logs = torch.log_softmax(logits, -1, out=_first(scratch, z))
-    nll = -logs.gather(1, labels)
+    at_label, largest = logits.gather(1, labels), logits.amax(1, keepdim=True)
+    p = torch.softmax(logits, 1, out=logits)
+    nll = (largest - at_label).sub_(p.amax(1, keepdim=True).log_())
     if dz is not None:
-        norm = logits.gather(1, labels) + nll if settings.z_loss else None  # logsumexp
-        logs.exp_()
-        if norm is not None:
-            logs *= 1.0 + 2.0 * settings.z_loss * norm
-        logs.scatter_(1, labels, -1.0, reduce="add")
+        if settings.z_loss:
+            logsumexp = nll + at_label
+            p *= 1.0 + 2.0 * settings.z_loss * logsumexp
+        p.scatter_(1, labels, -1.0, reduce="add")
         if settings.softcap is not None:
-            logs *= slope
-        scaled = factors if settings.scale == 1.0 else factors * settings.scale
-        if dz.dtype == logs.dtype:
-            torch.mul(logs, scaled, out=dz)
-        else:  # on a CPU in half the time of a product that is written narrow
-            dz.copy_(logs.mul_(scaled))
+            p *= slope
+        p *= factors if settings.scale == 1.0 else factors * settings.scale
+        if dz.dtype != p.dtype:
+            dz.copy_(p)
     return nll * factors
 
 
@@ -302,21 +297,51 @@ def _made_in(rows: _Rows) -> torch.dtype:
     return rows.wide if rows.hidden.is_cuda else rows.hidden.dtype
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, narrow: Tensor | None = None) -> None:
-    """Write a·b. No kernel of a CPU multiplies narrow tensors into fp32; narrow: room for that."""
+class _Room(NamedTuple):
+    """Where a CPU turns narrow products into fp32: it has no kernel that multiplies into it.
+
+    logits: (piece, V) fp32
+    product, widened: (slab, h), a part of dW, narrow and in fp32
+    """
+
+    logits: Tensor
+    product: Tensor
+    widened: Tensor
+
+
+def _room(rows: _Rows, piece: int) -> _Room:
+    vocabulary, hidden = rows.weight.shape
+    product = rows.weight.new_empty(min(vocabulary, max(1, _SLAB // hidden)), hidden)
+    return _Room(
+        rows.weight.new_empty(piece, vocabulary, dtype=rows.wide),
+        product,
+        torch.empty_like(product, dtype=rows.wide),
+    )
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a·b."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
-        out.copy_(torch.mm(a, b, out=narrow))
+        out.copy_(torch.mm(a, b))
 
 
-def _add_product(a: Tensor, b: Tensor, total: Tensor, narrow: Tensor | None) -> None:
-    """Add a·b to a sum in fp32, without a second tensor of its size where a kernel can."""
-    if a.dtype == total.dtype:
+def _add_product(a: Tensor, b: Tensor, total: Tensor, room: _Room | None, *, first: bool) -> None:
+    """Add a·b to a sum in fp32, or write the first, without a second tensor of the sum's size."""
+    if room is not None:
+        slab = room.product.shape[0]
+        for part, sums in _split(slab, a, total):
+            product = torch.mm(part, b, out=_first(room.product, part))
+            if first:
+                sums.copy_(product)
+            else:  # an addition of two dtypes takes three times as long
+                sums += _first(room.widened, part).copy_(product)
+    elif first:
+        _product(a, b, total)
+    elif a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += torch.mm(a, b, out=narrow)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

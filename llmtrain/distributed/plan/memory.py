@@ -238,8 +238,6 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
     if work.chunk is not None and saved.plain_head:
         gradient = 4 * shape.head if shape.head_trained else 0
         chunk = _chunk_bytes(work.chunk, shape.vocabulary, tokens, size)
-        if size == 2 and not work.chunk.wide:  # each product of the gradient is made narrow first
-            chunk += gradient // 2
         if arithmetic == "bf16":
             return gradient + 6 * inputs + max(chunk, gradient // 2), gradient
         return gradient + (8 if arithmetic == "fp32" else 10) * inputs + chunk, gradient
@@ -255,10 +253,10 @@ def _chunk_bytes(chunk: Chunk, vocabulary: int, tokens: int, operand: int) -> in
     """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
     rows, piece = min(chunk.rows(vocabulary), tokens), min(chunk.piece, tokens)
     if operand == 4:  # the gradient takes the place of the logits
-        return vocabulary * (4 * rows + 4 * piece)
+        return vocabulary * 4 * rows
     if chunk.wide:
-        return vocabulary * ((4 + operand) * rows + 4 * piece)
-    return vocabulary * (operand * rows + 8 * piece)
+        return vocabulary * (4 + operand) * rows
+    return vocabulary * (operand * rows + 4 * piece)
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:

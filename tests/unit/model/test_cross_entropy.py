@@ -134,6 +134,34 @@ def test_pf_1_gradients_are_the_differences_of_the_loss() -> None:
             assert found.view(-1)[index].item() == pytest.approx(difference, abs=1e-8, rel=1e-6)
 
 
+def test_pf_1_labels_that_the_model_holds_impossible_have_their_loss() -> None:
+    """Their probability is 0 in fp32, and that of another entry is 1."""
+    weight = torch.tensor([[100.0], [-100.0], [0.0]])
+    hidden = torch.tensor([[1.0], [2.0], [-2.0], [2.0]]).requires_grad_()
+    found = token_losses(hidden, weight, torch.tensor([1, 2, 0, 0]))
+    assert found.tolist() == [200.0, 200.0, 400.0, 0.0]
+    linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 0, 0])).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.view(-1).tolist() == [200.0, 100.0, -200.0, 0.0]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 1031, 50_304])
+def test_pf_1_softmax_in_place_has_the_bits_of_softmax(vocabulary: int) -> None:
+    """torch documents no `out=` that is the input; our memory depends on it."""
+    logits = torch.randn(65, vocabulary, generator=torch.Generator().manual_seed(0)) * 10
+    apart = torch.softmax(logits, 1)
+    assert torch.equal(torch.softmax(logits, 1, out=logits), apart)
+
+
+def test_pf_1_a_gradient_of_several_slabs_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, labels = inputs(70)
+    leaves = [hidden.bfloat16(), weight.bfloat16().requires_grad_()]
+    (one,) = gradients(linear_cross_entropy(*leaves, labels, chunk_rows=32), leaves[1:])
+    monkeypatch.setattr(cross_entropy, "_SLAB", 10 * HIDDEN)
+    (several,) = gradients(linear_cross_entropy(*leaves, labels, chunk_rows=32), leaves[1:])
+    torch.testing.assert_close(several, one, rtol=2**-8, atol=0)
+
+
 def test_pf_1_rows_without_labels_have_no_loss_and_no_gradient() -> None:
     hidden, weight, _, labels = inputs(9)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
