@@ -67,7 +67,7 @@ def linear_cross_entropy(
     if torch.is_grad_enabled():
         return _sum(hidden, weight, bias, labels, token_weights, settings)
     rows = _in_rows(hidden, weight, bias, labels, token_weights, settings)
-    return _losses(rows, _Wanted()).sum()
+    return _losses(rows, _NOTHING)[0].sum()
 
 
 def token_losses(
@@ -85,7 +85,7 @@ def token_losses(
     """
     with torch.no_grad():
         rows = _in_rows(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
-        return _losses(rows, _Wanted()).view(labels.shape)
+        return _losses(rows, _NOTHING)[0].view(labels.shape)
 
 
 def chunk_of(device_type: str) -> Chunk:
@@ -143,17 +143,24 @@ def _in_rows(
     )
 
 
+class _Wanted(NamedTuple):
+    """Which gradients are made with the loss."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+_NOTHING = _Wanted(False, False, False)
+
+
 @dataclass(slots=True)
-class _Wanted:
-    """The gradients that are made with the loss; None = it is not wanted."""
+class _Made:
+    """The gradients that were made, in fp32; None = it is not wanted, or there is none yet."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-
-    @property
-    def anything(self) -> bool:
-        return not (self.hidden is None and self.weight is None and self.bias is None)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -167,13 +174,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         rows = _in_rows(hidden, weight, bias, *others)
         for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
-        made = _Wanted(
-            torch.empty_like(rows.hidden, dtype=rows.wide) if for_hidden else None,
-            torch.empty_like(rows.weight, dtype=rows.wide) if for_weight else None,
-            torch.empty_like(bias, dtype=rows.wide) if bias is not None and for_bias else None,
-        )
-        ctx.made, ctx.shape = made, hidden.shape
-        return _losses(rows, made).sum()
+        wanted = _Wanted(for_hidden, for_weight, bias is not None and for_bias)
+        losses, ctx.made = _losses(rows, wanted)
+        ctx.shape = hidden.shape
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -205,37 +209,42 @@ def _casts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def _losses(rows: _Rows, made: _Wanted) -> Tensor:
-    """Return the loss of each row, times its factor: (N, 1) fp32; add up the gradients in `made`.
+def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
+    """Return the loss of each row, times its factor, (N, 1) fp32, and the wanted gradients.
 
-    Not many rows are one chunk, and then one piece, without views of parts: a small model's step
-    would pay for these.
+    Not many rows are one chunk, and then one piece, without views of parts and without room that is
+    made before: a small model's step would pay for these.
     """
-    device = rows.hidden.device.type
-    most = chunk_of(device)
+    device, count = rows.hidden.device.type, rows.labels.shape[0]
+    most, made = chunk_of(device), _Made()
     with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
         vocabulary = rows.weight.shape[0]
-        size = min(rows.labels.shape[0], rows.settings.chunk_rows or most.rows(vocabulary))
-        logits = rows.hidden.new_empty(size, vocabulary, dtype=_made_in(rows))
+        size = min(count, rows.settings.chunk_rows or most.rows(vocabulary))
+        wide, products = rows.wide, _made_in(rows)
         # Made once: a heap that gets and frees these for each chunk grows by hundreds of MB.
-        room = None if logits.dtype == rows.wide else _room(rows, min(size, most.piece))
+        several = size < count
+        logits = rows.hidden.new_empty(size, vocabulary, dtype=products) if several else None
+        room = None if products == wide else _room(rows, min(size, most.piece))
+        if several and wanted.hidden:
+            made.hidden = torch.empty_like(rows.hidden, dtype=wide)
         losses: list[Tensor] = []
         parts = _split(size, rows.hidden, rows.labels, rows.factors, made.hidden)
-        for number, (x, labels, factors, dx) in enumerate(parts):
-            z = _first(logits, x)
-            _product(x, rows.weight.t(), z)
-            narrow = z.dtype != x.dtype and made.anything
+        for x, labels, factors, dx in parts:
+            z = _product(x, rows.weight.t(), products, _first(logits, x))
+            narrow = products != x.dtype and any(wanted)
             dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
-            pieces = _split(most.piece, z, labels, factors, dz if made.anything else None)
+            pieces = _split(most.piece, z, labels, factors, dz if any(wanted) else None)
             losses += (_piece(rows, room, *piece) for piece in pieces)
-            if dx is not None:
-                _product(dz, rows.weight, dx)
-            if made.weight is not None:
-                _add_product(dz.t(), x, made.weight, room, first=number == 0)
-            if made.bias is not None:
-                summed = dz.sum(0, dtype=rows.wide)
-                made.bias.copy_(made.bias + summed if number else summed)
-        return losses[0] if len(losses) == 1 else torch.cat(losses)
+            if wanted.hidden:
+                dx = _product(dz, rows.weight, wide, dx)
+            if wanted.weight:
+                made.weight = _add_product(dz.t(), x, made.weight, wide, room)
+            if wanted.bias:
+                summed = dz.sum(0, dtype=wide)
+                made.bias = summed if made.bias is None else made.bias + summed
+        if not several:
+            made.hidden = dx
+        return (torch.cat(losses) if len(losses) > 1 else losses[0]), made
 
 
 def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:
@@ -247,10 +256,11 @@ def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:
     yield from zip(*split, strict=False)  # None is repeated without an end
 
 
-def _first(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return the first rows, as many as `rows` has."""
-    count = rows.shape[0]
-    return tensor if tensor.shape[0] == count else tensor[:count]
+def _first(tensor: Tensor | None, rows: Tensor) -> Any:
+    """Return the first rows, as many as `rows` has; of None, None."""
+    if tensor is None or tensor.shape[0] == rows.shape[0]:
+        return tensor
+    return tensor[: rows.shape[0]]
 
 
 def _piece(
@@ -319,29 +329,41 @@ def _room(rows: _Rows, piece: int) -> _Room:
     )
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write a·b."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(torch.mm(a, b))
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return a·b in a dtype, in `out` if there is one."""
+    if a.dtype == dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype, out=out)
+    product = torch.mm(a, b)
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
-def _add_product(a: Tensor, b: Tensor, total: Tensor, room: _Room | None, *, first: bool) -> None:
-    """Add a·b to a sum in fp32, or write the first, without a second tensor of the sum's size."""
+def _add_product(
+    a: Tensor, b: Tensor, total: Tensor | None, dtype: torch.dtype, room: _Room | None
+) -> Tensor:
+    """Return the sum plus a·b, in its place, without a second tensor of its size.
+
+    total: None = a·b is the first
+    """
     if room is not None:
-        slab = room.product.shape[0]
-        for part, sums in _split(slab, a, total):
-            product = torch.mm(part, b, out=_first(room.product, part))
-            if first:
-                sums.copy_(product)
-            else:  # an addition of two dtypes takes three times as long
-                sums += _first(room.widened, part).copy_(product)
-    elif first:
-        _product(a, b, total)
-    elif a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return _add_slabs(a, b, total, dtype, room)
+    if total is None:
+        return _product(a, b, dtype)
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
+def _add_slabs(
+    a: Tensor, b: Tensor, total: Tensor | None, dtype: torch.dtype, room: _Room
+) -> Tensor:
+    """Do as `_add_product`, with products that are narrow and widened apart."""
+    sums = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if total is None else total
+    for part, slab in _split(room.product.shape[0], a, sums):
+        product = torch.mm(part, b, out=_first(room.product, part))
+        if total is None:
+            slab.copy_(product)
+        else:  # an addition of two dtypes takes three times as long
+            slab += _first(room.widened, part).copy_(product)
+    return sums

@@ -51,6 +51,9 @@ class LossModule(nn.Module):
         self._kernel = kernel
         self._z_loss = z_loss
         self._has_router_loss = has_router_loss(model)
+        # The linear layer from hidden to logits. To ask in each step takes as long as its product;
+        # the tuple keeps torch from registering it twice.
+        self._projection = (model.get_output_embeddings(),)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 part.warn_if_padding_and_no_attention_mask = _say_nothing
@@ -84,15 +87,15 @@ class LossModule(nn.Module):
             return self._from_logits(self.model(input_ids, **keywords), labels, all_logits, each)
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
-            return self.head.apply(self._projection(hidden[:, -1:]))[:, 0].float()
+            return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
         return self._from_hidden(hidden, labels, each)
 
     def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool) -> Tensor:
         """Return the loss of the decoder's output, (B, T, h)."""
         assert self.head is not None
-        projection, scale, softcap = self._projection, self.head.scale, self.head.softcap
+        head, projection = self.head, self._projection[0]
         weight, bias = projection.weight, projection.bias
-        plain = {"bias": bias, "scale": scale, "softcap": softcap}
+        plain = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
         if each:
             return token_losses(hidden, weight, labels, **plain)
         if self._kernel == "torch":
@@ -125,11 +128,6 @@ class LossModule(nn.Module):
             share = self.model.config.get_text_config().router_aux_loss_coef
             loss = loss + share * output.aux_loss * (targets != NOT_TRAINED).sum()
         return loss
-
-    @property
-    def _projection(self) -> Any:
-        """The linear layer from hidden to logits."""
-        return self.model.get_output_embeddings()
 
     @property
     def config(self) -> Any:
