@@ -200,18 +200,22 @@ class Chunk:
 
     least_rows: rows whose logits are in memory
     logits_bytes: as long as their fp32 logits take no more than this, there are more rows
-    piece: of them, rows whose softmax is computed at once, in fp32
+    piece_bytes: of them, rows whose softmax is computed at once take no more than this in fp32
     wide: whether narrow operands are multiplied into fp32
     """
 
     least_rows: int
     logits_bytes: int
-    piece: int
+    piece_bytes: int
     wide: bool
 
     def rows(self, vocabulary: int) -> int:
         """Return the number of rows of a chunk."""
         return max(self.least_rows, self.logits_bytes // (4 * vocabulary))
+
+    def piece(self, vocabulary: int) -> int:
+        """Return the number of rows of a piece."""
+        return max(1, self.piece_bytes // (4 * vocabulary))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ from llmtrain.types import NOT_TRAINED, Chunk
 
 _CHUNKS = {
     # So many rows that the sum of dW is seldom read and written; its pieces stay in the cache.
-    "cpu": Chunk(least_rows=256, logits_bytes=0, piece=64, wide=False),
+    "cpu": Chunk(least_rows=256, logits_bytes=0, piece_bytes=4 * 2**20, wide=False),
     # Fewer rows starve the products, and the traffic of dW outweighs that of the logits.
-    "cuda": Chunk(least_rows=2048, logits_bytes=512 * 2**20, piece=512, wide=True),
+    "cuda": Chunk(least_rows=2048, logits_bytes=512 * 2**20, piece_bytes=256 * 2**20, wide=True),
 }
 _SLAB = 2**20  # elements of dW that are multiplied, widened and added while a CPU's cache has them
 
@@ -220,11 +220,11 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
     with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
         vocabulary = rows.weight.shape[0]
         size = min(count, rows.settings.chunk_rows or most.rows(vocabulary))
-        wide, products = rows.wide, _made_in(rows)
+        piece, wide, products = most.piece(vocabulary), rows.wide, _made_in(rows)
         # Made once: a heap that gets and frees these for each chunk grows by hundreds of MB.
         several = size < count
         logits = rows.hidden.new_empty(size, vocabulary, dtype=products) if several else None
-        room = None if products == wide else _room(rows, min(size, most.piece))
+        room = None if products == wide else _room(rows, min(size, piece))
         if several and wanted.hidden:
             made.hidden = torch.empty_like(rows.hidden, dtype=wide)
         losses: list[Tensor] = []
@@ -233,8 +233,8 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
             z = _product(x, rows.weight.t(), products, _first(logits, x))
             narrow = products != x.dtype and any(wanted)
             dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
-            pieces = _split(most.piece, z, labels, factors, dz if any(wanted) else None)
-            losses += (_piece(rows, room, *piece) for piece in pieces)
+            pieces = _split(piece, z, labels, factors, dz if any(wanted) else None)
+            losses += (_piece(rows, room, *one) for one in pieces)
             if wanted.hidden:
                 dx = _product(dz, rows.weight, wide, dx)
             if wanted.weight:

@@ -21,6 +21,7 @@ from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.types import Piece, Spec, StepVector
 
 _SMALL = 1 << 15  # elements; a larger tensor's own work is longer than a call
+_SLAB = 1 << 17  # elements that are in a CPU's cache as fp64
 
 
 class Engine(Protocol):
@@ -261,13 +262,16 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     """Return Σ g² of some tensors, () fp64.
 
     On a CPU an operation for each tensor costs more than the work on a small one, so small ones are
-    joined. CUDA has one kernel for all.
+    joined; and torch would make a whole tensor of fp64 first, so large ones are divided. CUDA has
+    one kernel for all.
     """
-    at_once = _SMALL if gradients[0].is_cpu else -1
-    small = [g for g in gradients if g.numel() <= at_once]
-    large = [g for g in gradients if g.numel() > at_once] if len(small) < len(gradients) else []
-    sums = [norm.square() for norm in torch._foreach_norm(large, 2, torch.float64)] if large else []
-    if small:
-        joined = torch._C._nn.flatten_dense_tensors(small).double()
-        sums.append(torch.dot(joined, joined))
-    return torch.stack(sums).sum() if large else sums[0]
+    if not gradients[0].is_cpu:
+        norms = torch._foreach_norm(list(gradients), 2, torch.float64)
+        return torch.stack([norm.square() for norm in norms]).sum()
+    small = [g for g in gradients if g.numel() <= _SMALL]
+    parts = [torch._C._nn.flatten_dense_tensors(small)] if small else []
+    if len(small) < len(gradients):
+        for large in (g for g in gradients if g.numel() > _SMALL):
+            parts += large.flatten().split(_SLAB)  # type: ignore[no-untyped-call]  # no stub
+    sums = [torch.dot(wide, wide) for wide in (part.double() for part in parts)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

@@ -251,7 +251,7 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
 
 def _chunk_bytes(chunk: Chunk, vocabulary: int, tokens: int, operand: int) -> int:
     """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
-    rows, piece = min(chunk.rows(vocabulary), tokens), min(chunk.piece, tokens)
+    rows, piece = min(chunk.rows(vocabulary), tokens), min(chunk.piece(vocabulary), tokens)
     if operand == 4:  # the gradient takes the place of the logits
         return vocabulary * 4 * rows
     if chunk.wide:

@@ -214,5 +214,6 @@ def test_pf_2_a_sharded_weight_is_refused() -> None:
 
 def test_chunks_of_a_gpu_have_many_rows_and_bounded_logits() -> None:
     assert chunk_of("cpu").rows(50_304) == 256
+    assert [chunk_of("cpu").piece(v) for v in (2_048, 50_304, 2**21)] == [512, 20, 1]
     assert chunk_of("cuda").rows(128_256) == 2048
     assert chunk_of("cuda").rows(8_192) == 2**29 // (4 * 8192)
