@@ -48,6 +48,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    all_trained: bool = False,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of `softcap(scale · (hidden·weightᵀ + bias))`: () fp32, nats.
@@ -59,11 +60,12 @@ def linear_cross_entropy(
     token_weights: (…) fp32, factors of the positions' losses.
     softcap: c of c · tanh(z / c).
     z_loss: adds the gradient of z_loss · logsumexp², but nothing to the result.
+    all_trained: whether no label is `NOT_TRAINED`, which saves a pass over the logits.
     chunk_rows: rows whose logits are in memory at once; None = chosen by device and V.
 
     The result has one backward, which fails if it is called again. From fp64 it is fp64.
     """
-    settings = _Settings(scale, softcap, z_loss, chunk_rows)
+    settings = _Settings(scale, softcap, z_loss, all_trained, chunk_rows)
     if torch.is_grad_enabled():
         return _sum(hidden, weight, bias, labels, token_weights, settings)
     rows = _in_rows(hidden, weight, bias, labels, token_weights, settings)
@@ -84,7 +86,9 @@ def token_losses(
     It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`.
     """
     with torch.no_grad():
-        rows = _in_rows(hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, None))
+        rows = _in_rows(
+            hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, False, None)
+        )
         return _losses(rows, _NOTHING)[0].view(labels.shape)
 
 
@@ -97,13 +101,14 @@ class _Settings(NamedTuple):
     scale: float
     softcap: float | None
     z_loss: float
+    all_trained: bool
     chunk_rows: int | None
 
 
 class _Rows(NamedTuple):
     """The positions in a row, and the head, in the dtype of the products.
 
-    hidden: (N, h); weight: (V, h); bias: (V,); labels, factors: (N, 1)
+    hidden: (N, h); weight: (V, h); bias: (V,); labels, factors: (N, 1); factors None = all are 1
     wide: the dtype of everything but the products: fp32, or fp64 as hidden
     """
 
@@ -111,7 +116,7 @@ class _Rows(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
-    factors: Tensor
+    factors: Tensor | None
     wide: torch.dtype
     settings: _Settings
 
@@ -128,15 +133,18 @@ def _in_rows(
         raise TypeError("the head's weight is sharded: it must be gathered before its loss")
     dtype = _compute_dtype(hidden)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    column = labels.reshape(-1, 1)
-    factors = (column != NOT_TRAINED).to(wide)
+    column, factors = labels.reshape(-1, 1), None
+    if not settings.all_trained:
+        factors = (column != NOT_TRAINED).to(wide)
+        column = column.clamp(min=0)
     if token_weights is not None:
-        factors = factors * token_weights.reshape(-1, 1)
+        weights = token_weights.reshape(-1, 1)
+        factors = weights if factors is None else factors * weights
     return _Rows(
         hidden.flatten(0, -2).to(dtype),
         weight.to(dtype),
         None if bias is None else bias.to(wide),
-        column.clamp(min=0),
+        column,
         factors,
         wide,
         settings,
@@ -268,7 +276,7 @@ def _piece(
     room: _Room | None,
     z: Tensor,
     labels: Tensor,
-    factors: Tensor,
+    factors: Tensor | None,
     dz: Tensor | None,
 ) -> Tensor:
     """Return the losses of n rows, (n, 1); write the gradient of their products into `dz`, if any.
@@ -296,10 +304,13 @@ def _piece(
         p.scatter_(1, labels, -1.0, reduce="add")
         if settings.softcap is not None:
             p *= slope
-        p *= factors if settings.scale == 1.0 else factors * settings.scale
+        if settings.scale != 1.0:
+            p *= settings.scale if factors is None else factors * settings.scale
+        elif factors is not None:
+            p *= factors
         if dz.dtype != p.dtype:
             dz.copy_(p)
-    return nll * factors
+    return nll if factors is None else nll * factors
 
 
 def _made_in(rows: _Rows) -> torch.dtype:

@@ -67,6 +67,7 @@ class LossModule(nn.Module):
         max_length: int | None = None,
         all_logits: bool = False,
         each: bool = False,
+        all_trained: bool = False,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -77,6 +78,7 @@ class LossModule(nn.Module):
         cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
             attention.
         max_length: at least the longest document's length; only for `llmtrain` attention.
+        all_trained: whether no label is `NOT_TRAINED`, where the caller knows it.
 
         Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
         of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
@@ -88,14 +90,14 @@ class LossModule(nn.Module):
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
             return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
-        return self._from_hidden(hidden, labels, each)
+        return self._from_hidden(hidden, labels, each, all_trained)
 
-    def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool) -> Tensor:
+    def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool, all_trained: bool) -> Tensor:
         """Return the loss of the decoder's output, (B, T, h)."""
         assert self.head is not None
         head, projection = self.head, self._projection[0]
         weight, bias = projection.weight, projection.bias
-        plain = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
+        plain: dict[str, Any] = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
         if each:
             return token_losses(hidden, weight, labels, **plain)
         if self._kernel == "torch":
@@ -107,7 +109,9 @@ class LossModule(nn.Module):
                 reduction="sum",
                 ignore_index=NOT_TRAINED,
             )
-        return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **plain)
+        return linear_cross_entropy(
+            hidden, weight, labels, z_loss=self._z_loss, all_trained=all_trained, **plain
+        )
 
     def _from_logits(
         self, output: Any, labels: Tensor | None, all_logits: bool, each: bool

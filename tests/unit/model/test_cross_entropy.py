@@ -194,6 +194,19 @@ def test_pf_1_evaluation_makes_no_gradient_and_has_the_same_bits() -> None:
     assert not each.view(-1)[labels == -100].any()
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pf_1_labels_known_to_be_trained_change_no_bit(scale: float, weighted: bool) -> None:
+    hidden, weight, _, labels = inputs(90)
+    leaves, labels = [hidden.requires_grad_(), weight.requires_grad_()], labels.clamp(min=0)
+    given = {"token_weights": torch.linspace(0.1, 2, 90) if weighted else None, "scale": scale}
+    found = []
+    for known in (False, True):
+        loss = linear_cross_entropy(*leaves, labels, all_trained=known, chunk_rows=40, **given)
+        found.append([loss, *gradients(loss, leaves)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_pf_1_a_second_backward_raises() -> None:
     hidden, weight, _, labels = inputs(4)
     found = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
