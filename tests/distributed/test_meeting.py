@@ -45,6 +45,6 @@ def test_a_rank_without_deepspeed_is_named(server: Server, tmp_path: Path) -> No
 def test_ranks_that_plan_otherwise_are_told_which_memory_to_say(
     server: Server, tmp_path: Path, strategy: str
 ) -> None:
-    said = start(server, tmp_path, 5 << 20, "", f"distributed.strategy={strategy}")
+    said = start(server, tmp_path, 4 << 20, "", f"distributed.strategy={strategy}")
     assert "on rank 1" in said
     assert "distributed.device_memory_gb" in said
