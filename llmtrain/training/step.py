@@ -78,10 +78,10 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
-    rows: list[dict[str, Any]] = [{"input_ids": ids, "labels": labels, "all_trained": whole}]
-    if len(parts) > 1:
-        split = [(ids[part], labels[part]) for part in parts]
-        rows = [{"input_ids": x, "labels": y, "all_trained": whole} for x, y in split]
+    split = [(ids, labels)] if len(parts) == 1 else [(ids[part], labels[part]) for part in parts]
+    rows: list[dict[str, Any]] = [
+        {"input_ids": x, "labels": y, "all_trained": whole} for x, y in split
+    ]
     if batch.starts is None:  # documents may attend to each other
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
