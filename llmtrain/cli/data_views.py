@@ -72,6 +72,10 @@ def _source(source: SourceFacts) -> Iterator[str]:
     ]
     for left, right in zip(cells[::2], cells[1::2], strict=True):
         yield f"{INDENT}{left} {right}".rstrip()
+    if source.unread:
+        keys = ", ".join(f"{harmless(key)} ({rows})" for key, rows in sorted(source.unread.items()))
+        for line in wrap(f"not read of its first rows (in how many): {keys}", WIDTH - len(INDENT)):
+            yield INDENT + line
 
 
 def _lengths(buckets: Sequence[Bucket], estimated: bool) -> Iterator[str]:

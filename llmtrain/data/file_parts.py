@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrain import heartbeat
-from llmtrain.data.chat.rows import needed_columns
+from llmtrain.data.chat.rows import judged, needed_columns
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
@@ -178,11 +178,15 @@ def _no_text(source: Source, key: str, where: str, there: Sequence[str]) -> Prob
 
 
 def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
-    """Return the problem of a file without the columns of the form that the first file has."""
+    """Return the problem of a file without the columns of the form, or with judgements."""
     assert source.form is not None
     names = (source.columns.get(name, name) for name in needed_columns(source.form))
     missing = next((name for name in names if name not in there), None)
-    return missing_column(f"{key}.path", missing, where, there) if missing else None
+    if missing:
+        return missing_column(f"{key}.path", missing, where, there)
+    ours = set(there) - set(source.columns.values())
+    problem = judged(source.form, ours, f"{key}.columns", source.columns)
+    return problem and replace(problem, value=f"{problem.value} in {harmless(where)}")
 
 
 def _look_into_tokens(source: Source, file: int) -> Look:

@@ -17,13 +17,14 @@ from llmtrain.errors import Problem
 def with_form(source: Source, key: str, reader: Reader) -> Source:
     """Return the source with the form of its conversations, if its first file has one.
 
-    Raises UserError for columns that the source lacks, and for preference pairs.
+    Raises UserError for columns that the source lacks, and for judged answers (`form_of`).
     """
     there = first_columns(source, key, reader)
     if not there:
         return source
     columns = f"{key}.columns"
-    return replace(source, form=form_of(our_names(there, source.columns, columns), columns))
+    ours = our_names(there, source.columns, columns)
+    return replace(source, form=form_of(ours, columns, source.columns))
 
 
 def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from itertools import islice, pairwise
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.data.chat.rows import BadRowError, unread_keys
+from llmtrain.data.documents.byte_ranges import columns_of
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.row_places import bad_row, place_of_row
-from llmtrain.data.heldout import training_rows
+from llmtrain.data.file_parts import first_columns
+from llmtrain.data.heldout import training_rows, training_texts
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey
 from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, raise_any
+from llmtrain.errors import Problem, harmless, raise_any
 
 FIRST = 100  # rows of each source
 SHOWN = 5  # rows of a message
+NEVER_SKIPPED = ("judgement", "mask")  # bad rows that say what the whole source is
 
 
 class _Row(NamedTuple):
@@ -48,6 +54,42 @@ def check_first_rows(survey: Survey, encoder: Encoder) -> Encoded | None:
     return first
 
 
+def count_unread(
+    source: Source, key: str, seed: int, reader: Reader, encoder: Encoder
+) -> Mapping[str, int]:
+    """Return the keys of the first rows of conversations that nobody reads → how many rows.
+
+    A key of a message is `messages.KEY`. Of a table every row has every column.
+    key: the source's key in the config, for messages
+    """
+    if source.form is None:
+        return {}
+    assert encoder.chat is not None
+    written = encoder.chat.names
+    texts = chain.from_iterable(
+        training_texts(source, u, seed, reader) for u in range(len(source.units))
+    )
+    counts: Counter[str] = Counter()
+    rows = 0
+    for text in islice(texts, FIRST):
+        rows += 1
+        with suppress(BadRowError):  # reported, or skipped and counted, as a bad row
+            counts.update(set(unread_keys(text, source.form, source.columns, written)))
+    if source.units[0].group >= 0:  # of a table only the columns of the form are read
+        counts.update({
+            column: rows
+            for column in first_columns(source, key, reader)
+            if column not in columns_of(source)
+        })  # fmt: skip
+    del counts[source.id_column or ""]
+    return counts
+
+
+def describe_unread(counts: Mapping[str, int]) -> str:
+    """Return the result of `count_unread` in words."""
+    return ", ".join(f"{harmless(key)} ({rows})" for key, rows in sorted(counts.items()))
+
+
 def with_marks(encoded: Encoded, tokenizer: Tokenizer) -> str:
     """Return the first sequence of a conversation as text, what is trained of it in ⟦…⟧."""
     assert encoded.trained is not None
@@ -70,21 +112,19 @@ def _problems(source: Source, key: str, rows: list[_Row], reader: Reader) -> Ite
         expected = f"a turn of the assistant to train on in the first {len(rows)} rows"
         remedy = "look at them: llmtrain data inspect; see chat.train_turns and the keys `train`"
         yield Problem(key, source.path, expected, remedy)
-    if good and reader.reading.skip_bad_rows:
-        return
     kinds: dict[str, list[_Row]] = defaultdict(list)
     for one in rows:
         if one.encoded.bad is not None:
             kinds[one.encoded.bad.key].append(one)
+    if good and reader.reading.skip_bad_rows:
+        kinds = {kind: bad for kind, bad in kinds.items() if kind in NEVER_SKIPPED}
     for bad in kinds.values():
         problem = bad_row(source, bad[0].unit, bad[0].row, reader, str(bad[0].encoded.bad))
         others = [place_of_row(source, one.unit, one.row, reader) for one in bad[1:SHOWN]]
         if others:
             more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-            problem = Problem(
-                problem.key,
-                problem.value,
-                f"{problem.expected} (also in {', '.join(others)}{more})",
-                problem.remedy,
-            )
+            expected = f"{problem.expected} (also in {', '.join(others)}{more})"
+            problem = replace(problem, expected=expected)
+        if bad[0].encoded.bad is not None and bad[0].encoded.bad.key in NEVER_SKIPPED:
+            problem = replace(problem, remedy="repair the rows; chat.bad_rows=skip does not apply")
         yield problem

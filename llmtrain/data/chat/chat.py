@@ -95,6 +95,11 @@ class Chat:
         """Whether there is a chat template. Prompts and completions as strings need none."""
         return has_template(self._directory)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that the template reads, none without a template. Raises UserError."""
+        return self._template.names if self.has_template else frozenset()
+
     def check(self) -> EndOfTurn:
         """Return how turns end. Raises UserError if there is no usable template."""
         return self._end

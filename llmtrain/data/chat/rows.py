@@ -10,14 +10,18 @@ columns of a parquet row as one JSON object (`as_text`). `to_example` makes a co
 
 The text has the source's own column names. `columns` (`data.sources.N.columns`) maps our names to
 these wherever they differ.
+
+What a row excludes from training is context: `train: false` or `weight: 0`, of a message or of the
+row. Rows with the judgement of an answer (`label`, `chosen` beside `rejected` …) are no rows of
+conversations, since their bad answers would be trained like the good ones.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -35,8 +39,30 @@ _NEEDED = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-_OPTIONAL = ("input", "tools", "system", "train")
-_NAMES = frozenset((*chain.from_iterable(_NEEDED.values()), *_OPTIONAL))
+_ANY_FORM = ("tools", "functions", "system", "system_prompt", "train", "weight")
+_OPTIONAL = {
+    "messages": _ANY_FORM,
+    "conversations": _ANY_FORM,
+    "prompt_completion": _ANY_FORM,
+    "alpaca": ("input", "history", *_ANY_FORM),
+}
+_NAMES = frozenset(chain(*_NEEDED.values(), *_OPTIONAL.values()))
+# Names under which other programs judge the answers of a row: these are no examples to follow.
+JUDGEMENTS = ("label", "kto_tag", "chosen", "rejected", "preferred_output", "non_preferred_output")
+_PAIRS = ({"chosen", "rejected"}, {"preferred_output"}, {"non_preferred_output"})
+# Names under which other programs say what is trained on, in ways that are not read here.
+MASKS = ("trainable", "loss", "loss_weight", "training", "train_detail", "training_detail", "mask")
+# Keys of a message that are read here, and not only by the template.
+_MESSAGE_KEYS = (
+    "role",
+    "content",
+    "from",
+    "value",
+    "tool_calls",
+    "function_call",
+    "train",
+    "weight",
+)
 _SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
@@ -65,7 +91,7 @@ class BadRowError(Exception):
 
 
 class PreferenceDataError(UserError):
-    """The columns are those of preference pairs, which are not trained here."""
+    """The columns judge answers, as preference pairs and feedback do: these are not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +101,8 @@ class Example:
     messages: the conversation; empty if `text` is given
     tools: the functions that may be called; None = none
     text: prompt and completion, if the row has them as strings; no template is applied to these
-    untrained: indices of messages that the row excludes from training (`train: false`); any index
-        excludes a `text`
+    untrained: indices of messages that the row excludes from training (`train: false`,
+        `weight: 0`); any index excludes a `text`
     """
 
     messages: Sequence[Message]
@@ -105,28 +131,56 @@ def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) ->
     return tuple(ours.get(name, name) for name in names if name not in hidden)
 
 
-def form_of(columns: Iterable[str], key: str) -> str | None:
+def form_of(columns: Iterable[str], key: str, named: Mapping[str, str] = _SAME) -> str | None:
     """Return the form of a source with these columns (our names), or None if it has no form.
 
     key: the config key of `columns`, for the message
-    Raises PreferenceDataError for preference pairs alone.
+    named: its value, our names → the source's
+    Raises PreferenceDataError for columns that judge the answers, see `judged`.
     """
     names = set(columns)
-    for form in FORMS:
-        if names.issuperset(_NEEDED[form]):
-            return form
-    if {"chosen", "rejected"} <= names:
+    form = next((one for one in FORMS if names.issuperset(_NEEDED[one])), None)
+    if form is not None:
+        if problem := judged(form, names, key, named):
+            raise PreferenceDataError(problem)
+    elif any(pair <= names for pair in _PAIRS):
         expected = "messages, conversations, prompt and completion, or instruction and output"
         remedy = "preference data is not trained here; export, then trl"
-        raise PreferenceDataError(Problem(key, "chosen, rejected", expected, remedy))
-    return None
+        pair = ", ".join(name for name in JUDGEMENTS if name in names)
+        raise PreferenceDataError(Problem(key, pair, expected, remedy))
+    return form
+
+
+def judged(
+    form: str, columns: Collection[str], key: str, named: Mapping[str, str]
+) -> Problem | None:
+    """Return the problem of columns that judge the answers of conversations.
+
+    There is none if `named`, the value of the config key, names all columns of the form: then the
+    answers are wanted, whatever they are worth.
+    """
+    judgements = [name for name in JUDGEMENTS if name in columns]
+    if not judgements or is_named(form, named):
+        return None
+    value = ", ".join(judgements)
+    expected = (
+        "conversations without a judgement: such rows are feedback or preference pairs, and their "
+        "bad answers would be trained like the good ones"
+    )
+    own = ", ".join(f"{name}: {named.get(name, name)}" for name in _NEEDED[form])
+    remedy = f"keep the good answers and drop these columns; to train all: {key}={{{own}}}"
+    return Problem(key, value, expected, remedy)
+
+
+def is_named(form: str, named: Collection[str]) -> bool:
+    """Return whether `columns` names all columns of a form."""
+    return set(named).issuperset(_NEEDED[form])
 
 
 def columns_of(form: str, available: Iterable[str]) -> tuple[str, ...]:
     """Return the columns of a form that a source has, both in our names."""
     names = set(available)
-    wanted = (*_NEEDED[form], *_OPTIONAL)
-    return tuple(name for name in wanted if name in names and (name != "input" or form == "alpaca"))
+    return tuple(name for name in (*_NEEDED[form], *_OPTIONAL[form]) if name in names)
 
 
 def needed_columns(form: str) -> tuple[str, ...]:
@@ -136,7 +190,7 @@ def needed_columns(form: str) -> tuple[str, ...]:
 
 def columns_of_form(form: str) -> tuple[str, ...]:
     """Return all columns that a form may have, in our names."""
-    return columns_of(form, (*_NEEDED[form], *_OPTIONAL))
+    return (*_NEEDED[form], *_OPTIONAL[form])
 
 
 def contents(example: Example) -> str:
@@ -161,13 +215,58 @@ def to_example(text: str, form: str, columns: Mapping[str, str] = _SAME) -> Exam
     columns: our names → the source's, where they differ
     Raises BadRowError.
     """
+    row = _our_row(_object(text), columns)
+    _refuse_judgements(row, form, columns)
+    _refuse_masks(row, "the row")
+    example = _parse(row, form)
+    if _is_trained(row):
+        return example
+    return replace(example, untrained=frozenset(range(max(len(example.messages), 1))))
+
+
+def unread_keys(
+    text: str, form: str, columns: Mapping[str, str], written: Collection[str]
+) -> Iterator[str]:
+    """Yield the keys of a row that nobody reads; those of its messages as `messages.KEY`.
+
+    text, form, columns: as for `to_example`
+    written: the names that the chat template reads
+    Raises BadRowError for a row that is no object.
+    """
     row = _object(text)
-    row = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
-    found = _parse(row, form)
-    if row.get("train") is not False:
-        return found
-    every = frozenset(range(max(len(found.messages), 1)))
-    return Example(found.messages, found.tools, found.text, every)
+    read = {columns.get(name, name) for name in columns_of_form(form)}
+    yield from (key for key, value in row.items() if key not in read and value is not None)
+    known = {*_MESSAGE_KEYS, *written}
+    if known.intersection(REASONING):
+        known.update(REASONING)  # a message's reasoning goes in under each of these names
+    ours = _our_row(row, columns)
+    for name in _NEEDED[form]:
+        messages = ours.get(name)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                there = (key for key, value in message.items() if value is not None)
+                yield from (f"{name}.{key}" for key in there if key not in known)
+
+
+def _our_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row under our names; a column that has another of our names has that one alone."""
+    theirs = set(columns.values()) - set(columns)
+    ours = {ours: row.get(theirs) for ours, theirs in columns.items()}
+    return {**{key: value for key, value in row.items() if key not in theirs}, **ours}
+
+
+def _refuse_judgements(row: Mapping[str, Any], form: str, columns: Collection[str]) -> None:
+    judgements = [name for name in JUDGEMENTS if row.get(name) is not None]
+    if judgements and not is_named(form, columns):
+        why = f"it has {', '.join(judgements)}: feedback and pairs are not trained as chat"
+        raise BadRowError("judgement", why)
+
+
+def _refuse_masks(named: Mapping[str, Any], what: str) -> None:
+    for name in MASKS:
+        if named.get(name) is not None:
+            why = f"{what} has the key {name!r}, which may say what is trained; "
+            raise BadRowError("mask", f"{why}write `train: true` or `false`, or remove it")
 
 
 def _parse(row: Mapping[str, Any], form: str) -> Example:
@@ -192,18 +291,32 @@ def _conversation(row: Mapping[str, Any], raw: Sequence[Any], prompts: int = 0) 
     if not messages:
         raise BadRowError("messages", "it has no messages")
     untrained = {n for n, one in enumerate(messages) if not _is_trained(one)} | {*range(prompts)}
-    system = row.get("system")
+    system = _one_of(row, "system", "system_prompt")
     if system and messages[0]["role"] != "system":
         messages.insert(0, _message({"role": "system", "content": system}))
         untrained = {n + 1 for n in untrained}
     _refuse_blank_answers(messages)
-    return Example(messages, _tools(row.get("tools")), None, frozenset(untrained))
+    tools = _tools(_one_of(row, "tools", "functions"))
+    if tools and not row.get("tools"):  # OpenAI's older form
+        tools = [{"type": "function", "function": one} for one in tools]
+    return Example(messages, tools, None, frozenset(untrained))
+
+
+def _one_of(row: Mapping[str, Any], name: str, other: str) -> Any:
+    """Return the value of a column that has two names."""
+    value = row.get(name)
+    if value and row.get(other):
+        raise BadRowError(name, f"it has both {name} and {other}, which mean the same")
+    return value or row.get(other)
 
 
 def _message(raw: Any) -> Message:
     if not isinstance(raw, dict):
         raise BadRowError("messages", f"a message is {_show(raw)}, not an object")
     message = {name: value for name, value in raw.items() if value is not None}
+    _refuse_masks(message, "a message")
+    if message.get("role") == "function":  # OpenAI's older name
+        message["role"] = "tool"
     role = message.get("role")
     if role not in ROLES:
         raise BadRowError("role", f"role {_show(role)}; allowed {', '.join(ROLES)}")
@@ -211,6 +324,10 @@ def _message(raw: Any) -> Message:
         if not isinstance(message.get(name, ""), str):
             raise BadRowError("content", f"{name} is {_show(message[name])}, not a string")
     calls = _parse_json(message.pop("tool_calls", None), "tool_calls")
+    call = _parse_json(message.pop("function_call", None), "function_call")  # OpenAI's older form
+    if call and calls:
+        raise BadRowError("tool_calls", "a message has both tool_calls and function_call")
+    calls = calls or ([{"function": call}] if call else None)
     if calls:
         if not isinstance(calls, list):
             raise BadRowError("tool_calls", f"tool_calls is {_show(calls)}, not a list")
@@ -292,10 +409,14 @@ def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
         raise BadRowError("content", f"instruction is {_show(instruction)}")
     if given is not None and not isinstance(given, str):
         raise BadRowError("content", f"input is {_show(given)}")
+    pairs = _parse_json(row.get("history"), "history") or []
+    if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
+        raise BadRowError("history", f"history is {_show(pairs)}, not pairs of question and answer")
     asked = f"{instruction}\n\n{given}" if given else instruction
     return [
-        {"role": "user", "content": asked},
-        {"role": "assistant", "content": row.get("output")},
+        {"role": role, "content": text}
+        for pair in [*pairs, (asked, row.get("output"))]
+        for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
 
 
@@ -306,12 +427,15 @@ def _refuse_blank_answers(messages: Iterable[Message]) -> None:
             raise BadRowError("answer", f"turn {turn}: the assistant's answer is blank")
 
 
-def _is_trained(message: Message) -> bool:
-    """Take the key `train` out of a message, and return its value."""
-    trained = message.pop("train", True)
-    if not isinstance(trained, bool):
-        raise BadRowError("train", f"train is {_show(trained)}, not true or false")
-    return trained
+def _is_trained(named: dict[str, Any]) -> bool:
+    """Take the keys `train` and `weight` out of a message or a row, and return what they say."""
+    train, weight = named.pop("train", None), named.pop("weight", None)
+    if train is not None and not isinstance(train, bool):
+        raise BadRowError("train", f"train is {_show(train)}, not true or false")
+    if weight is not None and weight not in (0, 1):
+        why = f"weight is {_show(weight)}; only 0 (context) and 1 (trained) are known here"
+        raise BadRowError("weight", why)
+    return train is not False and weight != 0
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:

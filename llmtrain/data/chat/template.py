@@ -76,6 +76,16 @@ class Template:
         """All of the template's text."""
         return "\0".join(self.sources.values())
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that the template may read from a message: its attributes and strings."""
+        from jinja2 import nodes
+
+        trees = [_environment(self.date).parse(source) for source in self.sources.values()]
+        strings = (one.value for tree in trees for one in tree.find_all(nodes.Const))
+        attributes = (one.attr for tree in trees for one in tree.find_all(nodes.Getattr))
+        return frozenset({*attributes, *(one for one in strings if isinstance(one, str))})
+
 
 def named_template(name: str) -> str:
     """Return the text of a template that comes with the package."""
@@ -174,6 +184,12 @@ def _check_syntax(source: str, date: str) -> None:
 
 @lru_cache(maxsize=16)
 def _compile(source: str, date: str) -> jinja2.Template:
+    template = _environment(date).from_string(source)
+    template.globals = dict(template.globals)  # each render copies them, a ChainMap slowly
+    return template
+
+
+def _environment(date: str) -> ImmutableSandboxedEnvironment:
     from jinja2.ext import loopcontrols
 
     environment = _sandbox()(
@@ -185,9 +201,7 @@ def _compile(source: str, date: str) -> jinja2.Template:
     environment.globals["strftime_now"] = clock.strftime
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _namespace()
-    template = environment.from_string(source)
-    template.globals = dict(template.globals)  # each render copies them, a ChainMap slowly
-    return template
+    return environment
 
 
 @lru_cache(maxsize=1)

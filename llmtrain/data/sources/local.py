@@ -18,6 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from llmtrain.config.schema import DocumentsConfig, SourceConfig
+from llmtrain.data.sources.splits import files_of_split
 from llmtrain.errors import Problem, UserError, harmless, raise_any
 
 SAMPLE = "sample"
@@ -88,7 +89,10 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     if source.path != SAMPLE and not is_local(source.path):
         raise UserError(_nothing_there(source.path, key))
     root = Path(locate(source, key))
-    paths = sorted(list_files(source.path, root, key), key=lambda path: os.fsencode(path))
+    there = list_files(source.path, root, key)
+    if source.path != SAMPLE and Path(source.path).is_dir():
+        there = files_of_split(source, root, there, key)
+    paths = sorted(there, key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):
         paths = _pairs(paths, key)
     elif unknown := [path for path in paths if file_format(path.name) is None]:

@@ -15,6 +15,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.audit.census import Census, census
 from llmtrain.data.audit.epochs import Epoch, epoch
+from llmtrain.data.audit.first_rows import count_unread
 from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
@@ -43,6 +44,7 @@ class SourceFacts:
     duplicates: rows among the `looked_at` rows whose text occurred before
     tokens: of the documents, with separators
     epochs: passes over it in the whole run
+    unread: keys of its first conversations that nobody reads → in how many rows
     estimated: names of the values that are estimates
     """
 
@@ -60,6 +62,7 @@ class SourceFacts:
     epochs: float
     looked_at: int
     estimated: tuple[str, ...]
+    unread: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,18 @@ def _inspection(
     packed = _pack(manifest, encoder, reader, blocks, once.blocks)
     read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed["padding"])
     return Inspection(
-        sources=tuple(_facts(manifest, k, found[k], read) for k in numbers),
+        sources=tuple(
+            _facts(
+                manifest,
+                k,
+                found[k],
+                read,
+                count_unread(
+                    manifest.sources[k], f"data.sources.{k}", manifest.seed, reader, encoder
+                ),
+            )
+            for k in numbers
+        ),
         lanes=manifest.lanes,
         backend=encoder.tokenizer.backend,
         seq_len=manifest.seq_len,
@@ -285,7 +299,9 @@ def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFacts:
+def _facts(
+    manifest: Manifest, k: int, found: Census, read: float, unread: Mapping[str, int]
+) -> SourceFacts:
     """Return the facts of source k. read: tokens of all sources that the whole run trains on."""
     source = manifest.sources[k]
     passes = read * source.weight / sum(manifest.weights) / max(1, found.training.tokens)
@@ -304,6 +320,7 @@ def _facts(manifest: Manifest, k: int, found: Census, read: float) -> SourceFact
         epochs=min(passes, source.max_epochs or passes),
         looked_at=found.looked_at,
         estimated=() if found.exact else (*ESTIMATED, "epochs"),
+        unread=dict(unread),
     )
 
 

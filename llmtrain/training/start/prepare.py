@@ -16,9 +16,16 @@ from pathlib import Path
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
-from llmtrain.data.audit.first_rows import check_first_rows, with_marks
+from llmtrain.data.audit.first_rows import (
+    FIRST,
+    check_first_rows,
+    count_unread,
+    describe_unread,
+    with_marks,
+)
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
+from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import ChatFacts, Manifest
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.state import DataState, check
@@ -110,7 +117,9 @@ def write_data(
         tokenizer, chat = _open_chat(place, settings, config.data.seq_len, tokenizer)
         facts = chat_facts(chat)
         _log_what_precedes_answers(facts)
-        first = check_first_rows(found, Encoder(tokenizer, chat))
+        encoder = Encoder(tokenizer, chat)
+        first = check_first_rows(found, encoder)
+        _warn_of_unread_keys(found, encoder)
         if first is not None:
             _log.info("the first conversation, trained in ⟦⟧: %s", with_marks(first, tokenizer))
     manifest = freeze(found, tokenizer, facts)
@@ -130,6 +139,18 @@ def _open_chat(
         return tokenizer, chat
     _log.warning("tokenizing with tokenizers, as tiktoken gives conversations other ids")
     return open_tokenizer(directory), reference
+
+
+def _warn_of_unread_keys(found: Survey, encoder: Encoder) -> None:
+    """Name what the rows of conversations have and nobody reads, once for a run."""
+    reader = Reader(found.reading)
+    for k, source in enumerate(found.sources):
+        key = f"data.sources.{k}"
+        if counts := count_unread(source, key, found.settings.seed, reader, encoder):
+            _log.warning(
+                "%s: nobody reads these keys of its first %d rows (in how many): %s",
+                *(source.label, FIRST, describe_unread(counts)),
+            )
 
 
 def _log_what_precedes_answers(facts: ChatFacts) -> None:

@@ -38,7 +38,6 @@ def why(row, form="messages"):
         (["conversations", "prompt", "completion"], "conversations"),
         (["prompt", "completion"], "prompt_completion"),
         (["instruction", "input", "output"], "alpaca"),
-        (["messages", "chosen", "rejected"], "messages"),
         (["prompt"], None),
         (["text"], None),
     ],
