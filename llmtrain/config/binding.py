@@ -61,6 +61,8 @@ _NEWER: Mapping[str, object] = {
     "training.deterministic": False,
     "data.sources.*.columns": {},
     "evaluation.sources.*.columns": {},
+    "data.sources.*.document": "line",
+    "evaluation.sources.*.document": "line",
     "optimizer.name": "adamw",
     "optimizer.groups": [],
     "training.loss_kernel": "auto",

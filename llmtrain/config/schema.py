@@ -88,15 +88,17 @@ class DocumentsConfig(Section):
     path: Text
     """Hub data set id, directory, file or glob, or `sample`."""
     name: Text | None = None
-    """Config name of a Hub data set."""
+    """Config name of a data set."""
     split: Text = "train"
-    """Split of a Hub data set."""
+    """Split of a data set: on the Hub, and in a directory that has splits."""
     revision: Text | None = None
     """Commit, tag or branch of a Hub data set."""
     text_column: Text = "text"
     """Column (JSONL: key) that holds the text; left out, columns of conversations come first."""
     columns: dict[Text, Text] = Field({})
     """Conversations: names as `prompt` or `messages` → the source's own columns."""
+    document: Literal["line", "file"] = "line"
+    """Text files: whether each line is a document, or the whole file (.txt, .md)."""
 
 
 class SourceConfig(DocumentsConfig):

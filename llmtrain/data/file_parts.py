@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from llmtrain import heartbeat
 from llmtrain.data.chat.rows import judged, needed_columns
+from llmtrain.data.documents.elements import ranges
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
-from llmtrain.data.documents.skipped import UnreadableError
-from llmtrain.data.manifest import Source, Unit
-from llmtrain.data.sources.local import bounded, file_format, is_index
+from llmtrain.data.documents.skipped import UnreadableError, readable
+from llmtrain.data.manifest import ELEMENTS, Source, Unit
+from llmtrain.data.sources.local import TABLES, bounded, file_format, first_few, is_index
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
 
@@ -36,7 +36,11 @@ RANGE_BYTES = 4 * MIB
 MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # by `Source.remote`: each request takes time
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
-PLAIN = (("jsonl", None), ("text", None))  # formats of lines that are cut into ranges
+PLAIN = (
+    ("jsonl", None),
+    ("csv", None),
+    ("text", None),
+)  # formats of lines that are cut into ranges
 THREADS = 16
 DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # files of lines whose beginning is checked
@@ -84,10 +88,10 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
     for file, known in enumerate(source.files[:CHECKED_FILES]):
         kind = (file_format(known.name) or ("",))[0]
         try:
-            if kind == "parquet":
-                names: list[str] = _footer(source, file, key, reader)[1].names
+            if kind in TABLES:
+                names: list[str] = _schema(source, file, key, reader).names
                 return names
-            found = reader.keys_of_first_line(source, file) if kind == "jsonl" else []
+            found = reader.keys_of_first_line(source, file) if kind != "text" else []
         except (UserError, ValueError) as error:
             _log.info("%s shows no columns: %s", source.where(file), first_line(error))
             continue
@@ -102,15 +106,15 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
     try:
         if source.cached:
             return _look_into_tokens(source, file)
-        if reader.skips_file(source, file) or (source.files[file].size == 0 and kind != "parquet"):
+        if reader.skips_file(source, file) or (source.files[file].size == 0 and kind not in TABLES):
             return Look([], None)
-        if kind == "parquet":
-            return _look_into_parquet(source, file, key, reader)
+        if kind in TABLES:
+            return _look_into_table(source, file, key, reader)
         if compression:
             _refuse_large(source, file, compression, reader)
         if kind == "text":
             return _look_into_text(source, file, bool(compression), reader)
-        return _look_into_json(source, file, bool(compression), key, reader)
+        return _look_into_rows(source, file, kind, bool(compression), key, reader)
     except UnreadableError as error:
         skipped = reader.skips_file(source, file, error)
         return Look([], None) if skipped else error.problems[0]
@@ -125,56 +129,59 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
             raise UnreadableError(too_large(source.where(file)))
 
 
-def _look_into_parquet(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
+def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
-    footer, schema = _footer(source, file, key, reader)
+    schema = _schema(source, file, key, reader)
     if source.form is not None:
-        return _other_form(source, key, where, schema.names) or _groups(file, footer, schema.names)
-    if source.text_column not in schema.names:
-        return _no_text(source, key, where, schema.names)
-    column = schema.field(source.text_column).type
-    if not is_text(column):
+        if problem := _other_form(source, key, where, schema.names):
+            return problem
+    elif source.text_column not in schema.names:
+        strings = [column.name for column in schema if is_text(column.type)]
+        return _no_text(source, key, where, schema.names, strings)
+    elif not is_text(column := schema.field(source.text_column).type):
         expected = f"a column of strings; in {where} it is {column}"
         return Problem(f"{key}.text_column", source.text_column, expected)
-    return _groups(file, footer, schema.names)
+    groups = reader.units.groups(source, file)
+    units = [
+        Part(Unit(file, g, 0, rows), nbytes) for g, (rows, nbytes) in enumerate(groups) if rows
+    ]
+    return Look(units, schema.names)
 
 
-def _footer(
-    source: Source, file: int, key: str, reader: Reader
-) -> tuple[pq.FileMetaData, pa.Schema]:
-    """Return the footer of a parquet file and its schema.
+def _schema(source: Source, file: int, key: str, reader: Reader) -> pa.Schema:
+    """Return the schema of a table.
 
     Raises UnreadableError for a damaged file, and RunError (75) for an error of the disk.
     """
     where = source.where(file)
     try:
-        footer = reader.units.footer(source, file)
-        return footer, footer.schema.to_arrow_schema()
+        return reader.units.schema(source, file)
     except (pa.ArrowException, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             remedy = "look at the disk, then start again"
             raise RunError(f"{where} cannot be read: {error}", RESTARTABLE, remedy) from error
-        expected = f"a complete parquet file ({first_line(error)})"
+        kind = (file_format(source.files[file].name) or ("",))[0]
+        expected = f"a complete {kind.replace('arrow', 'Arrow')} file ({first_line(error)})"
         remedy = "replace the file, or rename it by its format"
         raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
 
 
-def _groups(file: int, footer: pq.FileMetaData, names: list[str]) -> Look:
-    groups = [footer.row_group(g) for g in range(footer.num_row_groups)]
-    units = [
-        Part(Unit(file, g, 0, group.num_rows), group.total_byte_size)
-        for g, group in enumerate(groups)
-        if group.num_rows
-    ]
-    return Look(units, names)
+def _no_text(
+    source: Source, key: str, where: str, there: Sequence[str], strings: Sequence[str]
+) -> Problem:
+    """Return the problem of a file with neither the text column nor the columns of a form.
 
-
-def _no_text(source: Source, key: str, where: str, there: Sequence[str]) -> Problem:
-    """Return the problem of a file with neither the text column nor the columns of a form."""
+    strings: the columns that can be the text
+    """
     problem = missing_column(f"{key}.text_column", source.text_column, where, there)
+    named = f"{key}.text_column={harmless(strings[0])}" if len(strings) == 1 else ""
+    if len(strings) > 1:
+        named = (
+            f"{key}.text_column=… (columns of strings: {first_few(list(map(harmless, strings)))})"
+        )
     forms = "messages, conversations, prompt and completion, or instruction and output"
-    remedy = f"for conversations ({forms}): {key}.columns={{prompt: …, completion: …}}"
-    return replace(problem, remedy=remedy)
+    chat = f"for conversations ({forms}): {key}.columns={{prompt: …, completion: …}}"
+    return replace(problem, remedy=f"{named}; {chat}" if named else chat)
 
 
 def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
@@ -202,31 +209,42 @@ def _look_into_tokens(source: Source, file: int) -> Look:
 
 
 def _look_into_text(source: Source, file: int, compressed: bool, reader: Reader) -> Look:
-    parts = _ranges(source, file, compressed)
+    size = source.files[file].size
+    if source.whole_files and size > DECODED_LIMIT:
+        raise UnreadableError(too_large(source.where(file)))
+    whole = compressed or source.whole_files
+    parts = [Part(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
     if file < CHECKED_FILES:  # to check that it is UTF-8
         reader.rows(source, parts[0].unit)
     return Look(parts, [])
 
 
-def _look_into_json(
-    source: Source, file: int, compressed: bool, key: str, reader: Reader
+def _look_into_rows(
+    source: Source, file: int, kind: str, compressed: bool, key: str, reader: Reader
 ) -> Look | Problem:
+    """Look into JSON or CSV."""
     keys = reader.first_keys(source, file) if file < CHECKED_FILES else None
     if keys is not None:
-        where = f"the first line of {source.where(file)}"
+        row = "header" if kind == "csv" else "first line"
+        where = f"the {row} of {source.where(file)}"
         if source.form is not None and (problem := _other_form(source, key, where, keys)):
             return problem
         if source.form is None and source.text_column not in keys:
-            return _no_text(source, key, where, keys)
-    return Look(_ranges(source, file, compressed), keys)
-
-
-def _ranges(source: Source, file: int, compressed: bool) -> list[Part]:
-    """Cut a file of lines into ranges of bytes; a compressed file is one range."""
+            return _no_text(source, key, where, keys, keys if kind == "csv" else [])
     size = source.files[file].size
-    if compressed:
-        return [Part(Unit(file, -1, 0, size), size)]
-    step = _range_bytes(source)
+    with readable(source.where(file)):
+        group = ELEMENTS if reader.units.is_array(source, file) else -1
+        if compressed:
+            return Look([Part(Unit(file, group, 0, size), size)], keys)
+        if kind == "csv" or group == ELEMENTS:
+            found = ranges(reader.units.rows_at(source, file), _range_bytes(source))
+            return Look([Part(Unit(file, group, a, b), b - a) for a, b in found], keys)
+    return Look(_line_ranges(source, file), keys)
+
+
+def _line_ranges(source: Source, file: int) -> list[Part]:
+    """Cut a plain file of lines into ranges of bytes."""
+    size, step = source.files[file].size, _range_bytes(source)
     starts = range(0, size, step)
     return [Part(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
 

@@ -31,6 +31,9 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
 
 FEW_UNITS = 768
+CHAT_LANES = 8
+LEAST_UNITS = 4  # of conversations, for each of these lanes …
+LEAST_BLOCKS = 8  # … and blocks: with fewer, some lanes end long before the others
 NOTHING: Counter[str] = Counter()  # most documents have no counts
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
@@ -40,17 +43,31 @@ NO_IDS = np.empty(0, dtype=np.int32)
 NOTED = ("rejected", "truncated", "split", "untrained")  # of a conversation
 
 
-def default_lanes(processes: int, units: int, *, chat: bool = False) -> int:
-    """Return the number of lanes of a new run.
+def default_lanes(processes: int, units: int) -> int:
+    """Return the number of lanes of a new run on texts.
 
     It is a multiple of 24 or 48, depending on the data: all numbers of processes that divide that
-    number see the same batches. For conversations alone it is a multiple of 8, since a start
-    renders a window of them in each lane.
+    number see the same batches.
 
     processes: ranks × data workers (at least 1 each)
     units: over all sources, before slicing
     """
-    return math.lcm(8 if chat else 24 if units < FEW_UNITS else 48, processes)
+    return math.lcm(24 if units < FEW_UNITS else 48, processes)
+
+
+def default_chat_lanes(processes: int, units: int, blocks: float) -> int:
+    """Return the number of lanes of a new run on conversations alone.
+
+    It is a multiple of 8, since a start renders a window of them in each lane. Where there are few
+    conversations it is 1, whatever the number of processes: the run ends with the data, and lanes
+    without any would make it longer by steps that train nothing.
+
+    units: the most that the data can be cut into
+    blocks: about how many it fills
+    """
+    if units < CHAT_LANES * LEAST_UNITS or blocks < CHAT_LANES * LEAST_BLOCKS:
+        return 1
+    return math.lcm(CHAT_LANES, processes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,15 @@ _PLAIN = (
 )
 
 
+ELEMENTS = -2
+
+
 class Unit(NamedTuple):
     """A part of a file that is read at once.
 
     file: index in the source's files
-    group: row group; −1 = a byte range of lines, or a whole compressed file
+    group: row group, of Arrow the record batch; −1 = a byte range of lines or rows of CSV, or a
+        whole file, compressed or a document; ELEMENTS = a byte range of a JSON array
     start, stop: rows of the group, or bytes of the file
 
     In a token cache `file` is an `.idx`, `group` is 0, and the rows are documents.
@@ -55,6 +59,7 @@ class Source:
     id_column: None = the text is hashed instead of an id
     form: of its conversations, one of `chat.rows.FORMS`; None = its documents are texts
     columns: names of chat columns → the source's own, where these differ
+    whole_files: whether each file is one document (`document: file`)
     threshold: a document of a unit in `heldout_units` is held out if its hash is below it
     """
 
@@ -73,6 +78,7 @@ class Source:
     threshold: int = 0
     form: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
+    whole_files: bool = False
 
     @property
     def cached(self) -> bool:
@@ -281,6 +287,7 @@ def _source_to_json(source: Source) -> dict[str, Any]:
         "revision": source.revision,
         "columns": {"text": source.text_column, "id": source.id_column},
         **({"form": source.form, "names": source.columns} if source.form else {}),
+        **({"document": "file"} if source.whole_files else {}),
         "weight": source.weight,
         "max_epochs": source.max_epochs,
         "heldout": {"units": source.heldout_units, "threshold": source.threshold},
@@ -301,6 +308,7 @@ def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
         id_column=entry["columns"]["id"],
         form=entry.get("form"),
         columns=entry.get("names", {}),
+        whole_files=entry.get("document") == "file",
         weight=weight,
         max_epochs=entry["max_epochs"],
         units=tuple(Unit(*unit) for unit in entry["units"]),

@@ -25,7 +25,7 @@ from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.file_parts import Part, cut, inspect, missing_column
 from llmtrain.data.forms import max_epochs, plain, unfit_packing, with_form
-from llmtrain.data.lanes import default_lanes
+from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, Manifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.request import Stopping
 from llmtrain.data.sources.hub import resolve
@@ -39,6 +39,7 @@ from llmtrain.hashing import mix
 log = logging.getLogger(__name__)
 S = TypeVar("S")
 T = TypeVar("T")
+BYTES_A_TOKEN = 4  # of conversations, about
 _Named = tuple[SourceConfig, str, str]  # a source, its label and its key
 
 __all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
@@ -86,10 +87,8 @@ def survey(
     has_chat = any(source.form is not None for source, _ in drafts)
     drafts = drafts[: len(named)]
     raise_any(unfit_packing(data, has_chat))
-    units = sum(len(parts) for _, parts in drafts)
-    only_chat = all(source.form is not None for source, _ in drafts)
-    auto = default_lanes(processes, units, chat=only_chat)
-    lanes = lanes or (auto if data.lanes == "auto" else data.lanes)
+    if lanes is None:
+        lanes = _lanes(drafts, processes, data) if data.lanes == "auto" else data.lanes
     sources = [
         replace(
             source,
@@ -101,6 +100,15 @@ def survey(
     share = 0.0 if settings.evaluation else data.heldout
     split = _each(lambda k: _split(sources[k], k, share, seed, reader), range(len(sources)))
     return Survey(tuple(split), lanes, settings, reading, has_chat)
+
+
+def _lanes(drafts: Sequence[tuple[Source, list[Part]]], processes: int, data: DataConfig) -> int:
+    parts = [part for _, parts in drafts for part in parts]
+    if not all(source.form is not None for source, _ in drafts):
+        return default_lanes(processes, len(parts))
+    units = sum(1 if one.unit.group < 0 else one.unit.stop - one.unit.start for one in parts)
+    blocks = sum(one.nbytes for one in parts) / (BYTES_A_TOKEN * data.seq_len)
+    return default_chat_lanes(processes, units, blocks)
 
 
 def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:
@@ -271,7 +279,8 @@ def _tell_of_text_files(sources: Sequence[Source]) -> None:
     """Log for each source with text files that a line is a document, not the whole file."""
     for source in sources:
         formats = [file_format(file.name) for file in source.files]
-        if any(format_ and format_.kind == "text" for format_ in formats):
+        whole = source.whole_files
+        if not whole and any(format_ and format_.kind == "text" for format_ in formats):
             log.info(
                 "%s: each line of a text file is a document of its own "
                 "(in .jsonl, one document may have several lines)",
@@ -311,6 +320,7 @@ def _draft(
         max_epochs=configured.max_epochs,
         units=(),
         columns=configured.columns,
+        whole_files=configured.document == "file",
     )
     asks_text = "text_column" in configured.model_fields_set
     if asks_text and configured.columns:

@@ -15,7 +15,15 @@ from llmtrain.agreement import refuse
 from llmtrain.checkpoint.retry import StoppedError
 from llmtrain.data.batches import UNTRAINED_BLOCKS
 from llmtrain.distributed.ranks import lost_peer, peer_lost
-from llmtrain.errors import RESTARTABLE, PeerError, RunError, exit_code_of, explained
+from llmtrain.errors import (
+    RESTARTABLE,
+    PeerError,
+    Problem,
+    RunError,
+    UserError,
+    exit_code_of,
+    explained,
+)
 from llmtrain.rundir import failures
 from llmtrain.rundir.status import Result
 from llmtrain.training import saving
@@ -50,6 +58,10 @@ def finish(run: Run) -> Result:
     for label, met in count_documents(run).items():
         report_documents(run.journal, run.step, label, met)
     run.requests.end_stop()
+    if finished and not run.meter.tokens:
+        expected = "at least one trained token in the whole run; the weights are as they began"
+        remedy = "look at the rows, and at the padding of each lane: llmtrain data inspect"
+        raise UserError(Problem("training.steps", run.steps, expected, remedy))
     run.journal.end(state, 0, reason)
     why = f" ({reason})" if reason else ""
     _log.info("%-10s step %s of %s%s", state, f"{run.step:,}", f"{run.steps:,}", why)

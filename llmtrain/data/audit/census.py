@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 import xxhash
 
 from llmtrain.data.audit.ledger import text_of
@@ -309,7 +308,9 @@ def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_P
     for u in units:
         unit = source.units[u]
         alone = unit.group < 0 or source.cached
-        alone = alone or _group(source, unit, reader).total_byte_size > GROUP_LIMIT
+        if not alone and not _is_arrow(source, unit):  # slices of Arrow are free
+            groups = reader.units.groups(source, unit.file)
+            alone = groups[unit.group][1] > GROUP_LIMIT
         together.setdefault((*unit[:2], unit.start if alone else -1), []).append(u)
     for members in together.values():
         size = sum(_text_size(source, source.units[u], reader) for u in members)
@@ -325,9 +326,13 @@ def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
         return token_cache.num_tokens(source, unit)
     if unit.group < 0:
         return unit.stop - unit.start
-    group = _group(source, unit, reader)
-    columns = (group.column(index) for index in range(group.num_columns))
     names = columns_of(replace(source, id_column=None))
+    if _is_arrow(source, unit):
+        batch = reader.units.batches(source, unit.file)[unit.group]
+        part = batch.slice(unit.start, unit.stop - unit.start)
+        return float(sum(part.column(name).nbytes for name in names if name in part.schema.names))
+    group = reader.units.footer(source, unit.file).row_group(unit.group)
+    columns = (group.column(index) for index in range(group.num_columns))
     text = sum(
         column.total_uncompressed_size
         for column in columns
@@ -336,8 +341,8 @@ def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
     return float(text * (unit.stop - unit.start) / group.num_rows)
 
 
-def _group(source: Source, unit: Unit, reader: Reader) -> pq.RowGroupMetaData:
-    return reader.units.footer(source, unit.file).row_group(unit.group)
+def _is_arrow(source: Source, unit: Unit) -> bool:
+    return (file_format(source.files[unit.file].name) or ("",))[0] == "arrow"
 
 
 def _some(documents: Sequence[_Document], key: int, limit: int | None) -> list[_Document]:

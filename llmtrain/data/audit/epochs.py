@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice, repeat
 
 import numpy as np
@@ -42,7 +42,9 @@ class Epoch:
     tokens: with those that separate documents
     blocks: of `seq_len` trained positions
     exact: whether they were counted, not estimated from a sample
-    until_end: blocks until every source has ended; None = that was not counted
+    until_end: blocks until every source has ended; None = not counted, as the next ones then
+    passes: over the source that is read most often until then
+    first: number of the first block that is not padding; None = all are
     """
 
     documents: int
@@ -50,6 +52,8 @@ class Epoch:
     blocks: int
     exact: bool
     until_end: int | None = None
+    passes: int | None = None
+    first: int | None = None
 
 
 def epoch(
@@ -72,27 +76,35 @@ def epoch(
         most = COUNTED_BYTES
         if state is not None and manifest.sources[k].form is not None:
             most = COUNTED_CHAT_BYTES
-        found = _training(manifest, k, encoder, reader, most, known[k] if known else None)
-        documents, tokens, exact = documents + found[0], tokens + found[1], exact and found[2]
-        blocks += found[1] * _blocks_a_token(manifest, k, encoder, reader)
+        one = _training(manifest, k, encoder, reader, most, known[k] if known else None)
+        documents, tokens, exact = documents + one[0], tokens + one[1], exact and one[2]
+        blocks += one[1] * _blocks_a_token(manifest, k, encoder, reader)
     whole = math.ceil(round(blocks, 6))  # 700 · (1 / 100) is a little more than 7
     chat = any(one.form is not None for one in manifest.sources)
-    until_end = None
-    if state is not None and exact and chat and all(one.max_epochs for one in manifest.sources):
-        until_end = _until_end(manifest, encoder, reader, state)
-    return Epoch(round(documents), round(tokens), max(1, whole), exact, until_end)
+    found = Epoch(round(documents), round(tokens), max(1, whole), exact)
+    passes = [one.max_epochs for one in manifest.sources if one.max_epochs is not None]
+    if state is None or not exact or not chat or len(passes) < len(manifest.sources):
+        return found
+    first, until_end = _extent(manifest, encoder, reader, state)
+    return replace(found, until_end=until_end, passes=max(passes), first=first)
 
 
-def _until_end(manifest: Manifest, encoder: Encoder, reader: Reader, state: DataState) -> int:
-    """Return the number of the first block from which on all are padding. state: where to begin"""
+def _extent(
+    manifest: Manifest, encoder: Encoder, reader: Reader, state: DataState
+) -> tuple[int | None, int]:
+    """Return the numbers of the first block that is not padding, and of that behind the last one.
+
+    state: where to begin
+    """
     lanes = Lanes(manifest, _Lengths(encoder), reader, state.cursors, state.next_block)
-    last = state.next_block
+    first, last = None, state.next_block
     for g in range(state.next_block, state.next_block + manifest.lanes):
         lane = g - state.next_block + 1
         heartbeat.beat("counting the blocks of the run, by lane", lane, manifest.lanes)
         while lanes.take(g).source >= 0:
+            first = g if first is None else min(first, g)
             last, g = max(last, g + 1), g + manifest.lanes
-    return last
+    return first, last
 
 
 class _Lengths:

@@ -2,6 +2,7 @@
 
 row group     the chunks of the text and id columns; close ones are one range
 lines         the unit's own bytes, one byte before them and a margin after them
+rows of CSV, elements of an array    the unit's own bytes
 compressed    the whole file
 """
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 
 from llmtrain.data.chat.rows import columns_of_form
 from llmtrain.data.documents.lines import reach
-from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.remote.prefetch import KEPT_BYTES
 from llmtrain.data.remote.request import HubFile, web_url
 from llmtrain.data.sources.local import file_format
@@ -45,8 +46,11 @@ def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> li
     if footer is not None:
         return column_spans(footer.row_group(unit.group), columns_of(source))
     known = source.files[unit.file]
-    compressed = (file_format(known.name) or ("", None))[1] is not None
-    return [(0, known.size) if compressed else reach(unit, known.size)]
+    kind, compression = file_format(known.name) or ("", None)
+    if compression is not None:
+        return [(0, known.size)]
+    exact = unit.group == ELEMENTS or kind == "csv" or source.whole_files
+    return [(unit.start, unit.stop) if exact else reach(unit, known.size)]
 
 
 def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,14 +162,23 @@ class Reader:
         if len(row) >= MANY_IN_A_ROW:
             raise too_many(source.label, error)
 
+    def _first_lines(self, source: Source, file: int) -> list[tuple[int, bytes]]:
+        """Return the first lines of a file of rows, of CSV its header with empty cells."""
+        unit = Unit(file, -1, 0, min(1, source.files[file].size))
+        with readable(place_of(source, unit)):
+            if (file_format(source.files[file].name) or ("",))[0] == "csv":
+                names = self.units.header(source, file)
+                return [(0, json.dumps(dict.fromkeys(names)).encode())] if names else []
+            if self.units.is_array(source, file):
+                return self.units.first_element(source, file)
+            return list(self.units.lines(source, unit))
+
     def keys_of_first_line(self, source: Source, file: int) -> list[str]:
         """Return the keys of a file's first JSON line; [] if it has no line.
 
         Raises ValueError for a line that is no object, and UserError as reading does.
         """
-        unit = Unit(file, -1, 0, min(1, source.files[file].size))
-        with readable(place_of(source, unit)):
-            lines = list(self.units.lines(source, unit))
+        lines = self._first_lines(source, file)
         return next((list(decode_line(line)) for _, line in lines if line.strip()), [])
 
     def first_keys(self, source: Source, file: int) -> list[str] | None:
@@ -179,9 +189,7 @@ class Reader:
         conversations only the columns are looked at here.
         """
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
-        with readable(place_of(source, unit)):
-            lines = list(self.units.lines(source, unit))
-        for position, line in lines:
+        for position, line in self._first_lines(source, file):
             if line.strip():
                 try:
                     row = decode_line(line)
@@ -200,7 +208,7 @@ class Reader:
         expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
         remedy = "repair or remove the line, or correct the source's text_column"
         if reason == A_LIST:
-            remedy = "write one object a line; `llmtrain data repack` then makes parquet of it"
+            remedy = "write one object a line, or all objects as one JSON array"
         return UserError(Problem(where, reason, expected, remedy))
 
     def line_at(self, source: Source, file: int, position: int) -> str:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from llmtrain.data.documents.lines import BOM, decode_line, fields
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import Manifest, Source, Unit
-from llmtrain.data.sources.local import file_format
+from llmtrain.data.sources.local import TABLES, file_format
 from llmtrain.errors import Problem
 from llmtrain.hashing import mix, permutation
 
@@ -86,7 +86,7 @@ def place_of_row(source: Source, u: int, row: int, reader: Reader) -> str:
 def rows_of(reader: Reader, source: Source, unit: Unit) -> Sequence[Row]:
     """Return the rows of a unit in file order, with the columns that describe a document."""
     kind = (file_format(source.files[unit.file].name) or ("",))[0]
-    if kind == "parquet":
+    if kind in TABLES:
         return _rows_of_group(reader, source, unit)
     if kind == "text":
         return [Row(at, {}) for at, _ in reader.units.lines(source, unit)]
@@ -109,7 +109,7 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
 
 
 def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[Row]:
-    there = reader.units.footer(source, unit.file).schema.to_arrow_schema().names
+    there = reader.units.schema(source, unit.file).names
     names = [name for name in _columns(source) if name in there]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):

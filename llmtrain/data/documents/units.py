@@ -1,4 +1,4 @@
-"""Decodes the rows of a unit: parquet, JSON lines, text; plain or compressed.
+"""Decodes the rows of a unit: parquet, Arrow, JSON, CSV, text; plain or compressed.
 
 Rows are kept as bytes. A text is decoded, and checked, when its row is asked for.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,14 @@ import pyarrow.parquet as pq
 
 from llmtrain.data.chat.rows import as_text
 from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
+from llmtrain.data.documents.elements import (
+    array_elements,
+    csv_header,
+    csv_objects,
+    csv_rows,
+    elements_of,
+    is_array,
+)
 from llmtrain.data.documents.lines import (
     BOM,
     MIB,
@@ -22,13 +31,14 @@ from llmtrain.data.documents.lines import (
     decompress,
     end_of_line,
     fields,
+    read_exactly,
     read_owned,
     refuse_utf_16,
     to_bytes,
 )
 from llmtrain.data.documents.rows import Rows, as_array, of_table, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError, readable
-from llmtrain.data.manifest import Source, Unit
+from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.remote.cache import Cache, cache_root
 from llmtrain.data.remote.footers import load_footer
 from llmtrain.data.remote.prefetch import Range, Ranges
@@ -41,6 +51,7 @@ GROUP_LIMIT = 64 * MIB  # the largest row group that is decoded at once
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
+HEAD_BYTES = 256  # of a JSON file, where an array is told from lines
 HELD_BYTES = 128 * MIB  # the most of a group on the Hub that is read at once, still compressed
 
 
@@ -68,6 +79,8 @@ class Units:
         self._expected: dict[tuple[str, Unit], list[Range]] = {}
         self._decoded: OrderedDict[tuple[object, ...], Rows] = OrderedDict()
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._mapped: OrderedDict[str, list[pa.RecordBatch]] = OrderedDict()  # of Arrow files
+        self._headers: dict[str, list[str]] = {}  # of CSV files
 
     def rows(self, source: Source, unit: Unit, left_out: Collection[int] = ()) -> Rows:
         """Return the rows of a unit, in file order.
@@ -82,6 +95,8 @@ class Units:
         with readable(place_of(source, unit)):
             if unit.group < 0:
                 return self._rows_kept(source, unit, left_out)
+            if _kind(source, unit.file) == "arrow":
+                return self._rows_of_batch(source, unit)
             footer = self.footer(source, unit.file)
             if unit.group >= footer.num_row_groups:
                 raise UserError(_fewer_rows(source, unit))
@@ -102,6 +117,44 @@ class Units:
             if len(self._footers) > OPEN_FOOTERS:
                 self._footers.popitem(last=False)
         return footer
+
+    def schema(self, source: Source, file: int) -> pa.Schema:
+        """Return the columns of a table, and their types."""
+        if _kind(source, file) == "arrow":
+            return self.batches(source, file)[0].schema
+        return self.footer(source, file).schema.to_arrow_schema()
+
+    def groups(self, source: Source, file: int) -> list[tuple[int, int]]:
+        """Return rows and decoded bytes of each group of rows of a table."""
+        if _kind(source, file) == "arrow":
+            return [(len(one), one.nbytes) for one in self.batches(source, file)]
+        footer = self.footer(source, file)
+        found = (footer.row_group(group) for group in range(footer.num_row_groups))
+        return [(one.num_rows, one.total_byte_size) for one in found]
+
+    def batches(self, source: Source, file: int) -> list[pa.RecordBatch]:
+        """Return the record batches of an Arrow file; they are mapped, and take no memory.
+
+        There is at least one: a file without rows gives an empty one.
+        """
+        where = source.where(file)
+        found = self._mapped.get(where)
+        if found is None:
+            found = self._mapped[where] = _map(where)
+            if len(self._mapped) > OPEN_FOOTERS:
+                self._mapped.popitem(last=False)
+        return found
+
+    def _rows_of_batch(self, source: Source, unit: Unit) -> Rows:
+        batches = self.batches(source, unit.file)
+        if unit.group >= len(batches) or unit.stop > len(batches[unit.group]):
+            raise UserError(_fewer_rows(source, unit))
+        self.reads += 1
+        batch = batches[unit.group].slice(unit.start, unit.stop - unit.start)
+        names = [name for name in batch.schema.names if name in columns_of(source)]
+        rows = _rows_of(pa.Table.from_batches([batch.select(names)]), source)
+        refuse_other_encoding(rows.texts, place_of(source, unit))
+        return rows
 
     def _read_footer(self, source: Source, file: int) -> pq.FileMetaData:
         if not source.remote:
@@ -141,24 +194,95 @@ class Units:
         return self._ranges.open(hub_file(source, file))
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines of a range or compressed file as (position of the first byte, line)."""
+        """Yield the lines of a range or compressed file as (position of the first byte, line).
+
+        An element of a JSON array and a row of CSV, as a JSON object, are such a line, and so is a
+        file that is one document.
+        """
         known, where = source.files[unit.file], source.where(unit.file)
         kind, compression = file_format(known.name) or ("", None)
+        exact = unit.group == ELEMENTS or kind == "csv" or source.whole_files
         with self.open(source, unit.file) as file:
             if isinstance(file, RangeFile):
                 file.hold(self._spans(source, unit))
             if compression:
                 data, start = decompress(file, compression, where), 0
+            elif exact:
+                file.seek(unit.start)
+                data, start = read_exactly(file, unit.stop - unit.start), unit.start
             else:
                 data, start = read_owned(file, unit, known.size, kind, where)
         if start == 0:
             refuse_utf_16(data, where)
+        if source.whole_files:
+            yield start, data.removeprefix(BOM)
+            return
+        if unit.group == ELEMENTS:
+            whole = io.BytesIO(data)
+            yield from (
+                array_elements(whole.read, where)
+                if compression
+                else elements_of(data, start, where)
+            )
+            return
+        if kind == "csv":
+            header = self.header(source, unit.file)
+            rows = csv_rows(io.BytesIO(data), known.name, where, start, len(header))
+            yield from csv_objects(islice(rows, 1 if start == 0 else 0, None), header)
+            return
         position = 0
         for end in end_of_line(kind).finditer(data):
             yield start + position, data[position : end.start()]
             position = end.end()
         if position < len(data):
             yield start + position, data[position:]
+
+    def header(self, source: Source, file: int) -> list[str]:
+        """Return the names of the columns of a CSV file."""
+        where, name = source.where(file), source.files[file].name
+        if where not in self._headers:
+            compression = (file_format(name) or ("", None))[1]
+            with self.open(source, file) as opened:
+                content = (
+                    io.BytesIO(decompress(opened, compression, where)) if compression else None
+                )
+                self._headers[where] = csv_header(content or _by_line(opened), name, where)
+        return self._headers[where]
+
+    def is_array(self, source: Source, file: int) -> bool:
+        """Return whether a JSON file is one array, not an object on each line."""
+        name, size = source.files[file].name, source.files[file].size
+        kind, compression = file_format(name) or ("", None)
+        if kind != "jsonl" or (source.remote and ".jsonl" in name.lower()):  # it costs a request
+            return False
+        with self.open(source, file) as opened:
+            if not compression:
+                return is_array(read_exactly(opened, min(HEAD_BYTES, size)))
+            return is_array(bytes(pa.input_stream(opened, compression).read(HEAD_BYTES)))
+
+    def first_element(self, source: Source, file: int) -> list[tuple[int, bytes]]:
+        """Return the first element of a JSON array as (position, element); [] if it has none."""
+        where, name = source.where(file), source.files[file].name
+        compression = (file_format(name) or ("", None))[1]
+        with self.open(source, file) as opened:
+            content = pa.input_stream(opened, compression) if compression else opened
+            return list(islice(array_elements(content.read, where), 1))
+
+    def rows_at(self, source: Source, file: int) -> Iterator[tuple[int, int]]:
+        """Yield where each row of a plain JSON array or CSV file begins and ends, in bytes.
+
+        The first row of CSV is its header.
+        """
+        where, name = source.where(file), source.files[file].name
+        with self.open(source, file) as opened:
+            if _kind(source, file) != "csv":
+                for position, element in array_elements(opened.read, where):
+                    yield position, position + len(element)
+                return
+            width = len(self.header(source, file))
+            rows = csv_rows(_by_line(opened), name, where, width=width)
+            starts = (position for position, _ in rows)
+            yield from pairwise(chain(starts, [source.files[file].size]))
 
     def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
         begin = 0 if unit.group >= 0 else unit.start
@@ -245,6 +369,28 @@ class Units:
                 texts.append(text)
                 ids.append(name)
         return Rows(as_array(texts), as_array(ids), len(bad), tuple(bad))
+
+
+def _by_line(file: io.RawIOBase | io.BufferedReader) -> io.BufferedReader:
+    """Return a file whose lines are not read byte by byte."""
+    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, MIB)
+
+
+def _kind(source: Source, file: int) -> str:
+    return (file_format(source.files[file].name) or ("",))[0]
+
+
+def _map(where: str) -> list[pa.RecordBatch]:
+    """Return the record batches of an Arrow file: with a footer, or a stream as of `datasets`."""
+    mapped = pa.memory_map(where)
+    try:
+        file = pa.ipc.open_file(mapped)
+        schema, batches = file.schema, [file.get_batch(n) for n in range(file.num_record_batches)]
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+        stream = pa.ipc.open_stream(mapped)
+        schema, batches = stream.schema, list(stream)
+    return batches or [pa.RecordBatch.from_pylist([], schema=schema)]
 
 
 def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:

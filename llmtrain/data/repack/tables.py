@@ -37,10 +37,7 @@ from llmtrain.errors import Problem, UserError
 
 KINDS = {
     **FORMATS,
-    ".arrow": "arrow",
     ".feather": "arrow",
-    ".csv": "csv",
-    ".tsv": "csv",
 }
 CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 4 * MIB

@@ -30,7 +30,15 @@ from llmtrain.data.remote.request import (
 )
 from llmtrain.data.remote.retry import ATTEMPT_SECONDS, back_off, pause
 from llmtrain.data.sources import local
-from llmtrain.data.sources.local import NOT_DATA, File, Resolved, bounded, file_format, first_few
+from llmtrain.data.sources.local import (
+    NOT_DATA,
+    PROSE,
+    File,
+    Resolved,
+    bounded,
+    file_format,
+    first_few,
+)
 from llmtrain.errors import Problem, UserError, first_line, harmless
 
 if TYPE_CHECKING:
@@ -42,10 +50,19 @@ T = TypeVar("T")
 
 PREFIX = re.compile(r"hf://datasets/(?P<id>[^@]+)@(?P<sha>[0-9a-f]{40})/(?P<path>.+)")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{4,39}")
-READABLE = ("parquet", "json", "text")
-FORMATS = "files of parquet, JSON lines or text (builders parquet, json and text of `datasets`)"
+READABLE = ("parquet", "json", "csv", "text")
+FORMATS = "files of parquet, JSON, CSV or text (builders of `datasets` of these names)"
+# Options of a builder that change what is in a row → the value with which it is read as here.
+USUAL = {
+    "field": None,
+    "sample_by": "line",
+    "names": None,
+    "header": "infer",
+    "skiprows": None,
+    "quotechar": '"',
+}
 CONVERT = "convert it with `llmtrain data repack`, and name the new files"
-NOT_READ = {".csv", ".tsv", ".arrow", ".tar", ".zip", ".xml"}
+NOT_READ = {".arrow", ".tar", ".zip", ".xml"}
 ASK_SECONDS = 120.0  # how long a first start waits for the Hub: it has no work to lose
 
 
@@ -114,7 +131,7 @@ def _file_urls(source: SourceConfig, key: str) -> list[str]:
     options = builder.config
     unusual = [
         f"{name}: {value}"
-        for name, usual in (("field", None), ("sample_by", "line"))
+        for name, usual in USUAL.items()
         if (value := getattr(options, name, usual)) != usual
     ]
     if builder.name not in READABLE or unusual:
@@ -124,7 +141,11 @@ def _file_urls(source: SourceConfig, key: str) -> list[str]:
     if source.split not in splits:
         expected = f"one of: {_nearest(source.split, splits)}"
         raise UserError(Problem(_beside(key, "split"), source.split, expected))
-    return [str(url) for url in splits[source.split]]
+    urls = [str(url) for url in splits[source.split]]
+    for url in urls:
+        if builder.name == "csv" and options.sep != ("\t" if ".tsv" in url else ","):
+            raise UserError(Problem(key, f"{url} (sep: {options.sep!r})", FORMATS, CONVERT))
+    return urls
 
 
 def _builder(source: SourceConfig, key: str) -> DatasetBuilder:
@@ -216,6 +237,8 @@ def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
     if name in chosen or base.startswith((".", "_")) or base.lower() in NOT_DATA:
         return False
     found = file_format(base)
+    if base.lower().endswith(PROSE):
+        return False
     return found.kind not in kinds if found else PurePosixPath(base).suffix.lower() in NOT_READ
 
 

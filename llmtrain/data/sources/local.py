@@ -29,14 +29,24 @@ FORMATS = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
     ".txt": "text",
+    ".md": "text",
 }
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+TABLES = ("parquet", "arrow")  # kinds with columns, and groups of rows
 INDEX = ".idx"  # of a token cache, with a .bin beside it
+PROSE = ".md"  # read as a whole or not at all: a line of it is no document
 # Files that are found beside data in many directories.
 NOT_DATA = {"readme.md", "readme", "license", "license.md", "license.txt", "dataset_infos.json"}
-SUFFIXES = ".parquet, .jsonl, .json, .txt, .gz or .zst after all but the first; .idx with .bin"
-TABLES = {".csv", ".tsv", ".arrow"}  # rows, but not in a form that units can be cut from
+SUFFIXES = (
+    ".parquet, .arrow, .jsonl, .json, .csv, .tsv, .txt, .gz or .zst after all but the first two; "
+    ".idx with .bin"
+)
+# What `save_to_disk` of datasets writes beside the rows.
+OF_DATASETS = {"dataset_info.json", "state.json", "dataset_dict.json"}
 ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -89,14 +99,16 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     if source.path != SAMPLE and not is_local(source.path):
         raise UserError(_nothing_there(source.path, key))
     root = Path(locate(source, key))
-    there = list_files(source.path, root, key)
+    there = list_files(source.path, root, key, prose=source.document == "file")
     if source.path != SAMPLE and Path(source.path).is_dir():
         there = files_of_split(source, root, there, key)
     paths = sorted(there, key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):
         paths = _pairs(paths, key)
-    elif unknown := [path for path in paths if file_format(path.name) is None]:
-        raise UserError(*bounded([_unknown_suffix(path, key) for path in unknown], key))
+    elif unknown := [path for path in paths if not _is_read(path, source)]:
+        prose = [path for path in unknown if _is_prose(path)]
+        unknown = [path for path in unknown if path not in prose[1:]]  # one message for all
+        raise UserError(*bounded([_unknown_suffix(path, source, key) for path in unknown], key))
     files: list[File] = []
     unreadable: list[Problem] = []
     for path in paths:
@@ -131,7 +143,8 @@ def locate(source: DocumentsConfig, key: str) -> str:
 def is_local(path: str) -> bool:
     """Return whether a path is meant for files of this machine. What exists here always is."""
     suffixes = {*FORMATS, *COMPRESSED, INDEX}
-    explicit = path.startswith((".", "/", "~")) or Path(path).suffix in suffixes
+    explicit = path.startswith((".", "/", "~")) or Path(path).suffix.lower() in suffixes
+    explicit = explicit or path.count("/") > 1
     beside = "/" in path and Path(path).parent.is_dir()  # perhaps a misspelt name in a directory
     return Path(path).exists() or is_glob(path) or explicit or beside
 
@@ -153,7 +166,7 @@ def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
         if stem.endswith(suffix):
             stem, compression = stem.removesuffix(suffix), codec
     kind = kinds.get(Path(stem).suffix)
-    if kind is None or (compression and kind in ("parquet", "arrow")):
+    if kind is None or (compression and kind in TABLES):
         return None
     return Format(kind, compression)
 
@@ -196,8 +209,11 @@ def bounded(problems: Sequence[Problem], key: str) -> list[Problem]:
     return shown
 
 
-def list_files(path: str, root: Path, key: str) -> list[Path]:
-    """Return the data files of a local path, unsorted. Raises UserError if there are none."""
+def list_files(path: str, root: Path, key: str, *, prose: bool = False) -> list[Path]:
+    """Return the data files of a local path, unsorted. Raises UserError if there are none.
+
+    prose: whether files such as README.md are documents, too
+    """
     if path == SAMPLE:
         return list(root.glob("*.parquet"))
     if is_glob(path):
@@ -208,7 +224,7 @@ def list_files(path: str, root: Path, key: str) -> list[Path]:
         return found
     if not Path(path).is_dir():
         return _only_files([Path(path).absolute()], key)
-    there = [file for file in root.rglob("*") if _is_data(file, root)]
+    there = [file for file in root.rglob("*") if _is_data(file, root, prose)]
     if linked := [
         _link_problem(file, key) for file in there if file.is_symlink() and file.is_dir()
     ]:
@@ -282,10 +298,11 @@ def _pairs(paths: Sequence[Path], key: str) -> list[Path]:
     return sorted([*indices, *tokens], key=lambda path: os.fsencode(path))
 
 
-def _is_data(path: Path, root: Path) -> bool:
+def _is_data(path: Path, root: Path, prose: bool) -> bool:
     parts = path.relative_to(root).parts
-    hidden = any(part.startswith((".", "_")) for part in parts)
-    return not hidden and path.name.lower() not in NOT_DATA
+    if any(part.startswith((".", "_")) for part in parts) or path.name in OF_DATASETS:
+        return False
+    return path.name.lower() not in NOT_DATA or (prose and path.suffix in (".md", ".txt"))
 
 
 def _listing(directory: Path) -> str:
@@ -309,10 +326,25 @@ def _nothing_there(path: str, key: str, expected: str = ANY_SOURCE) -> Problem:
     return Problem(key, path, expected, f"see what is there: {near} holds {_listing(near)}")
 
 
-def _unknown_suffix(path: Path, key: str) -> Problem:
+def _is_read(path: Path, source: DocumentsConfig) -> bool:
+    found = file_format(path.name)
+    if source.document == "file":
+        return found is not None and found.kind == "text"
+    return found is not None and not _is_prose(path)
+
+
+def _is_prose(path: Path) -> bool:
+    return PROSE in (suffix.lower() for suffix in path.suffixes[-2:])
+
+
+def _unknown_suffix(path: Path, source: DocumentsConfig, key: str) -> Problem:
+    beside = f"{key.rpartition('.')[0]}.document"
+    if source.document == "file":
+        expected = "a text file (.txt, .md, .gz or .zst after it), as each file is one document"
+        return Problem(key, str(path), expected, f"{beside}=line, or name the files with a glob")
     remedy = "move it away, or name the files with a glob"
-    if path.suffix.lower() in TABLES:
-        remedy = "convert it with `llmtrain data repack`, and name the new files"
+    if _is_prose(path):
+        remedy = f"{beside}=file makes each text file one document"
     return Problem(key, str(path), f"a data file ({SUFFIXES})", remedy)
 
 

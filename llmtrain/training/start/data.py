@@ -62,7 +62,8 @@ def open_data(
     state = carry_over(before, manifest) if changed else before
     if found:
         state = _at_step(state, manifest, found, config.training.global_batch_size)
-    _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
+    if config.data.lanes != "auto" or manifest.lanes > 1:  # a single lane has few conversations
+        _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
     _warn_of_lanes_that_end_apart(manifest)
     reading = reading_of(data_settings(config), run_dir, stop)
     held = _open_heldout(config, manifest, encoder, ranks, reading)
@@ -114,18 +115,23 @@ def with_steps(
         training = training.model_copy(update={"steps": steps})
         config = config.model_copy(update={"training": training})
     agreed(ranks, lambda: _refuse_shorter(config, found))
+    agreed(ranks, lambda: _refuse_without_data(config, auto.run.get("epoch", {}), found))
     return config
 
 
 def _steps_of(training: TrainingConfig, counted: Mapping[str, Any]) -> int:
     """Return the number of steps of `training.epochs`. counted: the fields of `Epoch`
 
-    Whole epochs of conversations end with the data, where the last lane ends.
+    Whole epochs of conversations end with the data, where the last lane ends; a part of them has
+    that part of their blocks. (A run that counted without `passes` began with another rule.)
     """
     epochs = training.epochs or 0.0
     until_end: int | None = counted.get("until_end")
     blocks: int = counted["blocks"]
-    if until_end is not None and epochs.is_integer():
+    passes: int | None = counted.get("passes")
+    if until_end is not None and passes is not None and epochs < passes:
+        return max(1, round(epochs / passes * until_end / training.global_batch_size))
+    if until_end is not None and (passes is not None or epochs.is_integer()):
         return math.ceil(until_end / training.global_batch_size)
     return max(1, round(epochs * blocks / training.global_batch_size))
 
@@ -137,6 +143,23 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
         value = steps if config.training.epochs is None else f"{config.training.epochs:g}"
         expected = f"at least {found.step} steps, as {found.name} has done (these are {steps})"
         raise UserError(Problem(key, value, expected))
+
+
+def _refuse_without_data(config: Config, counted: Mapping[str, Any], found: Found | None) -> None:
+    """Raise UserError for a fresh run that would end before the first block with a document."""
+    if config.training.epochs is None or found is not None or not counted.get("passes"):
+        return
+    first, blocks = counted["first"], config.total_steps * config.training.global_batch_size
+    if first is None or first >= blocks:
+        value = f"{config.training.epochs:g} ({config.total_steps} steps)"
+        expected = "a run that trains on something: "
+        expected += (
+            "no row has anything to train on"
+            if first is None
+            else (f"in these {blocks} blocks there is no document; the first is in block {first}")
+        )
+        remedy = "data.lanes=1, or more epochs" if first is not None else "llmtrain data inspect"
+        raise UserError(Problem("training.epochs", value, expected, remedy))
 
 
 def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Encoder]:
@@ -162,7 +185,8 @@ def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
     """Warn if `max_epochs` ends lanes at very different steps: the last steps are padding then."""
     for source in manifest.sources:
         count, lanes = len(source.units), manifest.lanes
-        if source.max_epochs is not None and not source.cached and count < UNITS_PER_LANE * lanes:
+        few = lanes > 1 and count < UNITS_PER_LANE * lanes
+        if source.max_epochs is not None and not source.cached and few:
             _log.warning(
                 "%s has %d units for %d lanes: lanes reach its max_epochs far apart, and the last "
                 "steps are mostly padding (data.lanes=%d would even that out)",

@@ -94,22 +94,37 @@ def test_a_compressed_file_that_hides_its_size_is_refused_while_decoding(tmp_pat
     assert "llmtrain data repack" in told
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.arrow"])
-def test_a_table_in_another_form_is_refused_with_the_way_out(tmp_path, name):
-    (tmp_path / name).write_bytes(b"id,text\n1,words\n")
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.xlsx", b"PK", "a data file (.parquet, .arrow, .jsonl"),
+        ("a.arrow", b"id,text\n1,words\n", "a complete Arrow file"),
+        ("a.csv", b"id,body\n1,words\n", "a column of the header of"),
+        ("a.csv", b"text,text\na,b\n", "columns with names that differ"),
+        ("a.csv", b'text\n"one\n', "rows of CSV, with cells in double quotes"),
+        ("a.csv", b"text\n" + 9000 * b"one\n" + b"two,three\n", "at most 1 cells"),
+        ("a.json", b'[{"text": "a"}', "one whole JSON array of objects"),
+        ("a.json", b'[{"text": "a"},]', "one whole JSON array of objects"),
+        ("a.json", b'[{"text": "a"}] {}', "something follows its end"),
+        ("a.json", b'[{"text": "a"} {"text": "b"}]', "a comma is wrong"),
+        ("a.json", b'[{"text": ' + 9000 * b"[", "JSON array of objects"),
+        ("a.json", b'[{"text": "a"}, 5]', "a JSON object with the key 'text'"),
+        ("a.json", b'[{"body": "a"}]', "a column of the first line of"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused_with_the_reason(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
     told = message(tmp_path / name)
     assert told.startswith("1 problem")
-    assert "expected: a data file (.parquet, .jsonl" in told
-    assert "llmtrain data repack" in told
+    assert expected in told
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_a_json_array_is_refused_with_the_way_out(tmp_path, indent):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(corpus.articles(5), indent=indent))
-    told = message(path)
-    assert "a.json, line 1 = a JSON list" in told
-    assert "llmtrain data repack" in told
+def test_the_message_for_a_table_without_text_names_its_columns_of_strings(tmp_path):
+    rows = [{"id": 1, "body": "words", "summary": "word"}]
+    told = message(corpus.write_parquet(tmp_path / "a.parquet", rows))
+    assert "try:      data.sources.0.text_column=… (columns of strings: body, summary)" in told
+    told = message(corpus.write_parquet(tmp_path / "b.parquet", [{"id": 1, "body": "words"}]))
+    assert "try:      data.sources.0.text_column=body; for conversations" in told
 
 
 READ_SLICES = """

@@ -201,10 +201,10 @@ def test_scripts_are_refused_with_what_may_help(serve):
 
 
 def test_other_builders_are_refused_by_name(serve):
-    serve(data__train_dot_csv=b"text\none\n")
+    serve(data__train_dot_arrow=b"no matter what")
     problem = refused()
-    assert problem.value == f"{hub.ID} (csv)"
-    assert "parquet, JSON lines or text" in problem.expected
+    assert problem.value == f"{hub.ID} (arrow)"
+    assert "parquet, JSON, CSV or text" in problem.expected
     assert "llmtrain data repack" in problem.remedy
 
 
@@ -217,11 +217,19 @@ def test_options_of_a_builder_that_are_not_kept_are_refused(serve):
     assert "field: rows" in refused(name="a").value
 
 
+def test_tables_of_csv_are_files_of_the_hub_and_other_separators_are_refused(serve):
+    readme = b"---\nconfigs:\n- config_name: a\n  sep: ';'\n  data_files: data/train.csv\n---\n"
+    server = serve(data__train_dot_csv=b"text\none\n")
+    assert [file.name for file in ask().files] == ["data/train.csv"]
+    server.files["README.md"] = readme
+    assert "sep: ';'" in refused(name="a").value
+
+
 def test_a_data_set_without_data_says_so(serve):
     serve(README_dot_md=b"nothing yet")
     problem = refused()
     assert problem.key == KEY
-    assert "parquet, JSON lines or text" in problem.expected
+    assert "parquet, JSON, CSV or text" in problem.expected
 
 
 def test_files_of_other_types_beside_those_that_are_read_are_listed(serve, tmp_path, caplog):

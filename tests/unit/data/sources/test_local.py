@@ -88,11 +88,11 @@ def test_an_empty_directory_is_refused(tmp_path):
 
 def test_files_of_unknown_suffix_are_refused_all_at_once(tree):
     for n in range(10):
-        (tree / f"table{n}.csv").write_text("a,b")
+        (tree / f"table{n}.xlsx").write_text("a,b")
     with pytest.raises(UserError) as raised:
         found(tree)
     assert len(raised.value.problems) == 9
-    assert "table7.csv" in str(raised.value)
+    assert "table7.xlsx" in str(raised.value)
     assert "2 more files" in str(raised.value)
 
 
@@ -140,7 +140,8 @@ def test_a_suffix_chooses_format_and_compression():
     assert file_format("a.b.jsonl.zst") == ("jsonl", "zstd")
     assert file_format("A.JSON.GZ") == ("jsonl", "gzip")
     assert file_format("a.txt") == ("text", None)
-    for name in ("a.parquet.gz", "a.csv", "a.gz", "a", "parquet"):
+    assert file_format("a.tsv.gz") == ("csv", "gzip")
+    for name in ("a.parquet.gz", "a.arrow.gz", "a.xlsx", "a.gz", "a", "parquet"):
         assert file_format(name) is None
 
 
@@ -173,10 +174,10 @@ def test_a_link_to_a_directory_is_refused_and_not_passed_over(tree, tmp_path_fac
 
 
 def test_names_in_a_listing_are_written_as_escapes(tmp_path):
-    (tmp_path / "a\x1b[31m\nb.csv").write_text("x")
+    (tmp_path / "a\x1b[31m\nb.xlsx").write_text("x")
     with pytest.raises(UserError) as caught:
         resolve(SourceConfig(path=f"{tmp_path}/*.jsonl"), "data.sources.0.path")
-    assert r"a\x1b[31m\nb.csv" in str(caught.value)
+    assert r"a\x1b[31m\nb.xlsx" in str(caught.value)
     with pytest.raises(UserError) as caught:
         resolve(SourceConfig(path=str(tmp_path)), "data.sources.0.path")
-    assert r"a\x1b[31m\nb.csv" in str(caught.value)
+    assert r"a\x1b[31m\nb.xlsx" in str(caught.value)
