@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from llmtrain import heartbeat
-from llmtrain.data.chat.rows import judged, needed_columns
+from llmtrain.data.chat.rows import needed_columns, refused_columns
 from llmtrain.data.documents.elements import ranges
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
@@ -192,7 +192,7 @@ def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> P
     if missing:
         return missing_column(f"{key}.path", missing, where, there)
     ours = set(there) - set(source.columns.values())
-    problem = judged(source.form, ours, f"{key}.columns", source.columns)
+    problem = refused_columns(source.form, ours, f"{key}.columns", source.columns)
     return problem and replace(problem, value=f"{problem.value} in {harmless(where)}")
 
 

@@ -20,8 +20,9 @@ def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
     """A run on these rows with the sample's tokenizer and `chatml`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = corpus.write_jsonl(folder / "chat.jsonl", rows)
-    asked = {"training__steps": STEPS, "evaluation__every_steps": STEPS, **changes}
-    config = tiny_config(folder / "run", data__seq_len=256, data__heldout=0.1, **asked)
+    asked = {"training__steps": STEPS, "evaluation__every_steps": STEPS}
+    asked |= {"data__seq_len": 256, "data__heldout": 0.1, **changes}
+    config = tiny_config(folder / "run", **asked)
     config["data"]["sources"] = [{"path": str(path)}]
     config["chat"] = {"template": "chatml"}
     return write_config(folder, config)
@@ -145,3 +146,39 @@ def test_epochs_of_conversations_end_with_the_data(server: Server, tmp_path: Pat
     asked = ["training.epochs=4", "checkpoint.accept_changes=[training.epochs]"]
     assert server.run(["train", str(path), *asked], 2, tmp_path) == [0, 0]
     assert lines(tmp_path / "run", "train")[-1]["tokens"] == 2 * trained
+
+
+def test_few_conversations_are_trained_in_each_epoch_without_an_empty_step(
+    server: Server, tmp_path: Path
+) -> None:
+    """As many steps as they fill, on any number of processes, and half of them in half an epoch."""
+    rows = [
+        {"messages": chats.talk(f"What is {n} plus {n}?", f"It is {n + n}.")} for n in range(60)
+    ]
+    asked = {"training__steps": None, "training__global_batch_size": 4, "data__heldout": 0.0}
+    found: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for processes, epochs in ((1, 1), (2, 1), (2, 2), (1, 0.5)):
+        folder = tmp_path / f"{processes}-{epochs}"
+        path = config_of(folder, rows, **asked, training__epochs=epochs, data__seq_len=64)
+        codes = server.run(["train", str(path)], processes, folder)
+        assert codes == [0] * processes, (folder / "output.txt").read_text()
+        found[processes, epochs] = lines(folder / "run", "train")
+    once = found[1, 1][-1]["tokens"]
+    assert found[2, 2][-1]["tokens"] == 2 * once
+    assert 0.35 * once < found[1, 0.5][-1]["tokens"] < 0.65 * once
+    assert all(line["step_tokens"] > 0 for of in found.values() for line in of)
+    one, two = ([line["batch_digest"] for line in found[n, 1]] for n in (1, 2))
+    assert one == two
+
+
+def test_a_run_that_would_train_nothing_is_refused(server: Server, tmp_path: Path) -> None:
+    rows = [{"messages": chats.talk(f"{n}?", f"{n}.")} for n in range(60)]
+    asked = {"data__lanes": 8, "training__global_batch_size": 2, "training__steps": None}
+    path = config_of(tmp_path, rows, **asked, training__epochs=0.01, data__heldout=0.0)
+    assert server.run(["train", str(path)], 1, tmp_path) == [2]
+    said = (tmp_path / "output.txt").read_text()
+    assert "training.epochs = 0.01 (1 steps)" in said
+    assert "try:      data.lanes=1, or more epochs" in said
+    steps = ["training.epochs=null", "training.steps=1", "data.sources.0.max_epochs=1"]
+    assert server.run(["train", str(path), *steps, f"run.dir={tmp_path}/other"], 1, tmp_path) == [2]
+    assert "at least one trained token in the whole run" in (tmp_path / "output.txt").read_text()

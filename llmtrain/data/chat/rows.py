@@ -136,12 +136,12 @@ def form_of(columns: Iterable[str], key: str, named: Mapping[str, str] = _SAME) 
 
     key: the config key of `columns`, for the message
     named: its value, our names → the source's
-    Raises PreferenceDataError for columns that judge the answers, see `judged`.
+    Raises PreferenceDataError for columns that judge the answers, see `refused_columns`.
     """
     names = set(columns)
     form = next((one for one in FORMS if names.issuperset(_NEEDED[one])), None)
     if form is not None:
-        if problem := judged(form, names, key, named):
+        if problem := refused_columns(form, names, key, named):
             raise PreferenceDataError(problem)
     elif any(pair <= names for pair in _PAIRS):
         expected = "messages, conversations, prompt and completion, or instruction and output"
@@ -151,25 +151,29 @@ def form_of(columns: Iterable[str], key: str, named: Mapping[str, str] = _SAME) 
     return form
 
 
-def judged(
+def refused_columns(
     form: str, columns: Collection[str], key: str, named: Mapping[str, str]
 ) -> Problem | None:
-    """Return the problem of columns that judge the answers of conversations.
+    """Return the problem of columns that judge the answers, or may say which are trained.
 
     There is none if `named`, the value of the config key, names all columns of the form: then the
-    answers are wanted, whatever they are worth.
+    answers are wanted, whatever these columns say.
     """
-    judgements = [name for name in JUDGEMENTS if name in columns]
-    if not judgements or is_named(form, named):
+    if is_named(form, named):
         return None
-    value = ", ".join(judgements)
-    expected = (
-        "conversations without a judgement: such rows are feedback or preference pairs, and their "
-        "bad answers would be trained like the good ones"
-    )
     own = ", ".join(f"{name}: {named.get(name, name)}" for name in _NEEDED[form])
-    remedy = f"keep the good answers and drop these columns; to train all: {key}={{{own}}}"
-    return Problem(key, value, expected, remedy)
+    if judgements := [name for name in JUDGEMENTS if name in columns]:
+        expected = (
+            "conversations without a judgement: such rows are feedback or preference pairs, and "
+            "their bad answers would be trained like the good ones"
+        )
+        remedy = f"keep the good answers and drop these columns; to train all: {key}={{{own}}}"
+        return Problem(key, ", ".join(judgements), expected, remedy)
+    if masks := [name for name in MASKS if name in columns]:
+        expected = "conversations without a column that may say what is trained of them"
+        remedy = f"write `train: true` or `false` in the rows; to train all: {key}={{{own}}}"
+        return Problem(key, ", ".join(masks), expected, remedy)
+    return None
 
 
 def is_named(form: str, named: Collection[str]) -> bool:
@@ -216,8 +220,9 @@ def to_example(text: str, form: str, columns: Mapping[str, str] = _SAME) -> Exam
     Raises BadRowError.
     """
     row = _our_row(_object(text), columns)
-    _refuse_judgements(row, form, columns)
-    _refuse_masks(row, "the row")
+    if not is_named(form, columns):
+        _refuse_judgements(row)
+        _refuse_masks(row, "the row")
     example = _parse(row, form)
     if _is_trained(row):
         return example
@@ -255,9 +260,8 @@ def _our_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, An
     return {**{key: value for key, value in row.items() if key not in theirs}, **ours}
 
 
-def _refuse_judgements(row: Mapping[str, Any], form: str, columns: Collection[str]) -> None:
-    judgements = [name for name in JUDGEMENTS if row.get(name) is not None]
-    if judgements and not is_named(form, columns):
+def _refuse_judgements(row: Mapping[str, Any]) -> None:
+    if judgements := [name for name in JUDGEMENTS if row.get(name) is not None]:
         why = f"it has {', '.join(judgements)}: feedback and pairs are not trained as chat"
         raise BadRowError("judgement", why)
 

@@ -1,0 +1,263 @@
+"""What people bring: rows, folders and files as other tools write them."""
+
+import gzip
+import json
+
+import datasets
+import pytest
+from helpers import chats, corpus
+
+from llmtrain.config.binding import data_settings
+from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.ledger import replay
+from llmtrain.data.chat.rows import BadRowError, to_example
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.heldout import training_texts
+from llmtrain.data.manifest import load as load_manifest
+from llmtrain.data.state import DataState
+from llmtrain.data.survey import survey
+from llmtrain.errors import UserError
+
+USER = {"role": "user", "content": "Q?"}
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def trained(row, form="messages"):
+    """The answers of a row that are trained."""
+    one = to_example(json.dumps(row), form)
+    turns = enumerate(one.messages)
+    return [m["content"] for n, m in turns if m["role"] == "assistant" and n not in one.untrained]
+
+
+def texts(path, **more):
+    """The documents of a source, in the order of its files and rows."""
+    found = survey(data_settings(corpus.config({"path": str(path), **more}, heldout=0.0)), 1)
+    (source,) = found.sources
+    reader = Reader(found.reading)
+    units = range(len(source.units))
+    return [text for u in units for text in training_texts(source, u, 42, reader)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return chats.make(tmp_path_factory.mktemp("brought") / "tokenizer", "chatml")
+
+
+def test_a_message_of_weight_0_is_context():
+    row = {
+        "messages": [USER, answer("wrong guess", weight=0), USER, answer("right answer", weight=1)]
+    }
+    assert trained(row) == ["right answer"]
+    assert trained({"messages": [USER, answer("No.", weight=False), USER, answer("Yes.")]}) == [
+        "Yes."
+    ]
+    shared = [
+        {"from": "human", "value": "Q?"},
+        {"from": "gpt", "value": "No.", "weight": 0},
+        {"from": "human", "value": "Q?", "weight": 1},
+        {"from": "gpt", "value": "Yes.", "weight": 1.0},
+    ]
+    assert trained({"conversations": shared}, "conversations") == ["Yes."]
+    for weight in (2, 0.5, -1, "0", [1]):
+        with pytest.raises(BadRowError, match="only 0"):
+            trained({"messages": [USER, answer("x", weight=weight)]})
+
+
+def test_a_local_folder_has_the_splits_of_its_readme(tmp_path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    for split, count in (("train", 300), ("test", 100), ("validation", 50)):
+        rows = [{"text": f"{split} document {n}"} for n in range(count)]
+        corpus.write_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet", rows, group=60)
+        card += f"  - split: {split}\n    path: data/{split}-*\n"
+    for readme in (f"{card}---\n", "# no configs: the names say it\n"):
+        (tmp_path / "README.md").write_text(readme)
+        for split, count in (("train", 300), ("test", 100), ("validation", 50)):
+            found = texts(tmp_path, split=split)
+            assert len(found) == count
+            assert all(text.startswith(f"{split} document") for text in found)
+        with pytest.raises(UserError, match=r"data\.sources\.0\.split = nonsense"):
+            texts(tmp_path, split="nonsense")
+
+
+def test_folders_named_by_splits_hold_them(tmp_path):
+    for split in ("train", "dev"):
+        corpus.write_jsonl(
+            tmp_path / split / "rows.jsonl", [{"text": f"{split} {n}"} for n in range(9)]
+        )
+    assert texts(tmp_path, split="validation") == [f"dev {n}" for n in range(9)]
+    assert texts(tmp_path) == [f"train {n}" for n in range(9)]
+
+
+def test_a_run_that_began_with_all_files_keeps_its_manifest(tmp_path, tokenizer):
+    for split in ("train", "test"):
+        corpus.write_jsonl(tmp_path / "ds" / f"{split}.jsonl", corpus.articles(30))
+    manifest, _ = chats.data_of(tokenizer, {"path": str(tmp_path / "ds" / "*.jsonl")})
+    stored = json.loads(manifest.to_bytes())
+    stored["sources"][0]["path"] = str(tmp_path / "ds")  # as before there were splits
+    (tmp_path / "manifest.json").write_text(json.dumps(stored))
+    config = corpus.config({"path": str(tmp_path / "ds")})
+    found = load_manifest(tmp_path / "manifest.json", config.data.sources)
+    assert [file.name for file in found.sources[0].files] == ["test.jsonl", "train.jsonl"]
+    assert found.fingerprint == manifest.fingerprint
+
+
+def test_the_history_of_alpaca_rows_comes_before_the_instruction():
+    row = {
+        "instruction": "And the second?",
+        "input": "",
+        "output": "Two.",
+        "system": "Be brief.",
+        "history": [["What is the first?", "One."]],
+    }
+    found = to_example(json.dumps(row), "alpaca").messages
+    assert [(m["role"], m["content"]) for m in found] == [
+        ("system", "Be brief."),
+        ("user", "What is the first?"),
+        ("assistant", "One."),
+        ("user", "And the second?"),
+        ("assistant", "Two."),
+    ]
+    two = {**row, "history": json.dumps([["A?", "a"], ["B?", "b"]]), "input": "more"}
+    assert trained(two, "alpaca") == ["a", "b", "Two."]
+    assert len(to_example(json.dumps({**row, "history": []}), "alpaca").messages) == 3
+    for history in ([["one"]], "text", {"a": "b"}, ["ab"]):
+        with pytest.raises(BadRowError, match="history"):
+            trained({**row, "history": history}, "alpaca")
+
+
+def test_an_older_function_call_is_a_tool_call():
+    call = {"name": "get_weather", "arguments": '{"town": "Hue"}'}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            answer("Let me look.", function_call=call),
+            {"role": "function", "name": "get_weather", "content": "warm"},
+            answer(None, function_call=json.dumps(call)),
+        ],
+        "functions": [{"name": "get_weather"}],
+    }
+    found = to_example(json.dumps(row), "messages")
+    called = {"type": "function", "function": {"name": "get_weather", "arguments": {"town": "Hue"}}}
+    assert [m.get("tool_calls") for m in found.messages] == [None, [called], None, [called]]
+    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.tools == [{"type": "function", "function": {"name": "get_weather"}}]
+    assert "function_call" not in found.messages[1]
+    for bad in ("look", 5, {"arguments": "{}"}):
+        with pytest.raises(BadRowError):
+            trained({"messages": [USER, answer("x", function_call=bad)]})
+    both = answer("x", function_call=call, tool_calls=[{"function": call}])
+    with pytest.raises(BadRowError, match="both"):
+        trained({"messages": [USER, both]})
+
+
+def test_what_save_to_disk_wrote_is_read_directly(tmp_path):
+    rows = corpus.articles(300)
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(tmp_path / "ds", num_shards=3)
+    datasets.DatasetDict({"train": made, "test": made.select(range(50))}).save_to_disk(
+        tmp_path / "dd"
+    )
+    expected = [row["text"] for row in rows]
+    assert texts(tmp_path / "ds") == expected
+    assert texts(tmp_path / "dd") == expected
+    assert texts(tmp_path / "dd", split="test") == expected[:50]
+    with pytest.raises(UserError, match=r"data\.sources\.0\.split = dev"):
+        texts(tmp_path / "dd", split="dev")
+    talks = datasets.Dataset.from_list(chats.rows_of(30))
+    talks.save_to_disk(tmp_path / "talks")
+    examples = [to_example(text, "messages") for text in texts(tmp_path / "talks")]
+    assert [list(one.messages) for one in examples] == [
+        row["messages"] for row in chats.rows_of(30)
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.csv", "a.tsv", "a.csv.gz", "a.arrow"])
+def test_tables_of_other_tools_have_the_rows_that_datasets_finds(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("llmtrain.data.file_parts.MIN_RANGE_BYTES", {False: 1000, True: 1000})
+    rows = [{**row, "text": f'{row["text"]}\nan "odd", line\té'} for row in corpus.articles(200)]
+    made, plain = datasets.Dataset.from_list(rows), tmp_path / name.removesuffix(".gz")
+    match plain.suffix:
+        case ".json":
+            plain.write_text(json.dumps(rows, indent=2, ensure_ascii=False), "utf-8")
+        case ".csv":
+            made.to_csv(plain)
+        case ".tsv":
+            made.to_csv(plain, sep="\t")
+        case ".arrow":
+            made.save_to_disk(tmp_path / "saved")
+            (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(plain)
+    path = plain
+    if name.endswith(".gz"):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    assert texts(path) == [row["text"] for row in rows]
+    found = survey(data_settings(corpus.config(path, heldout=0.0)), 1).sources[0]
+    assert len(found.units) > 10 or name.endswith(".gz")
+    assert found.id_column == "id"
+
+
+def test_a_json_array_of_conversations_is_chat(tmp_path, tokenizer):
+    rows = [{"instruction": f"say {n}", "input": "", "output": str(n)} for n in range(200)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(rows, indent=2))
+    manifest, encoder = chats.data_of(tokenizer, tmp_path / "alpaca.json", epochs=1)
+    assert manifest.sources[0].form == "alpaca"
+    state = DataState.fresh(manifest)
+    assert epoch(manifest, encoder, Reading(60), (), state).documents == 200
+
+
+def test_a_whole_file_is_a_document_where_that_is_asked(tmp_path):
+    (tmp_path / "sub").mkdir()
+    files = {
+        "b.txt": "One.\n\nTwo.\n",
+        "a.md": "\ufeff# Title\n\nText.",
+        "sub/c.txt.gz": "Three\nlines\nmore.\n",
+        "README.md": "# About\n",
+        "empty.txt": "\n",
+    }
+    for name, text in files.items():
+        data = text.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    names = ["README.md", "a.md", "b.txt", "sub/c.txt.gz"]
+    assert texts(tmp_path, document="file") == [
+        files[name].removeprefix("\ufeff") for name in names
+    ]
+    assert texts(tmp_path / "b.txt", document="line") == ["One.", "Two."]
+    with pytest.raises(UserError, match=r"data\.sources\.0\.document=file"):
+        texts(tmp_path)
+    corpus.write_jsonl(tmp_path / "d.jsonl", corpus.articles(3))
+    with pytest.raises(UserError, match=r"data\.sources\.0\.document=line"):
+        texts(tmp_path, document="file")
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_few_conversations_have_one_lane_and_each_is_trained_in_every_epoch(
+    tmp_path, tokenizer, epochs
+):
+    rows = [
+        {"messages": chats.talk(f"What is {n} plus {n}?", f"It is {n + n}.")} for n in range(60)
+    ]
+    for suffix in ("jsonl", "parquet"):
+        write = corpus.write_jsonl if suffix == "jsonl" else corpus.write_parquet
+        path = write(tmp_path / f"chat.{suffix}", rows)
+        manifest, encoder = chats.data_of(tokenizer, path, epochs=epochs, seq_len=64)
+        assert manifest.lanes == 1
+        state = DataState.fresh(manifest)
+        counted = epoch(manifest, encoder, Reading(60), (), state)
+        blocks = list(replay(manifest, encoder, Reader(Reading(60)), state, 0, counted.until_end))
+        assert all(block.trained.any() for _, block in blocks)
+        assert sum(len(block.spans) for _, block in blocks) == 60 * epochs
+        assert (counted.passes, counted.first) == (epochs, 0)
+
+
+def test_the_number_of_lanes_is_that_of_the_data(tmp_path, tokenizer):
+    few = corpus.write_jsonl(tmp_path / "few.jsonl", chats.rows_of(300))
+    many = corpus.write_jsonl(tmp_path / "many.jsonl", chats.rows_of(3000))
+    for processes in (1, 2, 3):
+        for path, lanes in ((few, 1), (many, 24 if processes == 3 else 8)):
+            settings = data_settings(corpus.config(path, heldout=0.0))
+            assert survey(settings, processes).lanes == lanes
+    text = corpus.write_jsonl(tmp_path / "text.jsonl", corpus.articles(5))
+    assert survey(data_settings(corpus.config(text)), 1).lanes == 24
