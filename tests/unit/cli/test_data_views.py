@@ -29,6 +29,7 @@ SOURCE = SourceFacts(
     epochs=1.4958,
     looked_at=1_000,
     estimated=("documents", "dropped", "replaced", "heldout", "bytes", "tokens", "epochs"),
+    unread={},
 )
 INSPECTION = Inspection(
     sources=(SOURCE,),
@@ -49,6 +50,16 @@ INSPECTION = Inspection(
     ),
     estimated=("lengths", "tokens_per_byte", "documents_cut"),
 )
+
+
+def test_keys_that_nobody_reads_are_in_the_lines_of_their_source():
+    keys = {"score": 100, "messages.name": 3, **{f"another_key_{n}": 1 for n in range(5)}}
+    found = replace(INSPECTION, sources=(replace(SOURCE, unread=keys),))
+    lines = list(inspection(found))
+    first = next(n for n, line in enumerate(lines) if "not read of its first rows" in line)
+    text = " ".join(line.strip() for line in lines[first:])
+    assert "messages.name (3), score (100)" in text
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_an_inspection_reads_like_this():
