@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from llmtrain.data.remote.request import (
     AttemptError,
@@ -134,6 +135,12 @@ class RangeFile(io.RawIOBase):
                     self._held[index] = (first, held)
                 return held[start - first : end - first]
         return self._ask(start, end) if start < end else b""
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as many bytes as fit; return how many. A buffered reader asks for them so."""
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
 
     def readall(self) -> bytes:
         """Return all that is left."""

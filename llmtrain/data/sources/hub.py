@@ -109,9 +109,14 @@ def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
         outside = next(url for url, match in zip(urls, found, strict=True) if match is None)
         expected = "files of the data set itself"
         raise UserError(Problem(key, outside, expected, "name them as a source of their own"))
-    unknown = [match["path"] for match in inside if file_format(match["path"]) is None]
+    formats = {match["path"]: file_format(match["path"]) for match in inside}
+    unknown = [name for name, found in formats.items() if found is None]
     if unknown:
         raise UserError(*bounded([Problem(key, name, FORMATS, CONVERT) for name in unknown], key))
+    rows = [name for name, found in formats.items() if found and found.kind != "text"]
+    if rows and source.document == "file":
+        expected = f"line: {rows[0]} is no text file, of which each could be one document"
+        raise UserError(Problem(_beside(key, "document"), "file", expected))
     root = f"hf://datasets/{inside[0]['id']}@{inside[0]['sha']}"
     names = sorted((match["path"] for match in inside), key=str.encode)
     system = HfFileSystem()

@@ -5,11 +5,11 @@ import json
 
 import datasets
 import pytest
-from helpers import chats, corpus
+from helpers import chats, corpus, hub
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.audit.epochs import epoch
-from llmtrain.data.audit.ledger import replay
+from llmtrain.data.audit.ledger import document_of, origins, replay
 from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.heldout import training_texts
@@ -197,6 +197,69 @@ def test_tables_of_other_tools_have_the_rows_that_datasets_finds(tmp_path, name,
     found = survey(data_settings(corpus.config(path, heldout=0.0)), 1).sources[0]
     assert len(found.units) > 10 or name.endswith(".gz")
     assert found.id_column == "id"
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.csv", "train.tsv", "train.json.gz"])
+def test_tables_of_other_tools_are_read_from_the_hub(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("llmtrain.data.file_parts.MIN_RANGE_BYTES", {False: 1000, True: 1000})
+    rows = corpus.articles(200)
+    plain = tmp_path / name.removesuffix(".gz")
+    if plain.suffix == ".json":
+        plain.write_text(json.dumps(rows, indent=1))
+    else:
+        datasets.Dataset.from_list(rows).to_csv(
+            plain, sep={".csv": ",", ".tsv": "\t"}[plain.suffix]
+        )
+    content = plain.read_bytes()
+    with hub.serving(
+        {f"data/{name}": gzip.compress(content) if ".gz" in name else content}
+    ) as server:
+        hub.stand_in(monkeypatch, server, tmp_path / "home")
+        assert texts(hub.ID) == [row["text"] for row in rows]
+        with pytest.raises(UserError, match=r"data\.sources\.0\.document = file"):
+            texts(hub.ID, document="file")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.arrow", "notes"])
+def test_the_documents_of_a_block_are_named_with_their_place(tmp_path, tokenizer, name):
+    rows, path = corpus.articles(40), tmp_path / name
+    match name:
+        case "a.json":
+            path.write_text(json.dumps(rows, indent=1))
+        case "a.csv":
+            datasets.Dataset.from_list(rows).to_csv(path)
+        case "a.arrow":
+            datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+            (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(path)
+        case "notes":
+            path.mkdir()
+            for row in rows:
+                (path / f"{row['id']}.md").write_text(row["text"])
+    source = {"path": str(path), "document": "file" if name == "notes" else "line"}
+    manifest, encoder = chats.data_of(tokenizer, source, lanes=2)
+    reader, state = Reader(Reading(60)), DataState.fresh(manifest)
+    spans = [
+        (
+            document_of(manifest, g, block, span),
+            block.ids[span.at : span.at + span.stop - span.start],
+        )
+        for g, block in replay(manifest, encoder, reader, state, 0, 4)
+        for span in block.spans
+        if span.start == 0
+    ]
+    found = origins(manifest, reader, [document for document, _ in spans])
+    assert len(found) > 5
+    for document, ids in spans:
+        origin, text = found[document], encoder.tokenizer.decode(ids)
+        if name == "notes":
+            row = rows[int(origin.file.removesuffix(".md"))]
+        else:
+            row = rows[int(origin.id)]
+            assert origin.title == row["title"]
+        assert (row["text"] + "<|endoftext|>").startswith(text)
+        if name == "a.json":
+            line = path.read_bytes()[origin.at :]
+            assert json.JSONDecoder().raw_decode(line.decode())[0] == row
 
 
 def test_a_json_array_of_conversations_is_chat(tmp_path, tokenizer):
