@@ -191,7 +191,7 @@ def _unsupported(file: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(f"{file}: init_lora_weights", json.dumps(init)[:_LONGEST], expected, remedy)
     for key, value in settings.items():
         if value and key not in _Settings.model_fields:
-                expected = "not set: llmtrain does not compute what it asks for"
+            expected = "not set: llmtrain does not compute what it asks for"
             remedy = "use the adapter with peft, which has it, or merge it there"
             yield Problem(f"{file}: {key}", json.dumps(value)[:_LONGEST], expected, remedy)
 
