@@ -11,7 +11,7 @@ of the two alone, they are no longer equal; then both are written, and the confi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,14 +63,17 @@ class Layer:
     parts: dict[str, str]
 
 
-def whole(directory: Path, dtype: str) -> Weights:
-    """Return the weights of a model directory. dtype: of safetensors, for floating point tensors.
+def whole(directory: Path, listed: Collection[str], dtype: str) -> Weights:
+    """Return the weights of a checkpoint.
+
+    listed: its files, as its manifest names them
+    dtype: of safetensors, for floating point tensors
 
     Raises UserError if a tensor is missing or has another shape.
     """
     config = config_of(directory)
     own = _tensors(on_meta(config))
-    stored = tensors.of_model(directory)
+    stored = tensors.of_model(directory, listed)
     if not _fits(stored, own):
         expected = "every tensor of the model that config.json describes"
         raise UserError(Problem(str(directory), None, expected))
