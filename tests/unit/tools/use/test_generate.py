@@ -190,6 +190,8 @@ def test_a_directory_outside_of_a_run_is_prompted_by_its_template_alone(trained,
     [
         ({"max_new_tokens": 0}, "--max-new-tokens"),
         ({"temperature": -0.1}, "--temperature"),
+        ({"temperature": 1e-300}, "--temperature"),
+        ({"prompt": "a \udcff b"}, "PROMPT"),
         ({"temperature": float("inf")}, "--temperature"),
         ({"top_p": 0.0}, "--top-p"),
         ({"chat": True}, "chat template"),
