@@ -128,9 +128,8 @@ def _object_problems(place: Path, names: set[str]) -> Iterator[Problem]:
             continue
         ends = found.get("eos_token_id")
         if name == _GENERATION and not all(type(one) is int for one in _listed(ends)):
-            yield Problem(
-                f"{place / name}: eos_token_id", json.dumps(ends), "an id, or a list of ids"
-            )
+            said = f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)} in {name}"
+            yield Problem(_KEY, place, said)
 
 
 def _listed(value: object) -> list[object]:

@@ -319,9 +319,9 @@ def numbers(schema, name=""):
 
 
 def test_every_number_has_an_upper_bound():
-    found = dict(numbers(Config.model_json_schema()))
+    found = list(numbers(Config.model_json_schema()))
     assert len(found) > 40
-    assert [name for name, one in found.items() if not one.keys() & BOUNDS] == []
+    assert [name for name, one in found if not one.keys() & BOUNDS] == []
 
 
 BOUNDS = {"maximum", "exclusiveMaximum"}
@@ -340,7 +340,6 @@ BOUNDS = {"maximum", "exclusiveMaximum"}
         ("training.steps=1000000000001", "at most 1,000,000,000,000"),
         ("model.tokenizer={train: 10000000000}", "at most 1,048,576"),
         ("optimizer.learning_rate=1e300", "at most 3e+38"),
-        ("optimizer.groups=[{match: a, weight_decay: 1e300}]", "a list"),
         (f"run.dir={'x' * 5000}", "a path of at most 4,095 bytes, with 255 in each name"),
         (f"data.sources.0.path=a/{'x' * 256}", "a path of at most 4,095 bytes"),
         (f"model.tokenizer={'a/' * 3000}", "a path of at most 4,095 bytes"),

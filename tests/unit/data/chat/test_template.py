@@ -250,7 +250,7 @@ def test_a_template_of_too_many_brackets_is_refused(tmp_path, template):
 
 @pytest.mark.parametrize("template", [5, True, [1], {"a": 1}, [{"name": "x"}], [{"name": 1}]])
 def test_a_template_that_is_no_string_is_refused(tmp_path, template):
-    with pytest.raises(UserError, match="chat.template = ") as caught:
+    with pytest.raises(UserError, match=r"chat\.template = ") as caught:
         opened(tmp_path, template)
     assert "a string, or a list of {name, template}" in str(caught.value)
 
